@@ -27,6 +27,7 @@ from reach import as_after_training, tensors
 from torch import Tensor, nn
 
 import vision_attn as va
+from vision_attn.networks.convert.equivalence import REMEDY
 from vision_attn.text import markdown
 
 
@@ -215,12 +216,21 @@ def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> tuple[list
     cells = {name: ", ".join(f"{difference:.0e}" for difference in differences.get(name, ())) for name in DTYPES}
     if rounding:
         cells["float32"] += f"; rounding {rounding:.0e}"
-    reasons = dict.fromkeys(
-        f"`{line.kind}`: {re.sub(r'a tensor of shape [^;]*;', 'a tensor;', line.reason)}" for line in report.left
-    )
+    reasons = dict.fromkeys(f"`{line.kind}`: {shorten_reason(line.kind, line.reason)}" for line in report.left)
     count = f"{len(report.swapped)} of {len(report.modules)}"
     row = [entry.library, entry.family, f"`{entry.model}`", sizes, count, *cells.values(), "; ".join(reasons)]
     return row, agrees
+
+
+def shorten_reason(kind: str, reason: str) -> str:
+    """Return the reason for which a module is not swapped, without the name of its class and without shapes.
+
+    >>> shorten_reason("GPSA", "timm.models.convit.GPSA is not supported: it adds two softmaxes")
+    'it adds two softmaxes'
+    """
+    reason = reason.replace(REMEDY, "").splitlines()[0].rstrip(" .:")
+    reason = re.sub(rf"^[\w.]*\b{kind}(?: is not supported: | is |\.| )", "", reason)
+    return re.sub(r"(a tensor) of shape \([\d, ]*\)|(MaxPool2d)\(.*?False\)", r"\1\2", reason)
 
 
 def main() -> None:
