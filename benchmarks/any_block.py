@@ -1,16 +1,16 @@
-"""Table of blocks: how `va.insert_` makes 15 blocks an identity at initialization in 20 networks.
+"""Compatibility of `va.insert_` with 15 blocks in 20 networks: how each block is made an identity at initialization.
 
-python benchmarks/any_block.py      # writes docs/blocks.md
+python benchmarks/any_block.py      # writes a section of docs/performance.md
 """
 
 import functools
 import sys
 import warnings
-from pathlib import Path
 
 import timm
 import torch
 import torchvision
+from page_sections import PERFORMANCE, collapsed, write_section
 from reach import anatomy, as_after_training, outputs, tensors
 from torch import nn
 from torchvision.models import detection, segmentation
@@ -18,39 +18,20 @@ from torchvision.ops import SqueezeExcitation
 
 import vision_attn as va
 from vision_attn.networks.insertion import CHILD
+from vision_attn.text import markdown
 
-HEAD = """# `insert_` compatibility: blocks
-
-The table shows how `va.insert_(model, block)` makes each of 15 blocks an identity at initialization, in 20 networks.
-Every cell is the result of a test run with torch {torch}, timm {timm} and torchvision {torchvision}.
-`python benchmarks/any_block.py` repeats the tests and writes this page.
-
-Each test checks that
-
-- the output of the network is bitwise identical after the insertion, and the existing state-dict keys keep their order;
-- the block has finite, nonzero gradients in the first training step;
-- `remove_` restores every module, as the same object.
-
-Lowercase names are blocks of timm's `create_attn`. `SqueezeExcitation` is from torchvision. `SimAM` and `OwnSE` are
-custom blocks without `device` and `dtype` arguments, as they are found in many repositories.
-
-- **zeros**: the last layers of the block are initialized with zeros, and outputs halved by sigmoid(0) = 0.5 are
-  multiplied by 2. The block trains from the first step.
-- **gate**: the output of the block is multiplied by a gate that is initialized with zero. The gate trains first.
-- **itself**: the block is already an identity at initialization.
-- **refused**: the block returns NaN for a feature map of this size, and `insert_` raises an error.
-
-<details markdown="1">
-<summary>Results for 15 blocks in 20 networks</summary>
-
-{table}
-
-</details>
-"""
+#: The meaning of each result.
+RESULTS = {
+    "zeros": "The last layers of the block are initialized with zeros, and an output halved by sigmoid(0) = 0.5 is "
+    "multiplied by 2. The block trains from the first step.",
+    "gate": "The output of the block is multiplied by a gate that is initialized with zero. The gate trains first.",
+    "itself": "The block is an identity at initialization without any change.",
+    "refused": "The block returns NaN for this feature map, and `insert_` raises an error.",
+}
 
 
 class OwnSE(nn.Module):
-    """As in hundreds of repositories: by linear layers, with ``view``."""
+    """Squeeze-and-excitation with linear layers and ``view``, as found in many repositories."""
 
     def __init__(self, c, ratio=4):
         super().__init__()
@@ -63,16 +44,16 @@ class OwnSE(nn.Module):
 
 
 class SimAM(nn.Module):
-    """Without parameters, and with a division by zero where the map is 1×1."""
+    """SimAM, a block without parameters that divides by zero on a feature map of 1×1."""
 
     def __init__(self, channels=None, e_lambda=1e-4):
         super().__init__()
         self.e_lambda = e_lambda
 
     def forward(self, x):
-        apart = (x - x.mean(dim=[2, 3], keepdim=True)).pow(2)
-        variance = apart.sum(dim=[2, 3], keepdim=True) / (x.shape[2] * x.shape[3] - 1)
-        return x * torch.sigmoid(apart / (4 * (variance + self.e_lambda)) + 0.5)
+        squares = (x - x.mean(dim=[2, 3], keepdim=True)).pow(2)
+        variance = squares.sum(dim=[2, 3], keepdim=True) / (x.shape[2] * x.shape[3] - 1)
+        return x * torch.sigmoid(squares / (4 * (variance + self.e_lambda)) + 0.5)
 
 
 class UNet(nn.Module):
@@ -86,16 +67,16 @@ class UNet(nn.Module):
         return self.decode(x + self.middle(x))
 
 
-OF_TIMM = ("se", "ese", "eca", "ceca", "gc", "gca", "cbam", "coord", "ela", "strip", "splat", "nl")
+TIMM_BLOCKS = ("se", "ese", "eca", "ceca", "gc", "gca", "cbam", "coord", "ela", "strip", "splat", "nl")
 BLOCKS = {
-    **{name: name for name in OF_TIMM},
+    **{name: name for name in TIMM_BLOCKS},
     "SqueezeExcitation": functools.partial(SqueezeExcitation, squeeze_channels=8), "OwnSE": OwnSE, "SimAM": SimAM,
 }  # fmt: skip
 SMALL = ("resnet18", "resnet50", "convnext_atto", "efficientnet_b0", "mobilenetv3_small_100", "regnety_002")
 SMALL += ("densenet121", "repvgg_a0", "mobilevit_xxs", "pvt_v2_b0", "edgenext_xx_small", "ghostnet_100")
 LARGE = ("swin_tiny_patch4_window7_224", "vit_tiny_patch16_224")
 NO_WEIGHTS = {"weights": None, "weights_backbone": None}
-#: name: what makes it, side of its images, where a block goes
+#: By name: a function that builds the network, the side of its images, and the position of the block.
 NETWORKS = {
     **{name: (functools.partial(timm.create_model, name), 64, {"stages": -1}) for name in SMALL},
     **{name: (functools.partial(timm.create_model, name), 224, {"stages": -2}) for name in LARGE},
@@ -124,21 +105,21 @@ def network(name):
 
 
 def check(block, name):
-    """Return how a block is an identity at initialization in a network; everything promised of it is asserted."""
+    """Test a block in a network, and return one of `RESULTS`."""
     model, images = network(name)
     expected, before, keys = outputs(model, images), anatomy(model), list(model.state_dict())
     try:
         report = va.insert_(model, BLOCKS[block], **NETWORKS[name][2], example_input=images)
     except va.SiteError as error:
-        if "gives NaN or infinity on a map of 1×1" not in str(error):
+        if "NaN" not in str(error):
             raise
-        found = "refused"
+        result = "refused"
     else:
         output = tensors(model(images))
         assert all(map(torch.equal, output, expected))
         assert report.changed == 0
         assert [key for key in model.state_dict() if CHILD not in key] == keys
-        # A detector without training finds no boxes: gradients come from its backbone.
+        # An untrained detector finds no boxes, so gradients are computed from the output of its backbone.
         output = tensors(model.backbone(torch.stack(images))) if "R-CNN" in name else output
         parameters = [p for block in va.inserted_blocks(model).values() for p in block.parameters()]
         loss = sum((torch.randn_like(x) * x).sum() for x in output if x.requires_grad)
@@ -146,25 +127,45 @@ def check(block, name):
         assert all(x.isfinite().all() for x in gradients)
         assert any(x.any() for x in gradients)
         (record,) = report.blocks
-        found = "gate" if record.around.get("gated") else "zeros" if record.begins else "itself"
+        result = "gate" if record.around.get("gated") else "zeros" if record.begins else "itself"
         va.remove_(model)
     assert anatomy(model) == before
     assert all(map(torch.equal, outputs(model, images), expected))
-    return found
+    return result
 
 
-if __name__ == "__main__":
+def format_section(header, rows):
+    """Format a table of results with their meanings, and the collapsed results of all networks."""
+    summary = [("result", "meaning", "blocks")]
+    for result, meaning in RESULTS.items():
+        counts = {block: column.count(result) for block, *column in zip(*([header, *rows]), strict=True)}
+        blocks = [
+            f"`{block}`" if count == len(rows) else f"`{block}` in {count} of {len(rows)} networks"
+            for block, count in counts.items()
+            if count
+        ]
+        summary.append((result, meaning, ", ".join(blocks)))
+    results = markdown([header, *rows], left=range(len(header)))
+    title = f"Results of {len(header) - 2} blocks in {len(rows)} networks"
+    return f"{markdown(summary, left=range(3))}\n\n{collapsed(title, results)}"
+
+
+def main():
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    lines = [("network", "feature map", *BLOCKS)]
+    header, rows = ("network", "feature map", *BLOCKS), []
     for name in NETWORKS:
         model, images = network(name)
         size = va.insert_(model, "se", **NETWORKS[name][2], example_input=images).blocks[0].size
         va.remove_(model)
-        lines.append((name, size, *(check(block, name) for block in BLOCKS)))
-        print(*lines[-1], file=sys.stderr, flush=True)
+        rows.append((name, size, *(check(block, name) for block in BLOCKS)))
+        print(*rows[-1], file=sys.stderr, flush=True)
         network.cache_clear()
-    rows = [f"| {' | '.join(line)} |" for line in lines]
-    table = "\n".join([rows[0], "|---" * len(lines[0]) + "|", *rows[1:]])
-    versions = {module.__name__: module.__version__ for module in (torch, timm, torchvision)}
-    Path(__file__).parents[1].joinpath("docs/blocks.md").write_text(HEAD.format(**versions, table=table))
+    versions = ", ".join(
+        f"{module.__name__} {module.__version__.split('+')[0]}" for module in (torch, timm, torchvision)
+    )
+    write_section(PERFORMANCE, "any_block", f"Measured with {versions}.\n\n{format_section(header, rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,19 +1,21 @@
-"""Parameters, MACs and milliseconds of blocks at the stages of a ResNet-50, as tables in Markdown.
+"""Parameters, MACs and milliseconds of blocks at the stages of a ResNet-50, as Markdown tables.
 
-    python benchmarks/block_costs.py --page docs/cost.md
+    python benchmarks/block_costs.py
     python benchmarks/block_costs.py --only attention cbam --sides 14 7
+    python benchmarks/block_costs.py --page docs/performance.md
 
 MACs are for one image. Milliseconds are for a batch, forward and with gradients: medians of rounds in which all blocks
-take turns. The first row is the block that `insert_` creates by default. The other blocks are those of this library and
-those of timm's `create_attn`. The first command produces the tables of docs/cost.md, in a few minutes on one idle core.
+take turns. The first row is the block that `insert_` creates by default. The other blocks are from this library and
+from timm's `create_attn`. The default measurements take a few minutes on an idle core. With `--page`, the tables of
+parameters and MACs are written to a page.
 """
 
 import argparse
-import re
 from pathlib import Path
 
 import numpy as np
 import torch
+from page_sections import write_section
 from speed import describe_machine, format_number, time_in_turns, with_gradients
 from timm.layers import create_attn
 from torch import nn
@@ -23,7 +25,7 @@ from vision_attn.networks.insertion import count_multiply_adds
 from vision_attn.text import markdown
 from vision_attn.tools.comparison.controls import ConvBlock2d
 
-#: Channels by the side of the feature map, as in a ResNet-50 on images of 224×224.
+#: Number of channels by the side of the feature map, as in a ResNet-50 on images of 224×224.
 STAGES = {56: 256, 28: 512, 14: 1024, 7: 2048}
 
 
@@ -46,6 +48,8 @@ BLOCKS = {
     **{f"timm's `{name}`": lambda channels, name=name: create_attn(name, channels) for name in ("se", "eca", "cbam")},
     **{f"timm's `{name}`": lambda channels, name=name: create_attn(name, channels) for name in ("coord", "gc", "nl")},
 }
+#: The tables that are printed. The first two, which do not depend on the machine, are also written to the page.
+TITLES = ("Parameters", "MACs in millions", "Milliseconds, forward", "Milliseconds, with gradients")
 
 
 def costs_at(side, names, batch, rounds, threads):
@@ -67,30 +71,26 @@ def costs_at(side, names, batch, rounds, threads):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", type=int, nargs="+", default=list(STAGES), choices=list(STAGES))
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of the blocks to measure")
+    parser.add_argument("--only", nargs="+", default=[""], help="measure blocks whose names contain one of these words")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--page", type=Path, help="Markdown page whose tables are replaced")
+    parser.add_argument("--page", type=Path, help="Markdown page with a section for the tables")
     args = parser.parse_args(arguments)
     names = [name for name in BLOCKS if any(part in name for part in args.only)]
     if not names:
         parser.error(f"--only: no block name contains {' or '.join(args.only)}")
     torch.manual_seed(0)
-    found = [list(costs_at(side, names, args.batch_size, args.rounds, args.threads)) for side in args.sides]
+    costs = [list(costs_at(side, names, args.batch_size, args.rounds, args.threads)) for side in args.sides]
     header = ["", *(f"{side}×{side}, {STAGES[side]} channels" for side in args.sides)]
-    about = describe_machine(torch.device("cpu"), args.threads, "float32")
-    parts = [f"Batch {args.batch_size}, medians of {args.rounds} rounds; {about}."]
-    titles = ("Parameters", "MACs in millions", "Milliseconds, forward", "Milliseconds, with gradients")
-    for i, title in enumerate(titles):
-        rows = [[name, *(at_side[row][i] for at_side in found)] for row, name in enumerate(names)]
-        parts.append(f"**{title}**\n\n{markdown([header, *rows])}")
-    text = "\n\n".join(parts)
-    print(text)
+    tables = []
+    for i, title in enumerate(TITLES):
+        rows = [[name, *(at_side[row][i] for at_side in costs)] for row, name in enumerate(names)]
+        tables.append(f"**{title}**\n\n{markdown([header, *rows])}")
+    machine = describe_machine(torch.device("cpu"), args.threads, "float32")
+    print(f"Batch {args.batch_size}, medians of {args.rounds} rounds; {machine}.", *tables, sep="\n\n")
     if args.page:
-        page = args.page.read_text()
-        tables = re.compile(r"(?<=<!-- tables of costs -->\n).*?(?=<!-- end of the tables -->)", re.DOTALL)
-        args.page.write_text(tables.sub(lambda _: f"{text}\n", page))
+        write_section(args.page, "block_costs", "\n\n".join(tables[:2]))
 
 
 if __name__ == "__main__":

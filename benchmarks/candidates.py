@@ -1,4 +1,4 @@
-"""The candidates of the speed benchmark: attention layers and networks of this library and of others."""
+"""Candidates of the speed benchmark: attention layers and networks of this library and of other libraries."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -23,8 +23,8 @@ from vision_attn.networks.convert import from_layer
 
 #: Batch size, channels, height and width.
 Shape = tuple[int, int, int, int]
-#: Build a module for an input and a number of heads. A module of another library comes with its reference, a module of
-#: this library with the same weights.
+#: Build a module for an input and a number of heads. A module of another library is returned with its reference, a
+#: module of this library with the same weights.
 Builder = Callable[[Tensor, int], nn.Module | tuple[nn.Module, nn.Module]]
 #: Options of `insert_` for a block as wide as the feature map.
 ALL_CHANNELS = {"key_dim": None, "value_dim": None}
@@ -32,7 +32,7 @@ LAYOUTS = {"nchw": torch.contiguous_format, "channels-last": torch.channels_last
 
 
 class OnFeatureMap(nn.Module):
-    """Apply a layer for ``(b, h, w, c)`` to ``(b, c, h, w)``, and return the memory format of the input."""
+    """Apply a layer with inputs ``(b, h, w, c)`` to ``(b, c, h, w)``. Keep the memory format."""
 
     def __init__(self, layer):
         super().__init__()
@@ -47,9 +47,10 @@ class OnFeatureMap(nn.Module):
 
 
 class TorchOnFeatureMap(OnFeatureMap):
-    """Apply `nn.MultiheadAttention`, which in evaluation mode without gradients runs a kernel that stores all weights.
+    """Apply `nn.MultiheadAttention` to a feature map.
 
-    In training mode, here without dropout, it runs the fused kernel.
+    In evaluation mode without gradients, it runs a kernel that stores all attention weights. In training mode without
+    dropout, it runs the fused kernel.
     """
 
     def __init__(self, layer, training_mode):
@@ -63,7 +64,7 @@ class TorchOnFeatureMap(OnFeatureMap):
 
 
 class LowerBound(nn.Module):
-    """Run the steps that no attention layer can avoid: projection, fused kernel, projection, on contiguous inputs.
+    """Run the steps that no attention layer can avoid: both projections and the fused kernel, on contiguous inputs.
 
     The kernel receives the queries, keys, values and mask of a block, before a position encoding is folded into them.
     """
@@ -93,7 +94,7 @@ class LowerBound(nn.Module):
 
 
 class TimmBlock(nn.Module):
-    """A residual block around timm's attention, as users write it by hand."""
+    """A hand-written residual block with timm's attention layer."""
 
     def __init__(self, channels, num_heads):
         super().__init__()
@@ -106,7 +107,7 @@ class TimmBlock(nn.Module):
 
 
 class FoldedPosition(nn.Module):
-    """A block whose relative positions are folded into queries and keys on the CPU too, as they are on a GPU."""
+    """A block whose relative positions are folded into queries and keys on a CPU, as on a GPU."""
 
     def __init__(self, x, n):
         super().__init__()
@@ -120,7 +121,7 @@ class FoldedPosition(nn.Module):
 # --- builders ---------------------------------------------------------------------------------------------------------
 
 
-def ours(**options):
+def attention_layer(**options):
     return lambda x, n: va.Attention2d(x.shape[1], n, **options)
 
 
@@ -143,8 +144,8 @@ def compiled(build):
     return build_compiled
 
 
-def theirs(build_layer, wrap=lambda layer: layer):
-    """Build a layer of another library from channels and heads, wrap it for feature maps, and convert it."""
+def other_layer(build_layer, wrap=lambda layer: layer):
+    """Build a layer of another library, wrap it for feature maps, and convert it to a block as its reference."""
 
     def build(x, n):
         layer = build_layer(x.shape[1], n)
@@ -154,7 +155,7 @@ def theirs(build_layer, wrap=lambda layer: layer):
 
 
 def torch_attention(training_mode):
-    return theirs(
+    return other_layer(
         lambda c, n: nn.MultiheadAttention(c, n, batch_first=True), lambda y: TorchOnFeatureMap(y, training_mode)
     )
 
@@ -165,7 +166,7 @@ def torchvision_window(shift):
         nn.init.normal_(layer.relative_position_bias_table, std=0.5)  # large enough for the output to depend on it
         return layer
 
-    return theirs(build_layer, OnFeatureMap)
+    return other_layer(build_layer, OnFeatureMap)
 
 
 def bottleneck(x, n):
@@ -206,27 +207,27 @@ def resnet_by_hand(x, n):
 
 
 CANDIDATES: dict[str, Builder] = {
-    "ours": ours(),
-    **{f"ours {impl}": ours(impl=impl) for impl in va.IMPLS},
-    "timm layers Attention2d": theirs(lambda c, n: TimmAttention2d(c, num_heads=n)),
-    "timm maxxvit Attention2d": theirs(lambda c, n: MaxxVitAttention2d(c, dim_head=c // n)),
+    "vision_attn": attention_layer(),
+    **{f"vision_attn {impl}": attention_layer(impl=impl) for impl in va.IMPLS},
+    "timm layers Attention2d": other_layer(lambda c, n: TimmAttention2d(c, num_heads=n)),
+    "timm maxxvit Attention2d": other_layer(lambda c, n: MaxxVitAttention2d(c, dim_head=c // n)),
     "torch MHA": torch_attention(training_mode=False),
     "torch MHA, training mode": torch_attention(training_mode=True),
-    "ours RelPosDecomposed": with_position(va.RelPosDecomposed),
-    "ours RelPosDecomposed, folded": FoldedPosition,
+    "vision_attn RelPosDecomposed": with_position(va.RelPosDecomposed),
+    "vision_attn RelPosDecomposed, folded": FoldedPosition,
     "timm BottleneckAttn": bottleneck,
-    "ours window": ours(pattern=va.Window(7), position=va.RelPosTable()),
+    "vision_attn window": attention_layer(pattern=va.Window(7), position=va.RelPosTable()),
     "torchvision window": torchvision_window(0),
-    "ours shifted window": ours(pattern=va.Window(7, shift=3), position=va.RelPosTable()),
+    "vision_attn shifted window": attention_layer(pattern=va.Window(7, shift=3), position=va.RelPosTable()),
     "torchvision shifted window": torchvision_window(3),
-    "ours RelPosTable": with_position(va.RelPosTable),
-    "ours Rope2d": ours(position=va.Rope2d()),
-    "ours ConditionalPos": ours(position=va.ConditionalPos(3)),
-    "ours neighborhood": ours(pattern=va.Neighborhood(7)),
+    "vision_attn RelPosTable": with_position(va.RelPosTable),
+    "vision_attn Rope2d": attention_layer(position=va.Rope2d()),
+    "vision_attn ConditionalPos": attention_layer(position=va.ConditionalPos(3)),
+    "vision_attn neighborhood": attention_layer(pattern=va.Neighborhood(7)),
     "resnet50": resnet,
-    "resnet50, ours inserted": resnet_with_blocks(),
-    "resnet50, ours in all channels": resnet_with_blocks(**ALL_CHANNELS),
-    "resnet50, timm's by hand": resnet_by_hand,
+    "resnet50, vision_attn": resnet_with_blocks(),
+    "resnet50, vision_attn in all channels": resnet_with_blocks(**ALL_CHANNELS),
+    "resnet50, timm": resnet_by_hand,
 }
 
 
@@ -235,10 +236,10 @@ CANDIDATES: dict[str, Builder] = {
 
 @dataclass(frozen=True)
 class Row:
-    """The candidates that are compared, the first with each of the others, and their inputs."""
+    """Candidates and inputs of a comparison. The first candidate is compared with each of the others."""
 
     candidates: Mapping[str, Builder]
-    #: The default inputs: the number of heads for each shape.
+    #: Default shapes of the input, with the number of heads of each.
     shapes: Mapping[Shape, int]
     layouts: tuple[str, ...] = ("nchw",)
 
@@ -262,33 +263,40 @@ POSITIONS = {(8, 256, 14, 14): 4, (2, 256, 28, 28): 4, (1, 256, 56, 56): 4}
 WINDOWS = {(8, 96, 56, 56): 3}
 LIBRARIES = ("timm layers Attention2d", "timm maxxvit Attention2d", "torch MHA", "torch MHA, training mode")
 # FlexAttention has no gradients on a CPU.
-OURS = ("ours", *(f"ours {impl}" for impl in va.IMPLS if impl != "flex"))
+IMPLEMENTATIONS = ("vision_attn", *(f"vision_attn {impl}" for impl in va.IMPLS if impl != "flex"))
 VARIANTS = ("RelPosDecomposed", "RelPosTable", "Rope2d", "ConditionalPos", "window", "shifted window", "neighborhood")
 BOTH = tuple(LAYOUTS)
 
 ROWS = {
     "implementations": Row(
-        {**select(*OURS), **with_lower_bound("ours", *LIBRARIES)}, {(1, 128, side, side): 4 for side in (8, 16, 32, 64)}
+        {**select(*IMPLEMENTATIONS), **with_lower_bound("vision_attn", *LIBRARIES)},
+        {(1, 128, side, side): 4 for side in (8, 16, 32, 64)},
     ),
     "attention": Row(
-        with_lower_bound("ours", *LIBRARIES), {(8, 64, 8, 8): 8, (32, 512, 7, 7): 8, **SIZES, (1, 256, 56, 56): 8}, BOTH
+        with_lower_bound("vision_attn", *LIBRARIES),
+        {(8, 64, 8, 8): 8, (32, 512, 7, 7): 8, **SIZES, (1, 256, 56, 56): 8},
+        BOTH,
     ),
     "backbone": Row(
-        select("resnet50, ours in all channels", "resnet50, timm's by hand", "resnet50, ours inserted", "resnet50"),
+        select("resnet50, vision_attn in all channels", "resnet50, timm", "resnet50, vision_attn", "resnet50"),
         BACKBONES,
     ),
-    "positions": Row(with_lower_bound("ours RelPosDecomposed", "timm BottleneckAttn"), POSITIONS),
-    "windows": Row(with_lower_bound("ours window", "torchvision window"), WINDOWS, BOTH),
-    "shifted-windows": Row(with_lower_bound("ours shifted window", "torchvision shifted window"), WINDOWS, BOTH),
-    "einx": Row(select("ours einx", "ours bmm"), SIZES),
-    # The alternatives of impl="auto", and of relative positions.
+    "positions": Row(with_lower_bound("vision_attn RelPosDecomposed", "timm BottleneckAttn"), POSITIONS),
+    "windows": Row(with_lower_bound("vision_attn window", "torchvision window"), WINDOWS, BOTH),
+    "shifted-windows": Row(with_lower_bound("vision_attn shifted window", "torchvision shifted window"), WINDOWS, BOTH),
+    "einx": Row(select("vision_attn einx", "vision_attn bmm"), SIZES),
+    # Implementations that impl="auto" can select, and two implementations of relative positions.
     "choices": Row(
-        select("ours", "ours sdpa", "ours bmm"),
+        select("vision_attn", "vision_attn sdpa", "vision_attn bmm"),
         {(2048 // side**2 or 1, channels, side, side): 8 for channels in (64, 256, 512) for side in (4, 7, 10, 14, 24)},
     ),
-    "position-choices": Row(select("ours RelPosDecomposed", "ours RelPosDecomposed, folded"), POSITIONS),
-    "compiled": Row(with_compiled("ours", "ours einx", "ours bmm"), {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8}),
-    "compiled-backbone": Row(with_compiled("resnet50, ours inserted"), {(4, 3, 224, 224): 8}),
+    "position-choices": Row(select("vision_attn RelPosDecomposed", "vision_attn RelPosDecomposed, folded"), POSITIONS),
+    "compiled": Row(
+        with_compiled("vision_attn", "vision_attn einx", "vision_attn bmm"), {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8}
+    ),
+    "compiled-backbone": Row(with_compiled("resnet50, vision_attn"), {(4, 3, 224, 224): 8}),
     # The second feature map has four times the tokens.
-    "memory": Row(select("ours", *(f"ours {name}" for name in VARIANTS)), {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4}),
+    "memory": Row(
+        select("vision_attn", *(f"vision_attn {name}" for name in VARIANTS)), {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4}
+    ),
 }

@@ -1,7 +1,7 @@
-"""Compatibility of `va.swap_`: the swapped modules and differences of one model of each family, by library.
+"""Compatibility of `va.swap_`: swapped modules and differences in the outputs of one small model of each family.
 
-    python benchmarks/families.py                      # writes docs/families.md
-    python benchmarks/families.py --only maxvit swin   # prints these families' rows
+    python benchmarks/families.py                      # writes a section of docs/convert.md
+    python benchmarks/families.py --only maxvit swin   # prints the rows of these families
 
 Each row is the result of a test: the outputs and all gradients of a model are compared with those of a swapped copy.
 """
@@ -16,41 +16,19 @@ import warnings
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import timm
 import torch
 import torchvision
+from page_sections import DOCS, write_section
 from reach import as_after_training, tensors
 from torch import Tensor, nn
 
 import vision_attn as va
+from vision_attn.networks.convert.equivalence import REMEDY
 from vision_attn.text import markdown
-
-TABLE = Path(__file__).parents[1] / "docs/families.md"
-
-HEAD = """# `swap_` compatibility
-
-The table shows how many attention modules `va.swap_` swaps in one small model of each family, and how closely the
-swapped model agrees with the original. The results are from test runs with {versions}.
-`python benchmarks/families.py` repeats the tests and writes this page.
-
-*float32* and *float64* contain two numbers: the largest difference in the output, and the largest difference in the
-gradients of images and parameters. Both are relative to the largest value, and cover every image size, in evaluation
-mode and in training mode with dropout at zero. The models of ultralytics are compared in evaluation mode only, because
-their original layers run in training mode. *Its own rounding* is the difference between the original model in float32
-and in float64, and is listed if a difference in float32 is above 1e-5. *Left* gives the reasons for modules that are
-not swapped.
-
-<details markdown="1">
-<summary>Results by family</summary>
-
-{table}
-
-</details>
-"""
 
 
 @dataclass(frozen=True)
@@ -60,34 +38,35 @@ class Entry:
     library: str
     family: str
     model: str
-    #: sides of images
+    #: Heights and widths of the images.
     sizes: tuple[tuple[int, int], ...]
-    #: for its maker
+    #: Arguments of the function or class that builds the model.
     options: dict[str, Any] = field(default_factory=dict)
 
-    def make(self) -> nn.Module:
+    def build(self) -> nn.Module:
         torch.manual_seed(0)
         if self.library == "timm":
             return timm.create_model(self.model, **self.options)
         if self.library == "torchvision":
             return torchvision.models.get_model(self.model, weights=None, **self.options)
-        maker = resolve_name(f"{HOMES.get(self.library, self.library)}.{self.model}")
+        model_class = resolve_name(f"{MODULES.get(self.library, self.library)}.{self.model}")
         if self.library == "transformers":
-            return maker(maker.config_class(**self.options))
-        model = maker(**self.options)
+            return model_class(model_class.config_class(**self.options))
+        model = model_class(**self.options)
         return Denoiser(model) if self.model.startswith("UNet") else model
 
     @property
-    def modes(self) -> tuple[bool, ...]:
+    def training_modes(self) -> tuple[bool, ...]:
+        """Modes of the comparison. In training mode, layers of ultralytics are not swapped."""
         return (False,) if self.library == "ultralytics" else (False, True)
 
 
-#: Where the models of a library are, if not in its root.
-HOMES = {"monai": "monai.networks.nets", "ultralytics": "ultralytics.nn.tasks"}
+#: Modules with the models of a library, if they are not in its top-level module.
+MODULES = {"monai": "monai.networks.nets", "ultralytics": "ultralytics.nn.tasks"}
 
 
 class Denoiser(nn.Module):
-    """One step of a denoiser, on images alone."""
+    """One step of a denoising network with images as its only input."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -97,7 +76,7 @@ class Denoiser(nn.Module):
         return self.model(x, 1).sample
 
 
-#: The second is no multiple of a window, or of other proportions, where the model takes two.
+#: Image sizes. The second size is not a multiple of the window size, or has another aspect ratio.
 BOTH, SQUARE, LATENTS, TOKENS = ((128, 128), (160, 128)), ((224, 224),), ((32, 32), (48, 32)), ((64, 64), (96, 64))
 SMALL = {"block_out_channels": (32, 64), "norm_num_groups": 8, "layers_per_block": 1}
 VAE_BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
@@ -105,8 +84,8 @@ UNET_BLOCKS = {
     "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
 }  # fmt: skip
 
-#: A transformer of transformers, one of vit-pytorch, and one of MONAI.
-TWO = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 96}
+#: Options of models of transformers, vit-pytorch and MONAI.
+TRANSFORMER = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 96}
 PYTORCH = {"image_size": 64, "patch_size": 16, "num_classes": 5, "dim": 48, "depth": 2, "heads": 3, "mlp_dim": 96}
 PYTORCH_MAXVIT = {"num_classes": 5, "dim_conv_stem": 16, "dim": 32, "depth": (1, 1), "window_size": 7}
 MONAI = {
@@ -115,7 +94,7 @@ MONAI = {
 }  # fmt: skip
 SWIN = {"embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "image_size": 128}
 
-#: The library, its families and models, and their sizes and options.
+#: Library, families with their models, image sizes and options.
 MODELS = (
     ("timm", "coatnet=coatnet_pico_rw_224 coatnext=coatnext_nano_rw_224 maxxvit=maxxvit_rmlp_nano_rw_256 "
              "botnet=botnet26t_256", BOTH[:1], {"img_size": 128}),
@@ -147,8 +126,8 @@ MODELS = (
     ("diffusers", "VAE=AutoencoderKL", LATENTS, SMALL | VAE_BLOCKS),
     ("diffusers", "UNet2D=UNet2DModel", LATENTS, SMALL | UNET_BLOCKS | {"attention_head_dim": 8}),
     ("transformers", "ViT=ViTModel DeiT=DeiTModel BEiT=BeitModel CLIP=CLIPVisionModel SigLIP=SiglipVisionModel",
-     TOKENS[:1], TWO | {"image_size": 64}),
-    ("transformers", "DINOv2=Dinov2Model", ((56, 56), (70, 56)), TWO | {"image_size": 56}),
+     TOKENS[:1], TRANSFORMER | {"image_size": 64}),
+    ("transformers", "DINOv2=Dinov2Model", ((56, 56), (70, 56)), TRANSFORMER | {"image_size": 56}),
     ("transformers", "Swin=SwinModel MaskFormer=MaskFormerSwinModel", BOTH, SWIN),
     ("transformers", "SegFormer=SegformerModel", BOTH, {"depths": [1, 1, 1, 1]}),
     ("vit_pytorch", "ViT=ViT SimpleViT=SimpleViT", TOKENS[:1], PYTORCH),
@@ -157,19 +136,32 @@ MODELS = (
     ("ultralytics", "C2PSA=DetectionModel", BOTH, {"cfg": "yolo11n.yaml", "verbose": False}),
     ("ultralytics", "A2C2f=DetectionModel", BOTH, {"cfg": "yolo12n.yaml", "verbose": False}),
 )  # fmt: skip
-ENTRIES = [Entry(kind, *item.split("="), *others) for kind, items, *others in MODELS for item in items.split()]
+ENTRIES = [Entry(library, *item.split("="), *others) for library, items, *others in MODELS for item in items.split()]
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-HEADER = ("library", "family", "model", "sizes", "swapped", "float32", "float64", "left")
+#: Columns of the table and their meaning.
+COLUMNS = {
+    "library": "",
+    "family": "",
+    "model": "",
+    "image sizes": "",
+    "swapped": "The number of swapped modules, and of all attention modules.",
+    "float32": "The largest difference in the output, and in the gradients of images and parameters, relative to the "
+    "largest value: for all image sizes, in evaluation mode and in training mode with dropout at zero. Models of "
+    "ultralytics are compared in evaluation mode, because their original layers run in training mode. If a difference "
+    "is above 1e-5, *rounding* is the difference between the original model in float32 and in float64.",
+    "float64": "The same differences in float64.",
+    "not swapped": "Reasons for modules that are not swapped.",
+}
 
 
-def limit(dtype: str, rounding: float) -> float:
-    """The allowed difference; larger for a model so ill-conditioned that its own rounding is larger."""
+def tolerance(dtype: str, rounding: float) -> float:
+    """Return the largest allowed difference. It is larger for a model whose rounding error in float32 is larger."""
     digits = torch.finfo(DTYPES[dtype]).eps / torch.finfo(torch.float32).eps
     return max({"float32": 1e-5, "float64": 1e-10}[dtype], 10 * rounding * digits)
 
 
-def without_drops(model: nn.Module) -> nn.Module:
+def disable_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if type(module).__name__ in ("Dropout", "StochasticDepth"):
             module.p = 0.0
@@ -178,8 +170,8 @@ def without_drops(model: nn.Module) -> nn.Module:
     return model
 
 
-def result(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-    """The output, and the gradients of the image and all parameters."""
+def run(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the output, and the gradients of the images and of all parameters."""
     images = images.to(next(model.parameters()).dtype, copy=True).requires_grad_()
     torch.manual_seed(0)
     (y, *_) = tensors(vars(out) if hasattr(out := model(images), "__dict__") and not isinstance(out, Tensor) else out)
@@ -189,61 +181,79 @@ def result(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor | None
 
 
 def compare(model: nn.Module, other: nn.Module, entry: Entry) -> tuple[float, float]:
-    """The greatest difference of output and gradients, relative to the largest number."""
-    worst = [0.0, 0.0]
+    """Return the largest differences of outputs and of gradients, relative to the largest value."""
+    largest = [0.0, 0.0]
     for size in entry.sizes:
         images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
-        for training in entry.modes:
-            (y, grads), (z, others) = (result(one.train(training), images) for one in (model, other))
-            pairs = [(a, b) for a, b in zip(grads, others, strict=True) if a is not None or b is not None]
-            worst[0] = max(worst[0], ((y - z).abs().max() / y.abs().max()).item())
-            off = max((a - b).abs().max().item() for a, b in pairs)
-            worst[1] = max(worst[1], off / max(a.abs().max().item() for a, _ in pairs))
-    return worst[0], worst[1]
+        for training in entry.training_modes:
+            (y, grads), (z, other_grads) = (run(module.train(training), images) for module in (model, other))
+            pairs = [(a, b) for a, b in zip(grads, other_grads, strict=True) if a is not None or b is not None]
+            largest[0] = max(largest[0], ((y - z).abs().max() / y.abs().max()).item())
+            difference = max((a - b).abs().max().item() for a, b in pairs)
+            largest[1] = max(largest[1], difference / max(a.abs().max().item() for a, _ in pairs))
+    return largest[0], largest[1]
 
 
 def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> tuple[list[str], bool]:
-    """The cells of a family, and whether the swapped model agrees, runs all its blocks, and is restored."""
-    model = without_drops(entry.make())
+    """Return a row of the table, and True if the swapped model agrees, runs all its blocks, and is restored."""
+    model = disable_dropout(entry.build())
     as_after_training(model)
     report = va.swap_(swapped := copy.deepcopy(model))
     differences, rounding, agrees, calls = {}, 0.0, True, []
     if report.swapped:
-        for one in report.swapped:
-            swapped.get_submodule(one.path).running_block.register_forward_hook(lambda *_: calls.append(1))
+        for line in report.swapped:
+            swapped.get_submodule(line.path).running_block.register_forward_hook(lambda *_: calls.append(1))
         for name in dtypes:
-            differences[name] = compare(*(copy.deepcopy(one).to(DTYPES[name]) for one in (model, swapped)), entry)
-        if max(differences["float32"]) > 1e-5:  # by how much the model itself differs in the two types
+            differences[name] = compare(*(copy.deepcopy(net).to(DTYPES[name]) for net in (model, swapped)), entry)
+        if max(differences["float32"]) > 1e-5:  # compare with the rounding error of the original model
             rounding = max(compare(copy.deepcopy(model), copy.deepcopy(model).double(), entry))
-        agrees = all(max(found) <= limit(name, rounding) for name, found in differences.items())
-        agrees &= len(calls) == len(entry.modes) * len(report.swapped) * len(entry.sizes) * len(dtypes)
+        agrees = all(max(pair) <= tolerance(name, rounding) for name, pair in differences.items())
+        agrees &= len(calls) == len(entry.training_modes) * len(report.swapped) * len(entry.sizes) * len(dtypes)
         va.swap_back_(swapped)
-        now, before = ([[*map(type, one.modules())], list(one.state_dict())] for one in (swapped, model))
-        agrees &= now == before
+        restored, original = ([[*map(type, net.modules())], list(net.state_dict())] for net in (swapped, model))
+        agrees &= restored == original
     sizes = ", ".join(f"{height}×{width}" for height, width in entry.sizes)
-    single, double = (", ".join(f"{worst:.0e}" for worst in differences.get(name, ())) for name in DTYPES)
-    own = f"; its own rounding {rounding:.0e}" if rounding else ""
-    why = "; ".join(dict.fromkeys(re.sub(r"a tensor of shape \S.*?;", "a tensor;", x.reason) for x in report.left))
+    cells = {name: ", ".join(f"{difference:.0e}" for difference in differences.get(name, ())) for name in DTYPES}
+    if rounding:
+        cells["float32"] += f"; rounding {rounding:.0e}"
+    reasons = dict.fromkeys(f"`{line.kind}`: {shorten_reason(line.kind, line.reason)}" for line in report.left)
     count = f"{len(report.swapped)} of {len(report.modules)}"
-    return [entry.library, entry.family, f"`{entry.model}`", sizes, count, single + own, double, why], agrees
+    row = [entry.library, entry.family, f"`{entry.model}`", sizes, count, *cells.values(), "; ".join(reasons)]
+    return row, agrees
+
+
+def shorten_reason(kind: str, reason: str) -> str:
+    """Return the reason for which a module is not swapped, without the name of its class and without shapes.
+
+    >>> shorten_reason("GPSA", "timm.models.convit.GPSA is not supported: it adds two softmaxes")
+    'it adds two softmaxes'
+    """
+    reason = reason.replace(REMEDY, "").splitlines()[0].rstrip(" .:")
+    reason = re.sub(rf"^[\w.]*\b{kind}(?: is not supported: | is |\.| )", "", reason)
+    return re.sub(r"(a tensor) of shape \([\d, ]*\)|(MaxPool2d)\(.*?False\)", r"\1\2", reason)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", help="families to measure; the rows are printed, not written")
+    parser.add_argument("--only", nargs="+", help="print the rows of these families, and do not write the page")
     only = parser.parse_args().only
-    warnings.simplefilter("ignore")  # small maps
+    warnings.simplefilter("ignore")  # warnings about small feature maps
     rows = []
     for entry in ENTRIES:
         if (not only or entry.family in only) and find_spec(entry.library):
             rows.append(measure(entry))
             print(*rows[-1][0], sep="  ", flush=True)
     if not only:
-        names = ("torch", *dict.fromkeys(entry.library for entry in ENTRIES))
-        versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in names if find_spec(name))
-        table = markdown([HEADER, *(cells for cells, _ in rows)], left=range(len(HEADER)))
-        TABLE.write_text(HEAD.format(versions=versions, table=table))
+        libraries = ("torch", *dict.fromkeys(entry.library for entry in ENTRIES))
+        versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in libraries if find_spec(name))
+        write_section(DOCS / "convert.md", "families", format_section([cells for cells, _ in rows], versions))
     sys.exit(not all(agrees for _, agrees in rows))
+
+
+def format_section(rows: list[list[str]], versions: str) -> str:
+    columns = markdown([("column", "meaning"), *((name, text) for name, text in COLUMNS.items() if text)], left=(0, 1))
+    table = markdown([list(COLUMNS), *rows], left=range(len(COLUMNS)))
+    return f"Tested with {versions}.\n\n{columns}\n\n{table}"
 
 
 if __name__ == "__main__":

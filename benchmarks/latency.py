@@ -4,7 +4,7 @@
 
 Each network is exported with and without a block after its second-last stage, and all files run in turns on one CPU
 core, with one image of 224×224. The table has the median latency without the block, and the median ratio with its
-quartiles. The load of the machine is printed: other programs make latencies longer, and ratios less exact.
+quartiles. The load of the machine is printed, because other programs increase latencies and make ratios less accurate.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def build(name, with_block):
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10).eval()
     for weights in model.parameters():
-        if not weights.any():  # compilers leave out what is multiplied by zero: branches of a network before training
+        if not weights.any():  # compilers remove branches that are multiplied by zero, as in an untrained network
             torch.nn.init.constant_(weights, 0.1)
     if with_block:
         va.insert_(model, stages=-2, gate_init=0.5)
@@ -41,7 +41,7 @@ def build(name, with_block):
 
 
 def compile_files(model, image, suffixes, folder):
-    """Yield each suffix with the call of the exported file."""
+    """Yield each suffix with a function that runs the exported file."""
     folder.mkdir()
     program = export_program(model, image, ())
     for suffix in suffixes:
@@ -56,14 +56,16 @@ def ratio_with_quartiles(plain, with_block):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=NETWORKS, metavar="NAME", help="Networks of timm.")
-    parser.add_argument("--suffixes", nargs="+", default=[".onnx"], choices=list(FORMATS), help="Formats by suffix.")
-    parser.add_argument("--rounds", type=int, default=30, help="Number of measurements of each file.")
+    parser.add_argument("--networks", nargs="+", default=NETWORKS, metavar="NAME", help="names of timm models")
+    parser.add_argument(
+        "--suffixes", nargs="+", default=[".onnx"], choices=list(FORMATS), help="suffixes of file formats"
+    )
+    parser.add_argument("--rounds", type=int, default=30, help="number of measurements of each file")
     options = parser.parse_args()
     for suffix in options.suffixes:
         FORMATS[suffix].check_packages()
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # some runtimes start a thread per core
-    warnings.simplefilter("ignore")  # of the exporters, about themselves
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # some runtimes start one thread per core
+    warnings.simplefilter("ignore")  # raised by exporters
     image, rows = torch.rand(1, 3, 224, 224, generator=torch.Generator().manual_seed(0)), []
     for name in options.networks:
         with TemporaryDirectory() as folder, torch.no_grad(), redirect_stdout(sys.stderr):

@@ -1,88 +1,83 @@
-"""Compatibility table: every family of timm and torchvision, at its smallest model, with a block at all of its stages.
+"""Compatibility of `va.insert_` with networks: a block at every stage of the smallest model of each family.
 
-python benchmarks/reach.py                # writes docs/reach.md, in about a quarter of an hour on two cores
-python benchmarks/reach.py convnext swin  # prints these families' rows
+python benchmarks/reach.py                # writes a section of docs/performance.md, in about 15 minutes on two cores
+python benchmarks/reach.py convnext swin  # prints the rows of these families
 """
 
 import sys
 import time
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import timm
 import torch
 import torchvision
+from page_sections import PERFORMANCE, collapsed, write_section
 from timm.models import list_models, list_modules
 from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.insertion import inserted_keys, records
 from vision_attn.networks.inspection import create_network
+from vision_attn.text import markdown
 
-#: The file that this script writes.
-TABLE = Path(__file__).resolve().parents[1] / "docs" / "reach.md"
-
-#: Side of the images where a model takes any: 2×2 positions at a stride of 32.
+#: Side of the images for models that accept any size: 2×2 positions at a stride of 32.
 SMALL = 64
 
-HEAD = """# `insert_` compatibility: networks
-
-{summary}
-
-The table lists the smallest model of every model module of timm {timm} and of every classification family of
-torchvision {torchvision}. The results are from test runs with torch {torch} on a CPU (threads: {threads}).
-`python benchmarks/reach.py` repeats the tests and writes this page.
-
-Each test inserts an attention block at every stage, with windows of 8×8 to limit the cost on the largest feature maps,
-and checks that
-
-- *identical*: the output on random images is bitwise identical;
-- *keys kept*: the state-dict keys of the network are the same, in the same order;
-- *output learns*: in the first training step, gradients reach the output projection of every block that affects the
-  output of the network;
-- *attention learns*: after one step, gradients reach the other parameters of these blocks;
-- *removed*: after `remove_`, every module, hook and tensor is the same object, and the output is bitwise identical.
-
-*Layout* is the order of the axes, as an einx expression: `b c h w` is a feature map, and `b (1 + h w) c` are tokens
-with one class token. *Refused* gives the reason for a stage without a block. At a stage that is *not read*, the output
-of the network does not depend on the feature map, as in the last block of a ViT whose head uses the class token only.
-
-<details markdown="1">
-<summary>Results by family</summary>
-
-{table}
-
-</details>
-"""
-
-CHECKS = ("identical", "keys kept", "output learns", "attention learns", "removed")
-HEADER = ("library", "family", "model", "size", "layout", "sites", *CHECKS, "seconds", "refused")
+#: Checks and their meaning.
+CHECKS = {
+    "identical": "The output on random images is bitwise identical after the insertion.",
+    "keys kept": "The state-dict keys of the network and their order do not change.",
+    "output gradients": "In the first training step, the output projection of every block that affects the output of "
+    "the network has gradients.",
+    "attention gradients": "In the second step, the other parameters of these blocks have gradients.",
+    "removed": "`remove_` restores every module, hook and tensor, and the output is bitwise identical.",
+}
+#: Columns of the table and their meaning.
+COLUMNS = {
+    "library": "",
+    "family": "",
+    "model": "The smallest model of the family.",
+    "size": "Height and width of the images.",
+    "layout": "Order of the axes, as an einx expression: `b c h w` is a feature map, and `b (1 + h w) c` are tokens "
+    "with one class token.",
+    "stages": "Stages with a block, and all stages.",
+    **CHECKS,
+    "seconds": "Time of the test.",
+    "notes": "Reasons for stages without a block. At an unused stage, the output of the network does not depend on the "
+    "feature map, as in the last block of a ViT whose head uses only the class token.",
+}
+HEADER = tuple(COLUMNS)
 
 
 @dataclass
 class Row:
+    """Results of the smallest model of a family."""
+
     library: str
     family: str
     model: str
+    #: Side of the images.
     size: int = 0
     layout: str = ""
+    #: Number of stages, of stages with a block, and of blocks that affect the output of the network.
     stages: int = 0
     sites: int = 0
-    read: int = 0
-    #: results by name in CHECKS
+    used: int = 0
+    #: Results by their names in `CHECKS`.
     checks: dict = field(default_factory=dict)
     seconds: float = 0.0
-    refusals: list = field(default_factory=list)
+    #: Reasons for stages without a block, and stages that do not affect the output.
+    notes: list = field(default_factory=list)
 
     @property
-    def unharmed(self):
+    def passed(self):
         return all(self.checks.values())
 
     def cells(self):
         checks = ("yes" if self.checks.get(name) else "**no**" if self.sites else "" for name in CHECKS)
         where = f"`{self.model}`", str(self.size), self.layout, f"{self.sites} of {self.stages}"
-        return [self.library, self.family, *where, *checks, f"{self.seconds:.0f}", "; ".join(self.refusals)]
+        return [self.library, self.family, *where, *checks, f"{self.seconds:.0f}", "; ".join(self.notes)]
 
 
 def parameters(library, name):
@@ -91,7 +86,7 @@ def parameters(library, name):
     try:
         with torch.device("meta"):
             return sum(p.numel() for p in make(library, name).parameters())
-    except Exception:  # some need more than their name: another package, an argument
+    except Exception:  # some models need another package or an argument
         return float("inf")
 
 
@@ -100,9 +95,9 @@ def make(library, name):
 
 
 def families():
-    """Library, family and the names of its models."""
+    """Yield the library, the family and the names of its models."""
     for module in list_modules():
-        # Without the small models of timm's own tests, and the models that other packages register.
+        # Small models for the tests of timm, and models registered by other packages, are excluded.
         names = [name for name in list_models(module=module) if not name.startswith("test_")]
         if timm.model_entrypoint(names[0]).__module__.startswith("timm."):
             yield "timm", module, names
@@ -114,7 +109,7 @@ def families():
 
 
 def as_after_training(model):
-    """Change parameters that are zero or constant at initialization, as branches, scales and heads of many networks."""
+    """Add noise to parameters that are zero or constant at initialization, such as biases, scales and zeroed heads."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in model.parameters():
@@ -128,7 +123,7 @@ def block(channels, **options):
 
 
 def tensors(value):
-    """The tensors in an output, however nested."""
+    """Return the tensors in an output, which may be nested."""
     if isinstance(value, Tensor):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
@@ -136,7 +131,7 @@ def tensors(value):
 
 
 def anatomy(model: nn.Module):
-    """Every module and tensor by identity; and each one's hooks, children and mode, or how often it was changed."""
+    """Return the identity, children, mode and hooks of each module, and the identity and version of each tensor."""
     modules = {
         name: (id(x), list(x._modules), x.training, list(x._forward_hooks), list(x._forward_pre_hooks))
         for name, x in model.named_modules()
@@ -151,12 +146,12 @@ def insert_everywhere(model, row, shape):
         row.sites = len(va.insert_(model, block, names=stages, example_input=shape))
         return
     except va.SiteError:
-        pass  # which of them it is
+        pass  # insert at each stage separately to find those without a feature map
     for stage in stages:
         try:
             row.sites += len(va.insert_(model, block, names=[stage], example_input=shape))
         except va.SiteError as error:
-            row.refusals.append(str(error).split(": choose")[0])
+            row.notes.append(str(error).split(": choose")[0])
 
 
 @torch.no_grad()
@@ -165,10 +160,10 @@ def outputs(model, images):
 
 
 def measure(library, family, names):
-    begin = time.perf_counter()
+    start = time.perf_counter()
     row = Row(library, family, min(names, key=lambda name: parameters(library, name)))
     torch.manual_seed(0)
-    model = make(library, row.model).eval().requires_grad_(False)  # gradients pass through it, to the blocks
+    model = make(library, row.model).eval().requires_grad_(False)  # only the blocks have gradients
     as_after_training(model)
     config = getattr(model, "pretrained_cfg", None) or {}
     default = config.get("input_size", (3, 224, 224))[-1]
@@ -179,68 +174,67 @@ def measure(library, family, names):
             before = outputs(model, images)
             break
         except Exception as error:
-            failure = f"does not run on images alone ({type(error).__name__})"
+            failure = f"does not run with images as its only input ({type(error).__name__})"
     else:
-        row.refusals.append(failure)
+        row.notes.append(failure)
         return row
     original = anatomy(model)
     try:
         insert_everywhere(model, row, shape)
     except va.SiteError as error:
-        row.refusals.append(str(error))
+        row.notes.append(str(error))
     if row.sites:
         row.layout = " and ".join(sorted({record.layout for record in records(model)}))
         row.checks["identical"] = all(map(torch.equal, before, outputs(model, images)))
-        own = [key for key in model.state_dict() if key not in inserted_keys(model)]
-        row.checks["keys kept"] = own == [key for key, *_ in original[1]]
-        row.refusals += [f"{record.site}: not read" for record in records(model) if not record.read]
+        kept = [key for key in model.state_dict() if key not in inserted_keys(model)]
+        row.checks["keys kept"] = kept == [key for key, *_ in original[1]]
+        row.notes += [f"{record.site}: unused" for record in records(model) if not record.read]
         inserted = va.inserted_blocks(model).values()
         blocks = [block for block in inserted if block.insertion.read]
-        row.read = len(blocks)
+        row.used = len(blocks)
         optimizer = torch.optim.Adam([p for block in inserted for p in block.parameters()], lr=1e-3)
         for step in range(2 * bool(blocks)):
             optimizer.zero_grad()
             sum(tensor.abs().mean() for tensor in tensors(model(images[:1]))).backward()
             if step == 0:
-                row.checks["output learns"] = all(bool(block.attn.proj.weight.grad.any()) for block in blocks)
-            row.checks["attention learns"] = all(bool(block.attn.qkv.weight.grad.any()) for block in blocks)
+                row.checks["output gradients"] = all(bool(block.attn.proj.weight.grad.any()) for block in blocks)
+            row.checks["attention gradients"] = all(bool(block.attn.qkv.weight.grad.any()) for block in blocks)
             optimizer.step()
         va.remove_(model)
         row.checks["removed"] = anatomy(model) == original and all(map(torch.equal, before, outputs(model, images)))
-    row.seconds = time.perf_counter() - begin
+    row.seconds = time.perf_counter() - start
     return row
 
 
-def summary(rows):
-    lines = []
-    for library in ("timm", "torchvision"):
-        own = [row for row in rows if row.library == library]
-        reached = [row for row in own if 0 < row.stages == row.sites and row.read and row.unharmed]
-        maps = sum("w) c" not in row.layout for row in reached)
-        lines.append(
-            f"- {library}: {len(reached)} of {len(own)} families support attention at every stage, {maps} on feature "
-            f"maps and {len(reached) - maps} on tokens."
-        )
-    return "\n".join(lines)
+def format_section(rows):
+    """Format the numbers of families by library, and the collapsed rows of all families."""
+    summary = [("library", "families", "supported at every stage", "on feature maps", "on tokens")]
+    for library in (timm, torchvision):
+        name, version = library.__name__, library.__version__.split("+")[0]
+        of_library = [row for row in rows if row.library == name]
+        supported = [row for row in of_library if 0 < row.stages == row.sites and row.used and row.passed]
+        maps = sum("w) c" not in row.layout for row in supported)
+        counts = len(of_library), len(supported), maps, len(supported) - maps
+        summary.append((f"{name} {version}", *map(str, counts)))
+    columns = markdown([("column", "meaning"), *((name, text) for name, text in COLUMNS.items() if text)], left=(0, 1))
+    results = markdown([HEADER, *(row.cells() for row in rows)], left=range(len(HEADER)))
+    details = collapsed("Results of all families", f"{columns}\n\n{results}")
+    return f"{markdown(summary)}\n\n{details}"
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # small maps
+def main():
+    warnings.simplefilter("ignore")  # warnings about small feature maps
     rows = []
     for library, family, names in families():
         if family in sys.argv[1:] or len(sys.argv) == 1:
             rows.append(measure(library, family, names))
             print(*rows[-1].cells(), sep="  ", flush=True)
-    print(summary(rows))
     if len(sys.argv) == 1:
-        lines = [HEADER, ["---"] * len(HEADER), *(row.cells() for row in rows)]
-        text = HEAD.format(
-            timm=timm.__version__,
-            torchvision=torchvision.__version__.split("+")[0],
-            torch=torch.__version__.split("+")[0],
-            threads=torch.get_num_threads(),
-            summary=summary(rows),
-            table="\n".join(f"| {' | '.join(line)} |" for line in lines),
-        )
-        TABLE.write_text(text)
-    sys.exit(any(row.sites and not row.unharmed for row in rows))
+        torch_version, threads = torch.__version__.split("+")[0], torch.get_num_threads()
+        conditions = f"Measured with torch {torch_version} on a CPU (threads: {threads})."
+        write_section(PERFORMANCE, "reach", f"{conditions}\n\n{format_section(rows)}")
+    sys.exit(any(row.sites and not row.passed for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Networks and inference runtimes whose compatibility ``runtimes.py`` measures."""
+"""Networks and inference runtimes for the compatibility tests of ``runtimes.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import vision_attn as va
 from vision_attn.networks.models import create_model
 from vision_attn.tools.export.formats import DIMS, FORMATS, Axis, Run, export_program
 
-#: What varies between calls.
+#: Dynamic dimensions by mode.
 MODES: dict[str, tuple[Axis, ...]] = {"fixed": (), "batch": ("batch",), "size": ("batch", "size")}
 
 
@@ -27,21 +27,21 @@ MODES: dict[str, tuple[Axis, ...]] = {"fixed": (), "batch": ("batch",), "size": 
 
 
 def small_cnn(scale: float = 0.5, **options: Any) -> nn.Module:
-    """Build two convolutions, a block on a feature map of 8×12 positions for images of 32×48 pixels, and a head."""
+    """Build three convolutions and a head, with a block after the second one: 8×12 positions for images of 32×48."""
     layers: dict[str, nn.Module] = {}
     for number, channels in enumerate((3, 16, 16), 1):
         layers[f"conv{number}"] = nn.Conv2d(channels, 16, 3, stride=2, padding=1)
         layers[f"act{number}"] = nn.ReLU()
     layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(16, 5)}
     network = nn.Sequential(OrderedDict(layers))
-    open_branch = {"exact": False} if "block" in options else {"gate_init": 1.0}
-    va.insert_(network, names="act2", num_heads=2, example_input=(1, 3, 32, 48), **open_branch, **options)
+    initialization = {"exact": False} if "block" in options else {"gate_init": 1.0}
+    va.insert_(network, names="act2", num_heads=2, example_input=(1, 3, 32, 48), **initialization, **options)
     return with_large_logits(network, scale)
 
 
 @torch.no_grad()
 def with_large_logits(network: nn.Module, scale: float = 0.5) -> nn.Module:
-    """Scale queries and keys of an untrained network, whose attention is nearly uniform."""
+    """Scale queries and keys, because the attention of an untrained network is nearly uniform."""
     for name, weight in network.named_parameters():
         if name.endswith("qkv.weight"):
             weight.mul_(scale / weight.std())
@@ -65,7 +65,7 @@ class Network:
         return self.build().eval()
 
     def images(self, mode: str) -> list[Tensor]:
-        """Return the example that a network is converted with, and the images that its outputs are compared for."""
+        """Return the example input for the conversion, and the images for the comparison of outputs."""
         generator = torch.Generator().manual_seed(1)
         example = (1 if mode == "fixed" else 2, *self.size)
         others = {
@@ -124,7 +124,7 @@ def run_file(suffix: str, network: nn.Module, images: Tensor, dynamic: tuple[Axi
 
 def run_executorch(network: nn.Module, images: Tensor, dynamic: tuple[Axis, ...], folder: Path) -> Run:
     network = copy.deepcopy(network)
-    va.set_impl_(network, "bmm")  # the fused operator is decomposed to a view of other strides
+    va.set_impl_(network, "bmm")  # the fused operator is decomposed to a view with incompatible strides
     FORMATS[".pte"].write(export_program(network, images, dynamic, 8), folder / "network.pte", "{}")
     return FORMATS[".pte"].open(folder / "network.pte")
 
@@ -190,9 +190,9 @@ class Runtime:
     networks: tuple[str, ...] = tuple(NETWORKS)
 
 
-#: Modes of a runtime that is measured with images of one size.
+#: Modes of runtimes that are measured with images of one size.
 ONE_SIZE = "fixed", "batch"
-#: Networks of a runtime that compiles C++ for each cell.
+#: Networks for a runtime that compiles C++ for each measurement.
 COMPILED = "full", "Window(5), padded", "Neighborhood(3)", "RelPosDecomposed"
 
 RUNTIMES = {
@@ -215,7 +215,7 @@ RUNTIMES = {
 
 @torch.no_grad()
 def measure(runtime: str, network: nn.Module, example: Tensor, others: list[Tensor], mode: str) -> float | None:
-    """Return the largest relative difference from torch; None for a runtime that only converts here."""
+    """Return the largest relative difference from torch, or None for a runtime that only converts the network."""
     expected = [network(images) for images in others]
     with tempfile.TemporaryDirectory() as folder:
         run = RUNTIMES[runtime].convert(network, example, MODES[mode], Path(folder))
@@ -226,4 +226,4 @@ def measure(runtime: str, network: nn.Module, example: Tensor, others: list[Tens
         if x.shape != y.shape:
             raise RuntimeError(f"the output has shape {tuple(x.shape)} instead of {tuple(y.shape)}")
     differences = [(x - y).abs().max() / y.abs().max() for x, y in zip(found, expected, strict=True)]
-    return float(torch.stack(differences).max())  # NaN if one is
+    return float(torch.stack(differences).max())  # NaN if a difference is NaN

@@ -7,7 +7,7 @@
     python benchmarks/speed.py --swap torchvision:swin_t --shapes 4,3,224,224
 
 The output of each candidate is first compared with a block of this library with the same weights. Then all candidates
-are timed in turns, and their peak memory is measured. docs/speed.md describes the rows.
+are timed in turns, and their peak memory is measured. docs/performance.md describes the rows.
 """
 
 import argparse
@@ -42,28 +42,37 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-1, "float16": 1e-2}
 PASSES = ("forward", "gradients")
 HEADER = """\
 Medians of {rounds} rounds in which the candidates take turns. ÷: time of the first candidate divided by the time of
-this one, median over rounds. gradients: forward and backward pass. MiB: peak memory beyond what was allocated before.
-lower bound: projection, fused kernel and projection of the first candidate, on contiguous inputs."""
+each candidate, median over rounds. gradients: forward and backward pass. MiB: peak memory of new tensors.
+lower bound: projections and fused kernel of the first candidate, on contiguous inputs."""
 
 
 def build_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     rows = [*ROWS, "all"]
     add = parser.add_argument
-    add("--rows", nargs="+", default=["implementations"], choices=rows, metavar="ROW", help=f"any of {', '.join(rows)}")
+    add(
+        "--rows",
+        nargs="+",
+        default=["implementations"],
+        choices=rows,
+        metavar="ROW",
+        help=f"candidates: {', '.join(rows)}",
+    )
     add(
         "--swap",
         nargs="+",
         default=[],
         metavar="MODEL",
-        help="networks to measure with and without swap_, instead of rows",
+        help="measure networks with and without swap_, instead of rows",
     )
-    add("--shapes", nargs="+", type=parse_shape, metavar="B,C,H,W", help="input shapes (default: those of the row)")
-    add("--heads", type=positive_int, help="number of heads (default: that of the row)")
+    add(
+        "--shapes", nargs="+", type=parse_shape, metavar="B,C,H,W", help="input shapes (default: the shapes of the row)"
+    )
+    add("--heads", type=positive_int, help="number of heads (default: the number of the row)")
     add("--device", choices=["cpu", "cuda"], help="device (default: cuda if available)")
-    add("--dtype", choices=list(TOLERANCES), default="float32", help="type of inputs and weights")
+    add("--dtype", choices=list(TOLERANCES), default="float32", help="dtype of inputs and weights")
     add("--threads", type=positive_int, default=torch.get_num_threads(), help="number of CPU threads")
-    add("--rounds", type=positive_int, default=15, help="number of measurements of each candidate")
+    add("--rounds", type=positive_int, default=15, help="number of rounds")
     add("-o", "--output", type=Path, help="JSON file for all measurements, updated after each table")
     return parser
 
@@ -98,7 +107,7 @@ def compare(args):
         for shape, row_heads in (dict.fromkeys(args.shapes, 8) if args.shapes else row.shapes).items():
             for layout in row.layouts:
                 heads = args.heads or row_heads
-                with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # float32 for all candidates
+                with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # full precision in float32
                     x = torch.randn(shape).to(device, getattr(torch, args.dtype)).to(memory_format=LAYOUTS[layout])
                     timings = measure(row.candidates, x, heads, args.rounds, args.threads)
                 size = f"batch {shape[0]}, {shape[1]} channels, {shape[2]}×{shape[3]}, {heads} heads, {layout}"
@@ -132,7 +141,7 @@ def measure(candidates, x, num_heads, rounds, threads):
     for name, build in candidates.items():
         built = build(x, num_heads)
         pair = built if isinstance(built, tuple) else (built, built)
-        module, reference = (one.to(x.device, x.dtype).eval() for one in pair)
+        module, reference = (built.to(x.device, x.dtype).eval() for built in pair)
         if reference is not module:
             check_output(name, module, reference, x)
         calls[name, "forward"] = torch.no_grad()(lambda module=module: module(x))
@@ -150,7 +159,7 @@ def outputs(y):
 
 
 def with_gradients(module, x):
-    """Return a call that runs forward and backward, to the input and to every parameter."""
+    """Return a function that computes the output, and the gradients of the input and of all parameters."""
     x = x.detach().requires_grad_()
     leaves = (x, *(parameter for parameter in module.parameters() if parameter.requires_grad))
     gradients = [torch.randn_like(y) for y in outputs(module(x))]
@@ -162,12 +171,12 @@ def check_output(name, module, reference, x):
     with torch.no_grad():
         found, expected = outputs(module(x))[-1].double(), reference(x).double()
     tolerance = TOLERANCES[str(x.dtype).removeprefix("torch.")]
-    largest = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny)  # a classifier may be zero
+    largest = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny)  # a new classifier may be zero
     difference = float((found - expected).abs().max() / largest) if found.shape == expected.shape else torch.inf
     if not difference <= tolerance:  # NaN fails too
         raise RuntimeError(
-            f"{name}: the output for an input of {tuple(x.shape)} differs from that of the reference with the same "
-            f"weights: expected at most {tolerance:g} of the largest value in {x.dtype}, got {difference:.2g}."
+            f"{name}: the output for an input of {tuple(x.shape)} differs from the output of the reference with the "
+            f"same weights: expected at most {tolerance:g} of the largest value in {x.dtype}, got {difference:.2g}."
         )
 
 
@@ -185,10 +194,10 @@ def time_in_turns(calls, *, rounds, threads):
 
 
 def peak_memory(call, device):
-    """Return the peak of bytes that tensors take during a call, its result included, beyond those allocated before.
+    """Return the peak memory in bytes of tensors that are allocated during a call, including its result.
 
-    Run the call once before, so that cached tensors are not counted. On the CPU, allocations are recorded by torch's
-    profiler, which does not see the internal ones of oneDNN.
+    Run the call once before, so that cached tensors are not counted. On a CPU, torch's profiler records allocations,
+    except for internal allocations of oneDNN.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -197,12 +206,12 @@ def peak_memory(call, device):
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - allocated
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages about a missing GPU
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides messages about a missing GPU
     # Without acc_events, some versions of torch warn that events of earlier cycles are dropped.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         call()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))  # negative: released
+    sizes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))  # negative when freed
     return max(accumulate(sizes), default=0)
 
 
@@ -221,7 +230,7 @@ def format_timings(timings):
 
 
 def speedup(timings, name, step):
-    """Return the time of the first candidate divided by that of another, the median over rounds."""
+    """Return the time of the first candidate divided by the time of another candidate, as a median over rounds."""
     first = next(iter(timings.values()))["seconds"][step]
     return float(np.median(np.divide(first, timings[name]["seconds"][step])))
 
@@ -231,12 +240,13 @@ def warn_if_busy(timings):
         for seconds in timing["seconds"].values():
             low, median, high = np.quantile(seconds, (0.25, 0.5, 0.75))
             if high - low > MAX_SPREAD * median:
-                return f"\nWarning: the times of {name} vary by {(high - low) / median:.0%}. Is the machine idle?"
+                variation = f"the times of {name} vary by {(high - low) / median:.0%}"
+                return f"\nWarning: {variation}. Repeat the benchmark on an idle machine."
     return ""
 
 
 def describe_machine(device, threads, dtype):
-    cpuinfo = Path("/proc/cpuinfo")  # has the name of the processor, on Linux
+    cpuinfo = Path("/proc/cpuinfo")  # contains the name of the processor on Linux
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     processor = next(names, platform.processor() or platform.machine())
@@ -247,8 +257,8 @@ def describe_machine(device, threads, dtype):
 
 def format_number(value):
     """Format a number with three digits."""
-    places = next((places for places, limit in ((3, 0.1), (2, 10), (1, 100)) if abs(value) < limit), 0)
-    return f"{value:.{places}f}"
+    decimals = next((decimals for decimals, limit in ((3, 0.1), (2, 10), (1, 100)) if abs(value) < limit), 0)
+    return f"{value:.{decimals}f}"
 
 
 def main(arguments=None):

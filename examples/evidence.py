@@ -22,7 +22,7 @@ first or the last stage: attention (in windows of 8×8 in the first), convolutio
 block, and the normalised shortcut alone. Two epochs, seeds 0 to 4, each pair compared.
 
 Verdicts are by Games and Howell's intervals of 95 %, over all pairs of a table. On two idle cores the first takes
-about seven hours, the others one each, with the two variables of docs/speed.md. What each run came to is in
+about seven hours, the others one each, with the two variables of docs/performance.md. What each run came to is in
 the folder `results`.
 """
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 HALF = (torch.float16, torch.bfloat16)
-#: Operations that read as many elements as they write, however large their input is.
+#: Operations that read as many elements as they write, independently of the size of their input.
 GATHERS = ("index_select", "index")
 #: Largest y and z dimensions of a CUDA grid.
 MAX_GRID = 65_535
@@ -61,7 +61,7 @@ class Record:
 
 
 def measure(function, backward: bool = False) -> Record:
-    """Record the second call of a forward pass on meta tensors, with warm caches; or the operations of its backward."""
+    """Record a forward pass on meta tensors after a first call, which fills the caches, or only its backward pass."""
     with fake_attention(Record()):
         function()
     record = Record()
@@ -74,7 +74,7 @@ def measure(function, backward: bool = False) -> Record:
 
 
 class Operations(TorchDispatchMode):
-    """Call a function with each operation, the tensors that it reads and those that it returns."""
+    """Call a function with each operation, its input tensors and its output tensors."""
 
     def __init__(self, function):
         super().__init__()
@@ -88,7 +88,7 @@ class Operations(TorchDispatchMode):
 
 
 def add_operation(record: Record, func, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    """Add an operation that launches a kernel to a record: views and uninitialized tensors launch none."""
+    """Add an operation to a record, unless it launches no kernel: views and uninitialized tensors."""
     name = func._schema.name.split("::")[-1]
     storages = {storage_id(x) for x in inputs}
     is_view = not func._schema.is_mutable and all(storage_id(x) in storages for x in outputs)
@@ -106,7 +106,7 @@ def storage_id(x: Tensor) -> int:
 
 
 def count_bytes(x: Tensor | None) -> int:
-    """Bytes of a tensor in memory: an expanded axis counts once."""
+    """Return the bytes of a tensor in memory. An expanded axis counts once."""
     if x is None:
         return 0
     size = x.element_size()
@@ -139,7 +139,7 @@ def fake_attention(record: Record):
 def prepare_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a bool mask and align strides (``convert_boolean_attn_mask`` and ``preprocess_mask`` in attention.cpp).
 
-    The inversion of a bool mask is a launch that torch 2.14 saves.
+    torch 2.14 does not launch the inversion of a bool mask, which is counted here.
     """
     if mask.dtype == torch.bool:
         mask = torch.where(mask.logical_not(), -torch.inf, torch.zeros((), dtype=dtype, device=mask.device))
@@ -169,20 +169,20 @@ class FakeKernel(torch.autograd.Function):
 # --- Which kernel torch selects on a GPU of compute capability 8.0 or later -------------------------------------------
 #
 # select_sdp_backend in pytorch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp tries flash attention, then
-# memory-efficient attention, and falls back on the math kernel. The checks named below are in that file and in
+# memory-efficient attention, and falls back to the math kernel. The checks named below are in that file and in
 # ../sdp_utils_cpp.h; they were read at commit 001f694aef6f and compared with the headers of torch 2.14.1.
 #
-# cuDNN is left out: the library excludes it whenever there is a mask, and only capability 9.0 and 10.x prefer it. Flash
-# also refuses to train widths from 193 to 224 (to 256 with dropout) on capability 8.6 to 8.9 and 12.x.
+# cuDNN is not included: vision_attn excludes it if there is a mask, and only capabilities 9.0 and 10.x prefer it. In
+# training, flash attention does not support widths from 193 to 224 (256 with dropout) on capabilities 8.6 to 8.9, 12.x.
 
 
 def selected_kernel(call: AttentionCall) -> str:
-    """The kernel that torch selects: ``"flash"``, ``"efficient"`` or ``"math"``."""
+    """Return the kernel that torch selects: ``"flash"``, ``"efficient"`` or ``"math"``."""
     return next((kernel for kernel, reasons in refusals(call).items() if not reasons), "math")
 
 
 def refusals(call: AttentionCall) -> dict[str, list[str]]:
-    """Reasons why torch refuses each fused kernel, in the order in which it tries them."""
+    """Return the reasons against each fused kernel, in the order in which torch tries them."""
     query, key, value, mask = call[:4]
     if {query.dim(), key.dim(), value.dim()} != {4}:  # check_tensor_shapes
         return {kernel: ["query, key and value do not have four axes"] for kernel in ("flash", "efficient")}
@@ -208,7 +208,7 @@ def refusals(call: AttentionCall) -> dict[str, list[str]]:
         "is_causal with other numbers of queries and keys": call.is_causal and query.shape[2] != key.shape[2],
         "query, key or value has a stride other than 1 along its width": strided and widths[0] != 1,
     }
-    # Stricter than torch 2.14, which takes grouped heads here and broadcasts a single one; then
+    # Stricter than torch 2.14, which supports grouped heads here and broadcasts a single head; then
     # can_use_mem_efficient_attention, check_head_dim_size_mem_efficient and check_data_ptr_alignment_mem_efficient.
     unaligned = any(x.storage_offset() % multiple for x in (query, key, value) if x.numel())
     efficient = shared | {
@@ -225,12 +225,12 @@ def refusals(call: AttentionCall) -> dict[str, list[str]]:
 
 
 def alignment(x: Tensor) -> int:
-    """Elements in 16 bytes (``minimum_gemm_alignment`` in sdp_utils.cpp)."""
+    """Return the number of elements in 16 bytes (``minimum_gemm_alignment`` in sdp_utils.cpp)."""
     return 8 if x.dtype in HALF else 4
 
 
 def launch_errors(call: AttentionCall) -> list[str]:
-    """Errors that the selected kernel raises, because torch does not check for them before it selects a kernel."""
+    """Return the errors of the selected kernel that torch does not check before it selects a kernel."""
     kernel, query, mask = selected_kernel(call), call.query, call.mask
     batch, heads = query.shape[:2]
     # The grid is (query blocks, batch, heads) in flash_fwd_launch_template.h (run_flash_fwd) and (query blocks, heads,

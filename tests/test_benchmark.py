@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/: outputs are compared, and times, ratios and memory are right."""
+"""The scripts in benchmarks/: comparison of outputs, times, ratios, memory, and generated sections of pages."""
 
 import copy
 import json
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import block_costs
 import candidates
 import numpy as np
+import page_sections
 import pytest
 import speed
 import timm
@@ -29,7 +30,7 @@ def compare(*arguments):
 
 
 @pytest.fixture(autouse=True)
-def single_calls_of_a_small_backbone(monkeypatch, create=timm.create_model):
+def use_single_calls_and_a_small_backbone(monkeypatch, create=timm.create_model):
     monkeypatch.setattr(speed, "MIN_SECONDS", 1e-9)
     monkeypatch.setattr(candidates.timm, "create_model", lambda name: create("resnet18"))
 
@@ -49,7 +50,7 @@ def test_tables_are_printed_and_written_to_the_file(tmp_path, capsys):
             for step in ("forward", "gradients"):
                 assert len(timing["seconds"][step]) == 3
                 assert timing["mebibytes"][step] > 0
-                ratios = np.array(timings["ours"]["seconds"][step]) / timing["seconds"][step]
+                ratios = np.array(timings["vision_attn"]["seconds"][step]) / timing["seconds"][step]
                 assert speed.speedup(timings, name, step) == pytest.approx(np.median(ratios))
 
 
@@ -60,8 +61,8 @@ def test_tables_are_printed_and_written_to_the_file(tmp_path, capsys):
         ("positions", "bfloat16"),
     ],
 )
-def test_candidates_of_a_row_compute_the_same(name, dtype):
-    assert {"implementations", *SHAPES} == set(candidates.ROWS), "every row is tested"
+def test_candidates_of_a_row_have_equal_outputs(name, dtype):
+    assert {"implementations", *SHAPES} == set(candidates.ROWS), "SHAPES must have an entry for every row"
     tables = compare("--rows", name, "--shapes", SHAPES[name], "--dtype", dtype, *QUICK)
     row = candidates.ROWS[name]
     assert [table["title"].rpartition(", ")[2] for table in tables] == list(row.layouts)
@@ -69,7 +70,7 @@ def test_candidates_of_a_row_compute_the_same(name, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, and of cuBLAS in a thread without a CUDA context
+@pytest.mark.filterwarnings("ignore")  # raised by torch's compiler, and by cuBLAS in a thread without a CUDA context
 @pytest.mark.parametrize("name", candidates.ROWS)
 def test_rows_on_cuda(name, capsys):
     compare("--rows", name, "--device", "cuda", "--rounds", "2")
@@ -77,7 +78,7 @@ def test_rows_on_cuda(name, capsys):
 
 
 @pytest.mark.parametrize("bias", [0.5, torch.nan])
-def test_a_candidate_that_computes_something_else_is_not_timed(monkeypatch, bias):
+def test_a_candidate_with_another_output_is_not_timed(monkeypatch, bias):
     def wrong(x, n):
         block = va.Attention2d(16, n)
         broken = copy.deepcopy(block)
@@ -125,10 +126,10 @@ def test_calls_take_turns_and_short_calls_are_repeated(monkeypatch):
     assert seconds == {"short": [1e-4] * 8, "long": [1.0] * 8}
     rounds = [tuple(turns[start : start + 2]) for start in range(2, 18, 2)]
     assert all(sorted(turn) == [("long", 1), ("short", 50)] for turn in rounds)
-    assert len(set(rounds)) == 2, "the order varies"
+    assert len(set(rounds)) == 2, "the order must vary"
 
 
-def test_the_peak_counts_tensors_that_are_held_at_the_same_time():
+def test_peak_memory_counts_tensors_that_exist_at_the_same_time():
     def one_after_the_other():
         first = torch.ones(1000, 1000)
         del first
@@ -139,22 +140,56 @@ def test_the_peak_counts_tensors_that_are_held_at_the_same_time():
         assert speed.peak_memory(call, torch.device("cpu")) == pytest.approx(expected, rel=0.02, abs=1000)
 
 
-def test_block_costs_replaces_the_tables_of_a_page(tmp_path, capsys):
-    page = tmp_path / "cost.md"
-    page.write_text("# Before\n<!-- tables of costs -->\nold\n<!-- end of the tables -->\nAfter\n")
+def cells(section):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+
+
+def test_block_costs_replaces_the_section_of_a_page(tmp_path, capsys):
+    page = tmp_path / "costs.md"
+    begin, end = page_sections.markers("block_costs")
+    page.write_text(f"# Before\n{begin}\nold\n{end}\nAfter\n")
     small = ["--sides", "7", "--batch-size", "1", "--rounds", "1"]
     block_costs.main(["--only", "LinearAttention2d", "eca", *small, "--page", str(page)])
-    before, _, rest = page.read_text().partition("<!-- tables of costs -->\n")
-    tables, _, after = rest.partition("<!-- end of the tables -->")
-    assert (before, tables, after) == ("# Before\n", capsys.readouterr().out, "\nAfter\n")
-    eca = [line for line in tables.splitlines() if line.startswith("| timm's `eca`")]
-    assert [line.split("|")[2].strip() for line in eca[:2]] == ["7", "0.0"]  # a kernel of seven on 2,048 channels
+    section, printed = page_sections.read_section(page, "block_costs"), capsys.readouterr().out
+    assert page.read_text() == f"# Before\n{begin}\n\n{section}\n\n{end}\nAfter\n"
+    assert section in printed
+    assert [title for title in block_costs.TITLES if f"**{title}**" in section] == list(block_costs.TITLES[:2])
+    eca = [row[1] for row in cells(printed) if row[0] == "timm's `eca`"]
     assert len(eca) == 4
+    assert eca[:2] == ["7", "0.0"]  # a kernel with 7 weights, for 2,048 channels
+    published = {row[0]: row for row in cells(page_sections.read_section(page_sections.PERFORMANCE, "block_costs"))}
+    assert published.keys() - {"", "---"} == block_costs.BLOCKS.keys()
+    assert all(published[row[0]][-1] == row[1] for row in cells(section)[-2:])  # MACs, for a side of 7
     with pytest.raises(SystemExit):
         block_costs.main(["--only", "nothing", *small])
 
 
+def test_the_summary_of_block_costs_quotes_the_complete_tables():
+    page = page_sections.PERFORMANCE.read_text()
+    tables = cells(page_sections.read_section(page_sections.PERFORMANCE, "block_costs"))
+    parameters, macs = (tables[start : start + len(block_costs.BLOCKS) + 2] for start in (0, len(tables) // 2))
+    summary = cells(page.partition("| block | parameters, 14×14 |")[2].partition("\n\n")[0])[1:]
+    assert len(summary) == 6
+    for name, count, *millions in summary:
+        assert [name, *millions] in macs
+        assert next(row for row in parameters if row[0] == name)[3] == count
+
+
+def test_every_section_names_the_script_that_writes_it(tmp_path):
+    pages = {page: page.read_text() for page in page_sections.DOCS.glob("*.md")}
+    names = [(page, name) for page, text in pages.items() for name in re.findall(r"<!-- (?:begin|end): (\w+)", text)]
+    assert len(names) == 2 * len(set(names)) == 10
+    for page, name in names:
+        assert page_sections.read_section(page, name)
+        script = (page_sections.DOCS.parent / f"benchmarks/{name}.py").read_text()
+        assert "write_section(" in script
+    empty = tmp_path / "empty.md"
+    empty.write_text("")
+    with pytest.raises(ValueError, match=r"empty\.md: expected one section"):
+        page_sections.write_section(empty, "reach", "text")
+
+
 @pytest.mark.parametrize(("seconds", "warned"), [((1e-3, 1e-3, 2e-3, 2e-3), True), ((10.0, 10.4, 10.5, 10.9), False)])
-def test_times_that_vary_relative_to_their_median_are_a_warning(seconds, warned):
-    text = speed.warn_if_busy({"ours": {"seconds": {"forward": seconds}}})
-    assert ("ours vary by" in text) == warned
+def test_large_variations_relative_to_the_median_raise_a_warning(seconds, warned):
+    text = speed.warn_if_busy({"vision_attn": {"seconds": {"forward": seconds}}})
+    assert ("vision_attn vary by" in text) == warned

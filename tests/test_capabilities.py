@@ -1,4 +1,4 @@
-"""Features of torch that work with a block, by implementation (a table in the docs), and with a network with blocks."""
+"""PyTorch features by implementation, as listed in docs/implementations.md, and networks with blocks."""
 
 import copy
 import pickle
@@ -16,14 +16,14 @@ import vision_attn as va
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/implementations.md").read_text()
 
-#: Of the compiler, the exporter, vmap and pickle, and the warning about small maps.
+#: Warnings of the compiler, the exporter, vmap and pickle, and about small feature maps.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 # --- a block ----------------------------------------------------------------------------------------------------------
 
 
-def make(impl, **options):
+def make_block(impl, **options):
     torch.manual_seed(0)
     return va.Attention2d(16, 2, impl=impl, **options).eval()
 
@@ -68,7 +68,7 @@ def exports(block):
 
 @torch.no_grad()
 def exports_with_any_batch_and_size(block, sizes=((7, 9), (3, 4), (24, 28))):
-    # From a map of the size that tables are for, to smaller ones and to more tokens than have a dense bias.
+    # The sizes are the size of the position tables, a smaller one, and one with too many tokens for a dense bias.
     torch.compiler.reset()
     shapes = {"x": dict.fromkeys((0, 2, 3), torch.export.Dim.DYNAMIC)}
     exported = torch.export.export(block, (example(2, *sizes[0]),), dynamic_shapes=shapes).module()
@@ -77,12 +77,12 @@ def exports_with_any_batch_and_size(block, sizes=((7, 9), (3, 4), (24, 28))):
 
 
 @torch.no_grad()
-def maps_over_a_further_axis(block):
+def runs_in_vmap(block):
     x = torch.stack([example(), -example(), 2 * example()])
-    torch.testing.assert_close(torch.func.vmap(block)(x), torch.stack([block(one) for one in x]))
+    torch.testing.assert_close(torch.func.vmap(block)(x), torch.stack([block(images) for images in x]))
 
 
-def gives_gradients_by_sample(block):
+def has_gradients_by_sample(block):
     parameters = {name: value.detach() for name, value in block.named_parameters()}
 
     def loss(parameters, x):
@@ -107,13 +107,13 @@ def has_gradients_of_gradients(block):
 
 
 @torch.no_grad()
-def survives_deepcopy_and_pickle(block):
-    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
-        assert torch.equal(other(example()), block(example()))
-        assert repr(other) == repr(block)
+def is_copied_and_pickled(block):
+    for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert torch.equal(copied(example()), block(example()))
+        assert repr(copied) == repr(block)
 
 
-def is_made_and_run_on_the_meta_device(block):
+def runs_on_the_meta_device(block):
     with torch.device("meta"):
         assert va.Attention2d(16, 2, impl=block.impl)(example().to("meta")).shape == example().shape
 
@@ -125,25 +125,25 @@ def is_traced_by_fx(block):
     torch.testing.assert_close(traced(example()), block(example()))
 
 
-#: By their names in the table.
+#: Checks by their names in the table.
 CAPABILITIES = {
     "`torch.compile(fullgraph=True)`": compiles,
     "… and its gradients on the CPU": compiles_with_its_backward_pass,
     "… one graph for all sizes (`dynamic=True`)": compiles_once_for_all_sizes,
     "`torch.export`, one size": exports,
     "`torch.export`, any batch and size": exports_with_any_batch_and_size,
-    "`torch.func.vmap`": maps_over_a_further_axis,
-    "gradients by sample (`vmap` of `grad`), on the CPU": gives_gradients_by_sample,
+    "`torch.func.vmap`": runs_in_vmap,
+    "gradients by sample (`vmap` of `grad`), on the CPU": has_gradients_by_sample,
     "forward-mode gradients (`jvp`), on the CPU": has_forward_mode_gradients,
     "gradients of gradients, on the CPU": has_gradients_of_gradients,
-    "`deepcopy` and pickle": survives_deepcopy_and_pickle,
-    "the meta device": is_made_and_run_on_the_meta_device,
+    "`deepcopy` and pickle": is_copied_and_pickled,
+    "the meta device": runs_on_the_meta_device,
     "`torch.fx`, inside of a network": is_traced_by_fx,
 }
 
 
-#: The error of torch, einx or ours where the table has a no.
-REFUSALS = {
+#: Errors of torch, einx or vision_attn for unsupported features.
+ERRORS = {
     ("… one graph for all sizes (`dynamic=True`)", "einx"): (TorchRuntimeError, r"einx|unhashable type: .*SymInt"),
     ("`torch.export`, any batch and size", "einx"): (TypeError, r"unhashable type: .*SymInt"),
     ("forward-mode gradients (`jvp`), on the CPU", "sdpa"): (NotImplementedError, r"forward AD with _scaled_dot_prod"),
@@ -157,7 +157,7 @@ REFUSALS = {
 }
 
 
-#: Capabilities that are not tried where a stronger one is.
+#: Capabilities that are implied by a stronger one, which is tested instead.
 IMPLIED = {
     "`torch.compile(fullgraph=True)`": "… and its gradients on the CPU",
     "`torch.export`, one size": "`torch.export`, any batch and size",
@@ -171,20 +171,20 @@ IMPLIED = {
         *(pytest.param(name, ("flex",), marks=pytest.mark.slow) for name in CAPABILITIES),
     ],
 )
-def test_capabilities_are_those_of_the_table(name, impls):
+def test_capabilities_match_the_table(name, impls):
     for impl in impls:
-        if (name, impl) in REFUSALS:
-            kind, words = REFUSALS[name, impl]
-            with pytest.raises(kind, match=words):
-                CAPABILITIES[name](make(impl))
-        elif name not in IMPLIED or (IMPLIED[name], impl) in REFUSALS:
-            CAPABILITIES[name](make(impl))
+        if (name, impl) in ERRORS:
+            error, message = ERRORS[name, impl]
+            with pytest.raises(error, match=message):
+                CAPABILITIES[name](make_block(impl))
+        elif name not in IMPLIED or (IMPLIED[name], impl) in ERRORS:
+            CAPABILITIES[name](make_block(impl))
 
 
-def test_the_table_has_every_capability():
+def test_the_table_lists_every_capability():
     assert f"| | {' | '.join(f'`{impl}`' for impl in va.IMPLS)} |" in PAGE
     for name in CAPABILITIES:
-        cells = ["no" if (name, impl) in REFUSALS else "yes" for impl in va.IMPLS]
+        cells = ["no" if (name, impl) in ERRORS else "yes" for impl in va.IMPLS]
         assert f"| {' | '.join([name, *cells])} |" in PAGE
 
 
@@ -193,38 +193,39 @@ OPTIONS = {
     "decomposed": {"position": va.RelPosDecomposed(feat_size=(7, 7))},
     "causal, table": {"position": va.RelPosTable(feat_size=(7, 7)), "causal": True},
     "neighborhood, decomposed": {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
-    "rotary, shared heads": {"position": va.Rope2d(), "num_kv_heads": 1, "qk_norm": True},
+    "rotary, multi-query": {"position": va.Rope2d(), "num_kv_heads": 1, "qk_norm": True},
     "rows, convolution": {"pattern": "rows", "position": va.ConditionalPos(3), "output_gate": True},
     "absolute": {"position": va.AbsPos((7, 7))},
-    "stripes, waves": {"pattern": va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7), "position": va.SinCos()},
+    "stripes, sinusoidal": {"pattern": va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7), "position": va.SinCos()},
 }
 BLOCKS = ("AttentionBlock2d", "LinearAttention2d", "TransformerBlock2d", "StridedAttention2d")
 NAMES = (*OPTIONS, *BLOCKS)
-#: Compiled and exported in every run of the tests; the others before a release.
+#: Blocks that are compiled and exported in every test run. The others are tested before a release.
 ALWAYS = ("rows, convolution", "TransformerBlock2d")
 
 
-def by_name(name):
-    return make("auto", **OPTIONS[name]) if name in OPTIONS else getattr(va, name)(16, 2).eval()
+def block_by_name(name):
+    return make_block("auto", **OPTIONS[name]) if name in OPTIONS else getattr(va, name)(16, 2).eval()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_pattern_position_and_block_runs_in_vmap_and_is_traced(name):
-    maps_over_a_further_axis(by_name(name))
-    is_traced_by_fx(by_name(name))
+    runs_in_vmap(block_by_name(name))
+    is_traced_by_fx(block_by_name(name))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.thorough) for n in NAMES])
 def test_every_block_is_compiled_and_exported_with_any_size(name):
-    block = by_name(name)
+    block = block_by_name(name)
     compiles_with_its_backward_pass(block)
-    whole = re.match("shift|neigh|str", name)  # a graph of windows has padding, or none
-    exports_with_any_batch_and_size(block, ((21, 28), (42, 14), (28, 35)) if whole else ((7, 9), (3, 4), (24, 28)))
+    # A graph of windows is exported with or without padding, so all sizes are multiples of the window size.
+    multiples = re.match("shift|neigh|str", name)
+    exports_with_any_batch_and_size(block, ((21, 28), (42, 14), (28, 35)) if multiples else ((7, 9), (3, 4), (24, 28)))
 
 
 @pytest.mark.thorough
 def test_every_implementation_is_compiled_to_machine_code():
-    for block in map(make, va.IMPLS):
+    for block in map(make_block, va.IMPLS):
         with torch.no_grad():
             torch.testing.assert_close(compiled(block, "inductor")(example()), block(example()), rtol=1e-4, atol=1e-5)
 
@@ -247,5 +248,5 @@ def test_a_network_with_blocks_is_compiled_and_recomputes_its_activations(family
     assert all(p.grad.any() for block in va.inserted_blocks(model).values() for p in block.parameters())
     if family == "test_convnext":
         model.set_grad_checkpointing(True)
-    for found, one in zip(gradients(compiled(model) if family == "tiny" else model), expected, strict=True):
-        torch.testing.assert_close(found, one, rtol=1e-3, atol=1e-3 * float(one.abs().max()))
+    for found, exact in zip(gradients(compiled(model) if family == "tiny" else model), expected, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))

@@ -1,4 +1,4 @@
-"""Blocks on a GPU: outputs and gradients of every implementation, kernels that torch selects, captured graphs."""
+"""Blocks on a GPU: outputs and gradients of every implementation, selected kernels, and captured graphs."""
 
 from collections import Counter
 
@@ -10,10 +10,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import vision_attn as va
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # of torch's compiler and profiler
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # raised by torch's compiler and profiler
 
 SIZE = (9, 10)
-#: Every pattern with every position encoding for the implementations that compile nothing.
+#: Every pattern with every position encoding, for implementations that do not compile a kernel.
 PAIRS = [(impl, name, position) for impl in CPU_IMPLS for name in CASES for position in POSITIONS]
 PAIRS += [("flex", name, None) for name in CASES]
 PAIRS += [("flex", name, position) for name in ("full", "shifted window", "neighborhood") for position in POSITIONS[1:]]
@@ -40,18 +40,18 @@ def test_outputs_and_gradients_equal_those_of_a_cpu_in_float64(impl, name, posit
         position = make_position(position, pattern, SIZE)
         block = va.Attention2d(64, 2, pattern=pattern, position=position, impl="bmm")
     except ValueError:
-        pytest.skip("this pattern refuses this encoding")
+        pytest.skip("the pattern does not support this position encoding")
     block, x = block.to(dtype), torch.randn(3, 64, *SIZE).to(dtype)
     expected = run(block, x, torch.float64)
     va.set_impl_(block, impl)
     tolerance = 1e-4 if dtype == torch.float32 else 0.04
     for found, exact in zip(run(block, x.cuda(), dtype), expected, strict=True):
-        # At least 1: some gradients are zero, such as those of positions that are the same for all keys of a group.
+        # The scale is at least 1, because some gradients are zero, as for a position that all keys of a group share.
         assert (found.double().cpu() - exact).abs().max() <= tolerance * exact.abs().max().clamp(min=1)
 
 
-def launched(function):
-    """Count the kernels that a GPU runs, after a call that fills the caches."""
+def count_kernels(function):
+    """Count the kernels that a GPU runs in a call after the first one, which fills the caches."""
     function()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
@@ -65,7 +65,7 @@ def test_a_gpu_runs_a_fused_kernel_within_the_budget_of_launches(name):
     args, options, shape, launches, _ = BUDGETS[name]
     block = va.Attention2d(*args, **options, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last).requires_grad_()
-    kernels = launched(lambda: block(x))
+    kernels = count_kernels(lambda: block(x))
     assert any(word in kernel.lower() for kernel in kernels for word in ("flash", "fmha", "sdpa", "cudnn")), kernels
     assert not any("softmax" in kernel.lower() for kernel in kernels), kernels
     assert sum(kernels.values()) <= launches + 2, kernels  # a library may split a product in two
@@ -86,10 +86,10 @@ def test_a_captured_graph_replays_new_inputs(impl, pattern):
         with torch.cuda.graph(graph):
             y = block(x)
         for _ in range(2):
-            fresh = torch.randn_like(x)
-            x.copy_(fresh)
+            new = torch.randn_like(x)
+            x.copy_(new)
             graph.replay()
-            torch.testing.assert_close(y, block(fresh), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(y, block(new), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["full", "shifted window", "neighborhood"])
@@ -110,5 +110,5 @@ def test_a_network_with_a_block_trains_in_mixed_precision_and_memory_stays_linea
     with torch.autocast("cuda", torch.bfloat16):
         block(x).float().square().mean().backward()
     assert x.grad.isfinite().all()
-    logits = 2 * 9216**2 * 2  # bytes of one matrix of logits in bfloat16
+    logits = 2 * 9216**2 * 2  # bytes of the logits of two heads in bfloat16
     assert torch.cuda.max_memory_allocated() - before < logits / 2

@@ -1,4 +1,4 @@
-"""Kernel launches and bytes moved on a GPU, and the attention kernels that torch selects there, on meta tensors."""
+"""Kernel launches, moved bytes and attention kernels on a GPU, predicted with meta tensors."""
 
 from functools import partial
 
@@ -10,11 +10,11 @@ from launches import AttentionCall, Record, fake_attention, launch_errors, measu
 import vision_attn as va
 
 HALF, SINGLE = torch.bfloat16, torch.float32
-SIZE = (18, 19)  # folded widths are odd, and there are too many keys for a mask
+SIZE = (18, 19)  # for odd head widths after folding, and too many keys for a mask
 TOKENS = 18 * 19
 
 RELATIVE, SWIN = va.RelPosDecomposed, {"position": va.RelPosTable()}
-#: Layers, input shapes, and the budget of a forward pass in training: launches and megabytes.
+#: Layers and input shapes, with the allowed launches and megabytes of a forward pass in training.
 BUDGETS = {
     "plain, 14×14": ((256, 4), {}, (32, 256, 14, 14), 3, 34),
     "RelPosDecomposed, 14×14": ((256, 4), {"position": RELATIVE((14, 14))}, (32, 256, 14, 14), 16, 100),
@@ -39,7 +39,7 @@ OPTIONS = (
     *({"qk_norm": qk_norm} for qk_norm in (True, "cosine", "match")),
     {"groups": 2, "output_gate": True},
 )
-#: User masks: shape before the axes of queries and keys, length of both axes (True: all tokens), and type.
+#: Masks: leading axes, True if the axes of queries and of keys have all tokens (otherwise 1), and dtype.
 MASKS = {
     "bool": ((1, 1), True, True, torch.bool),
     "bool per image": ((2, 1), True, True, torch.bool),
@@ -65,10 +65,10 @@ def make_mask(name, dtype, keys=TOKENS):
     return torch.ones(shape, dtype=mask_dtype or dtype, device="meta")
 
 
-def problems(made, x, **given):
-    """Calls of the math kernel, which materializes all logits, and calls on which a fused kernel raises an error."""
-    with fake_attention(Record()) as record, torch.set_grad_enabled(made.training):
-        made(x, **given)
+def problems(block, x, **arguments):
+    """Return the calls that select the math kernel, which stores all logits, and errors of fused kernels."""
+    with fake_attention(Record()) as record, torch.set_grad_enabled(block.training):
+        block(x, **arguments)
     assert record.calls, "scaled_dot_product_attention was not called"
     found = [f"math kernel, because {refusals(call)}" for call in record.calls if selected_kernel(call) == "math"]
     return found + [error for call in record.calls for error in launch_errors(call)]
@@ -80,19 +80,22 @@ def problems(made, x, **given):
 @pytest.mark.parametrize("name", BUDGETS)
 def test_forward_pass_stays_within_its_budget(name):
     args, options, shape, launches, megabytes = BUDGETS[name]
-    made = layer(*args, dtype=HALF, **options).to(memory_format=torch.channels_last)
+    block = layer(*args, dtype=HALF, **options).to(memory_format=torch.channels_last)
     x = feature_map(*shape, dtype=HALF)
-    record = measure(lambda: made(x))
-    found = f"{record.launches} launches, {record.megabytes:.1f} MB: {[o.name for o in record.operations]}"
-    assert record.launches <= launches, found
-    assert record.megabytes <= megabytes, found
+    record = measure(lambda: block(x))
+    summary = f"{record.launches} launches, {record.megabytes:.1f} MB: {[o.name for o in record.operations]}"
+    assert record.launches <= launches, summary
+    assert record.megabytes <= megabytes, summary
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 def test_no_tensor_holds_all_pairs_of_tokens(dtype):
-    made, x = layer(64, 2, position=va.RelPosDecomposed((64, 64)), dtype=dtype), feature_map(1, 64, 64, 64, dtype=dtype)
+    block, x = (
+        layer(64, 2, position=va.RelPosDecomposed((64, 64)), dtype=dtype),
+        feature_map(1, 64, 64, 64, dtype=dtype),
+    )
     for backward in (False, True):
-        operations = measure(lambda: made(x), backward=backward).operations
+        operations = measure(lambda: block(x), backward=backward).operations
         assert max(operation.largest for operation in operations) < 4096**2, operations
 
 
@@ -109,7 +112,7 @@ def make_call(q=16, k=16, v=16, dtype=HALF, mask=None, heads=(4, 4, 4), keys=49,
 
 
 def test_kernel_selection_follows_the_rules_of_torch():
-    x = torch.empty(2, 4, 16, 49, dtype=HALF, device="meta").mT  # channels of a head do not lie beside each other
+    x = torch.empty(2, 4, 16, 49, dtype=HALF, device="meta").mT  # the channels of a head are not contiguous
     expanded = torch.empty(49, 1, dtype=torch.bool, device="meta").expand(49, 49)
     for call, kernel in (
         (make_call(12, 12, 12), "flash"),  # padded to 16 by torch
@@ -150,13 +153,13 @@ LAYERS = [
 @pytest.mark.parametrize(("channels", "options", "mask"), LAYERS, ids=str)
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 def test_math_kernel_is_never_selected(channels, options, mask, dtype):
-    made, given = layer(channels, 8, dtype=dtype, **options), {}
+    block, arguments = layer(channels, 8, dtype=dtype, **options), {}
     if mask is not None:
-        given["mask"] = make_mask(mask, dtype, -(-SIZE[0] // made.kv_stride) * -(-SIZE[1] // made.kv_stride))
+        arguments["mask"] = make_mask(mask, dtype, -(-SIZE[0] // block.kv_stride) * -(-SIZE[1] // block.kv_stride))
     for train in (True, False):
         for memory_format in (torch.contiguous_format, torch.channels_last):
             x = feature_map(2, channels, *SIZE, dtype=dtype, train=train, memory_format=memory_format)
-            assert not problems(made.train(train), x, **given), (train, memory_format)
+            assert not problems(block.train(train), x, **arguments), (train, memory_format)
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
@@ -165,12 +168,10 @@ def test_math_kernel_is_never_selected_with_learned_masks_contexts_and_many_mask
     assert not problems(layer(96, 8, dtype=dtype), x, mask=learned)
     context = feature_map(2, 32, 5, 7, dtype=dtype)
     assert not problems(layer(96, 8, context_channels=32, dtype=dtype), x, context=context)
-    for train in (
-        True,
-        False,
-    ):  # 16,384 shifted windows and 4 heads have 65,536 masks: more than a CUDA grid has blocks
-        made = layer(32, 4, pattern=va.Window(4, shift=2), dtype=dtype).train(train)
-        assert not problems(made, feature_map(1, 32, 512, 512, dtype=dtype, train=train))
+    # 16,384 shifted windows with 4 heads have 65,536 masks, more than the blocks of a CUDA grid.
+    for train in (True, False):
+        block = layer(32, 4, pattern=va.Window(4, shift=2), dtype=dtype).train(train)
+        assert not problems(block, feature_map(1, 32, 512, 512, dtype=dtype, train=train))
 
 
 @pytest.mark.parametrize("mask", [None, "bool", "float32 per image and head"])
@@ -182,8 +183,8 @@ def test_math_kernel_is_never_selected_with_learned_masks_contexts_and_many_mask
     ],
     ids=str,
 )
-def test_masks_are_passed_as_the_kernel_reads_them(options, mask):
-    """Otherwise torch converts a bool mask, and copies a mask whose rows do not start at multiples of 8 elements."""
+def test_masks_have_the_dtype_and_alignment_of_the_kernel(options, mask):
+    """Otherwise, torch converts a bool mask, and copies a mask whose rows do not start at multiples of 8 elements."""
     block, x = layer(64, 8, dtype=HALF, **options), feature_map(2, 64, *SIZE, dtype=HALF)
     (call,) = measure(lambda: block(x, make_mask(mask, HALF) if mask else None)).calls
     assert call.mask.dtype == HALF
@@ -191,7 +192,7 @@ def test_masks_are_passed_as_the_kernel_reads_them(options, mask):
     assert call.mask.stride(-1) == 1
 
 
-# --- More groups than a CUDA grid has blocks --------------------------------------------------------------------------
+# --- More groups than blocks of a CUDA grid ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
@@ -199,7 +200,7 @@ def test_masks_are_passed_as_the_kernel_reads_them(options, mask):
 @pytest.mark.parametrize("position", [None, va.RelPosTable, va.RelPosDecomposed], ids=str)
 @pytest.mark.parametrize("pattern", ["rows", va.Window(2), va.Window(2, shift=1)], ids=str)
 def test_many_groups_do_not_exceed_the_grid(pattern, position, dropout, dtype):
-    """64 images of 1,024 windows, or 1,024 of 64 rows, are 65,536 groups, where a grid has at most 65,535 blocks."""
+    """A grid has at most 65,535 blocks. 64 images of 1,024 windows, and 1,024 images of 64 rows, have 65,536 groups."""
     shape = (1024, 32, 64, 4) if pattern == "rows" else (64, 32, 64, 64)
     options = {"position": make_position(position, pattern, shape[2:]), "attn_drop": dropout, "dtype": dtype}
     assert not problems(layer(32, 2, pattern=pattern, **options), feature_map(*shape, dtype=dtype))

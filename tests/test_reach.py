@@ -1,32 +1,36 @@
-"""The compatibility table has the results of its script."""
+"""The compatibility table of `insert_` contains the results of its script."""
 
 import re
 
+import page_sections
 import pytest
 import reach
 import timm
 
-TABLE = reach.TABLE.read_text()
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.splitlines() if line.startswith("| ")]
-HEADER, BODY = ROWS[0], ROWS[2:]
+SECTION = page_sections.read_section(page_sections.PERFORMANCE, "reach")
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in SECTION.splitlines() if line.startswith("| ")]
+START = ROWS.index(list(reach.HEADER))
+HEADER, BODY = ROWS[START], ROWS[START + 2 :]
 RESULTS = slice(HEADER.index("layout"), HEADER.index("seconds"))
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-@pytest.mark.skipif(f"timm {timm.__version__} " not in TABLE, reason="the table is of another version of timm")
-@pytest.mark.parametrize("family", ["mambaout", "efficientvim"])  # channels last, several maps at a stage
-def test_a_row_is_what_is_measured(family):
+@pytest.mark.skipif(f"| timm {timm.__version__} |" not in SECTION, reason="the table is for another version of timm")
+@pytest.mark.parametrize("family", ["mambaout", "efficientvim"])  # channels last, several feature maps at a stage
+def test_a_row_contains_the_measured_results(family):
     expected = next(row for row in BODY if row[:2] == ["timm", family])
     row = reach.measure("timm", family, [expected[HEADER.index("model")].strip("`")])
-    assert row.unharmed
+    assert row.passed
     assert row.cells()[RESULTS] == expected[RESULTS]
 
 
-def test_the_summary_is_that_of_the_rows():
+def test_the_summary_counts_the_rows():
     for library in ("timm", "torchvision"):
-        own = [row for row in BODY if row[0] == library]
-        sites = [row[HEADER.index("sites")].split(" of ") for row in own if not {"no", "**no**"} & {*row[RESULTS]}]
-        everywhere = sum(found == stages != "0" for found, stages in sites)
-        counts = re.search(rf"{library}: (\d+) of (\d+) families", TABLE).groups()
-        assert [int(count) for count in counts] == [everywhere, len(own)]
+        of_library = [row for row in BODY if row[0] == library]
+        stages = [
+            row[HEADER.index("stages")].split(" of ") for row in of_library if not {"no", "**no**"} & {*row[RESULTS]}
+        ]
+        supported = sum(with_block == count != "0" for with_block, count in stages)
+        counts = re.search(rf"^\| {library} \S+ \| (\d+) \| (\d+) \|", SECTION, re.MULTILINE).groups()
+        assert [int(count) for count in counts] == [len(of_library), supported]

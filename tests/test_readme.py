@@ -147,7 +147,7 @@ def test_the_lines_of_the_patterns_are_those_that_run_and_its_terms_and_options_
 def test_the_tables_of_implementations_and_of_the_benchmark_are_complete():
     names = [f'"{name}"' for name in ("auto", *vision_attn.IMPLS)]
     assert sorted(first_cells(page("implementations"), "| `impl` |")) == sorted(names)
-    assert sorted(first_cells(page("speed"), "| `--rows` |")) == sorted([*speed.ROWS, "all"])
+    assert sorted(first_cells(page("performance"), "| `--rows` |")) == sorted([*speed.ROWS, "all"])
 
 
 def test_the_table_and_the_drawing_have_every_module():

@@ -1,7 +1,8 @@
-"""Blocks on inference runtimes: the same output as in torch, and graphs of few operators."""
+"""Blocks on inference runtimes: outputs equal to those of torch, and graphs without computed masks and indices."""
 
 from importlib.util import find_spec
 
+import page_sections
 import pytest
 import runtimes
 import torch
@@ -9,12 +10,12 @@ from runtime_cases import NETWORKS, RUNTIMES, measure
 
 from vision_attn.tools.export.formats import export_program
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of converters, about themselves
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by converters
 
-#: A pattern of reshapes, one of gathered positions with a mask for each group, and one with overlapping keys.
+#: A pattern with reshapes, one with gathered positions and a mask for each group, and one with overlapping keys.
 BLOCKS = "Window(4)", "Window(4, shift=2)", "Neighborhood(3)"
-#: Installed with the package's own tests; the others are skipped where they are not.
-MEASURED = "torch-export", "trace", "onnxruntime", "openvino", "openvino-trace", "executorch", "litert", "core-ml"
+#: Runtimes to test. Those that are not installed are skipped.
+TESTED = "torch-export", "trace", "onnxruntime", "openvino", "openvino-trace", "executorch", "litert", "core-ml"
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -30,8 +31,8 @@ def test_the_output_depends_on_queries_and_keys(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("runtime", MEASURED)
-def test_a_runtime_computes_what_torch_does(runtime, name):
+@pytest.mark.parametrize("runtime", TESTED)
+def test_a_runtime_returns_the_output_of_torch(runtime, name):
     if not find_spec(RUNTIMES[runtime].package.replace("-", "_")):
         pytest.skip(f"{RUNTIMES[runtime].package} is not installed")
     network = NETWORKS[name].make()
@@ -44,7 +45,7 @@ def test_a_runtime_computes_what_torch_does(runtime, name):
 @pytest.mark.parametrize(
     "name", ["Window(4, shift=2)", "Halo(4, 1)", "Neighborhood(3)", "RelPosTable, Window(4)", "Rope2d"]
 )
-def test_graphs_for_one_size_compute_no_masks_and_indices(name):
+def test_graphs_for_one_size_contain_masks_and_indices_as_constants(name):
     network, (images, *others) = NETWORKS[name].make(), NETWORKS[name].images("batch")
     with torch.no_grad():
         program = export_program(network, images, ("batch",))
@@ -53,20 +54,20 @@ def test_graphs_for_one_size_compute_no_masks_and_indices(name):
     used = {node.target for node in program.run_decompositions({}).graph.nodes if node.op == "call_function"}
     names = {target.name().removeprefix("aten::").partition(".")[0] for target in used if hasattr(target, "name")}
     assert "index_select" in names or name == "Rope2d"
-    # Not all runtimes have them: apple/coremltools#2517 for alias.
+    # Some runtimes do not support these operators: see apple/coremltools#2517 for alias.
     unwanted = {"alias", "arange", "scatter", "index_put", "index", "logical_and", "eq", "lt", "ge", "cos"}
     assert not names & unwanted
 
 
 @pytest.mark.slow
-def test_a_graph_for_any_size_pads_and_shifts_windows_where_a_feature_map_needs_it():
+def test_a_graph_for_any_size_pads_and_shifts_windows_if_necessary():
     windows = NETWORKS["Window(4, shift=2)"]
     network, (example, *others) = windows.make(), windows.images("size")
     one_window_high = torch.rand(2, 3, 16, 56, generator=torch.Generator().manual_seed(2))
     assert measure("onnxruntime", network, example, [*others, example, one_window_high], "size") < runtimes.TOLERANCE
 
 
-def test_no_runtime_computes_wrong_numbers():
-    page = runtimes.TABLE.read_text()
-    assert "**wrong" not in page
-    assert all(f"| `{name}` |" in page for name in NETWORKS)
+def test_the_tables_contain_every_network_and_no_wrong_output():
+    section = page_sections.read_section(runtimes.PAGE, "runtimes")
+    assert "**wrong" not in section
+    assert all(section.count(f"| `{name}` |") == len(runtimes.TABLES) for name in NETWORKS)
