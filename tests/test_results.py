@@ -116,12 +116,16 @@ def rows_and_text(section):
     return rows, " ".join(line for line in lines if not line.startswith("|"))
 
 
+def linked_files(section):
+    return [ROOT / name for name in re.findall(r"examples/results/[\w-]+\.json", section)]
+
+
 @pytest.mark.parametrize("title", RECORDED)
 def test_tables_equal_the_recorded_runs(title):
     section = SECTIONS[title]
     rows, text = rows_and_text(section)
     table = "\n".join(rows)
-    recorded = Numbers([ROOT / name for name in re.findall(r"examples/results/[\w-]+\.json", section)])
+    recorded = Numbers(linked_files(section))
     assert set(re.findall(MEAN, table)) == recorded.means
     assert set(re.findall(SEEDS, table)) <= recorded.seeds
     assert set(re.findall(INTERVAL, table)) <= recorded.table_intervals
@@ -151,14 +155,29 @@ def test_means_follow_from_the_seeds_of_their_row():
     assert found > 10
 
 
-def test_the_overview_repeats_the_tables_of_its_sections():
+def verdicts(files, one, other):
+    """Yield the recorded verdicts on two variants, which are given by their means on the page."""
+    for file in files:
+        for scores, differences, decimals in comparisons(file):
+            shown = {name: format_mean(found, decimals) for name, found in scores.items()}
+            for difference in differences:
+                if [shown[name] for name in difference["arms"]] == [one, other]:
+                    yield difference["verdict"]
+
+
+def test_the_overview_repeats_means_and_verdicts_of_its_sections():
     anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-"): title for title in SECTIONS}
     rows = [row for row in rows_and_text(OVERVIEW)[0] if "](#" in row]
     assert len(rows) > 10
     for row in rows:
         (anchor,) = re.findall(r"\]\(#([\w-]+)\)", row)
-        table = "\n".join(rows_and_text(SECTIONS[anchors[anchor]])[0])
-        assert set() != set(re.findall(MEAN, row)) <= set(re.findall(MEAN, table)), row
+        section = SECTIONS[anchors[anchor]]
+        plain, *others, attention = re.findall(MEAN, row)
+        assert {plain, *others, attention} <= set(re.findall(MEAN, "\n".join(rows_and_text(section)[0]))), row
+        verdict = row.split(" | ")[-1].replace("not significant", "no significant difference")
+        expected = set(verdicts(linked_files(section), attention, others[0] if others else plain))
+        assert len(expected) == 1
+        assert verdict.startswith(expected.pop()), row
 
 
 def test_the_readme_repeats_numbers_of_the_results():
