@@ -1,4 +1,4 @@
-"""The tables of results are those of the runs they link, and the README claims no other numbers."""
+"""Compare the tables of docs/results.md with recorded runs, and numbers of the README with that page."""
 
 import json
 import re
@@ -11,100 +11,176 @@ from scipy.stats import studentized_range
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "examples/results").glob("*.json"))
 RESULTS = (ROOT / "docs/results.md").read_text()
-SECTIONS = {text.partition("\n")[0]: text for text in RESULTS.split("\n## ") if "/results/" in text}
+OVERVIEW, *SECTIONS = RESULTS.split("\n## ")
+SECTIONS = {section.partition("\n")[0]: section for section in SECTIONS}
+RECORDED = [title for title, section in SECTIONS.items() if "/results/" in section]
+SEEDS = r"\d+\.\d+(?:, \d+\.\d+)+"
 MEAN, INTERVAL = r"\d+\.\d+ ± \d+\.\d+", r"−?\d+\.\d+ to −?\d+\.\d+"
+
+#: Sections in whose tables a row has several variants, one per column.
+SEVERAL_VARIANTS_PER_ROW = {"Fine-tuning from ImageNet weights", "Adapters on a frozen network"}
 
 
 def comparisons(file):
-    """Of each comparison in a file the scores by arm, its differences, and the decimals by which the page says them."""
-    found = json.loads(file.read_text())
-    if "arms" in found:
-        yield {arm: [*one["scores"].values()] for arm, one in found["arms"].items()}, found["differences"], 1
+    """Yield the scores by variant, the differences, and the number of decimals on the page for each comparison."""
+    recorded = json.loads(file.read_text())
+    if "arms" in recorded:
+        scores = {name: [*arm["scores"].values()] for name, arm in recorded["arms"].items()}
+        yield scores, recorded["differences"], 1
         return
-    for title, differences in found["differences"].items():
-        if "options" in found:  # of trials; what is counted has no decimals
-            scores = {arm: [one[title] for one in runs.values()] for arm, runs in found["runs"].items()}
+    for title, differences in recorded["differences"].items():
+        if "options" in recorded:  # counts, such as steps, have no decimals
+            scores = {name: [run[title] for run in runs.values()] for name, runs in recorded["runs"].items()}
             yield scores, differences, 1 if title.endswith("%") else 2 if title[-2:] in ("px", "dB") else 0
             continue
-        sigma, where = title.split(", ")
+        sigma, images = title.split(", ")
         scores = {}
-        for name, run in found["runs"].items():
+        for name, run in recorded["runs"].items():
             if f", {sigma}," in name:
-                scores.setdefault(name.partition(",")[0], []).append(run[where])
+                scores.setdefault(name.partition(",")[0], []).append(run[images])
         yield scores, differences, 2
 
 
-def tail_probability(one, other, difference, arms):
-    """Games and Howell's probability of a larger difference of two arms, of so many, if both were equal.
+def tail_probability(one, other, difference, variants):
+    """Return the Games-Howell probability of a larger difference if both variants had the same mean.
 
     Equations of https://doi.org/10.3102/10769986001002113, without the search for quantiles that intervals need.
     """
     squares = [variance(one) / len(one), variance(other) / len(other)]
     freedom = sum(squares) ** 2 / (squares[0] ** 2 / (len(one) - 1) + squares[1] ** 2 / (len(other) - 1))
-    return studentized_range.sf(abs(difference) / (sum(squares) / 2) ** 0.5, arms, freedom)
+    return studentized_range.sf(abs(difference) / (sum(squares) / 2) ** 0.5, variants, freedom)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_differences_in_a_file_are_those_of_its_scores(file):
+def test_differences_of_a_file_follow_from_its_scores(file):
     for scores, differences, _ in comparisons(file):
         assert len(differences) == len(scores) * (len(scores) - 1) // 2
-        for found in differences:
-            one, other = (scores[arm] for arm in found["arms"])
-            assert found["mean"] == pytest.approx(mean(one) - mean(other))
-            if found["p"] is None:  # scores that do not vary
+        for difference in differences:
+            one, other = (scores[name] for name in difference["arms"])
+            assert difference["mean"] == pytest.approx(mean(one) - mean(other))
+            if difference["p"] is None:  # scores that do not vary
                 assert variance(one) + variance(other) == pytest.approx(0)
                 continue
-            low, high = found["low"], found["high"]
-            assert (low + high) / 2 == pytest.approx(found["mean"])
-            p, at_limits = (tail_probability(one, other, x, len(scores)) for x in (found["mean"], (high - low) / 2))
-            assert (p, at_limits) == (pytest.approx(found["p"], rel=1e-3, abs=1e-6), pytest.approx(0.05, rel=1e-3))
-            better = "worse" if found.get("less", False) else "better"
-            worse = {"worse": "better", "better": "worse"}[better]
-            assert found["verdict"] == (better if low > 0 else worse if high < 0 else "no significant difference")
+            low, high = difference["low"], difference["high"]
+            assert (low + high) / 2 == pytest.approx(difference["mean"])
+            p = tail_probability(one, other, difference["mean"], len(scores))
+            p_at_limits = tail_probability(one, other, (high - low) / 2, len(scores))
+            assert p == pytest.approx(difference["p"], rel=1e-3, abs=1e-6)
+            assert p_at_limits == pytest.approx(0.05, rel=1e-3)
+            better, worse = ("worse", "better") if difference.get("less", False) else ("better", "worse")
+            assert difference["verdict"] == (better if low > 0 else worse if high < 0 else "no significant difference")
 
 
-def interval(low, high, decimals):
+def format_interval(low, high, decimals):
     return f"{low:.{decimals}f} to {high:.{decimals}f}".replace("-", "−")
 
 
-def from_file(file, last_alone):
-    means, seeds, intervals, significant = set(), set(), set(), set()
-    for scores, differences, decimals in comparisons(file):
-        if not decimals:
-            continue
-        means |= {f"{mean(of):.{decimals}f} ± {stdev(of):.{decimals}f}" for of in scores.values()}
-        seeds |= {", ".join(f"{one:.{decimals}f}" for one in of) for of in scores.values()}
-        for one in differences[: len(scores) - 1] if last_alone else differences:
-            said = interval(one["low"], one["high"], decimals)
-            intervals |= {said} if last_alone else {said, interval(-one["high"], -one["low"], decimals)}
-            significant |= {said} if one["verdict"] != "no significant difference" else set()
-    return means, seeds, intervals, significant
+def format_mean(scores, decimals):
+    return f"{mean(scores):.{decimals}f} ± {stdev(scores):.{decimals}f}"
 
 
-@pytest.mark.parametrize("title", SECTIONS)
-def test_a_table_is_that_of_its_runs(title):
-    """In a table the intervals are of attention minus the other arms; in the text below of any two, either way."""
+class Numbers:
+    """Numbers of recorded runs as the page prints them.
+
+    A table has intervals of the last variant minus another variant. The text may have the interval of any difference,
+    with either sign.
+    """
+
+    def __init__(self, files):
+        self.means, self.seeds, self.significant, self.any_interval = set(), set(), set(), set()
+        self.by_variant = {}  # means and intervals by variant
+        for file in files:
+            for scores, differences, decimals in comparisons(file):
+                if decimals:
+                    self._add(scores, differences, decimals)
+        self.table_intervals = {found for row in self.by_variant.values() for found in row} - self.means
+
+    def _add(self, scores, differences, decimals):
+        for name, variant_scores in scores.items():
+            self.seeds.add(", ".join(f"{score:.{decimals}f}" for score in variant_scores))
+            self.means.add(format_mean(variant_scores, decimals))
+            self.by_variant.setdefault(name, set()).add(format_mean(variant_scores, decimals))
+        for i, difference in enumerate(differences):
+            low, high = difference["low"], difference["high"]
+            interval = format_interval(low, high, decimals)
+            self.any_interval |= {interval, format_interval(-high, -low, decimals)}
+            if i < len(scores) - 1:  # the last variant minus another one
+                self.by_variant[difference["arms"][1]].add(interval)
+                self.significant |= {interval} if difference["verdict"] != "no significant difference" else set()
+
+
+def rows_and_text(section):
+    lines = section.splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    return rows, " ".join(line for line in lines if not line.startswith("|"))
+
+
+def linked_files(section):
+    return [ROOT / name for name in re.findall(r"examples/results/[\w-]+\.json", section)]
+
+
+@pytest.mark.parametrize("title", RECORDED)
+def test_tables_equal_the_recorded_runs(title):
     section = SECTIONS[title]
-    table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
-    text = " ".join(line for line in section.splitlines() if not line.startswith("|"))
-    files = [ROOT / name for name in re.findall(r"examples/results/[\w-]+\.json", section)]
-    parts = zip(*(from_file(file, last_alone=True) for file in files), strict=True)
-    means, seeds, signed, significant = (set().union(*part) for part in parts)
-    either = set().union(*(from_file(file, last_alone=False)[2] for file in files))
-    assert set(re.findall(MEAN, table)) == means
-    assert set(re.findall(r"\d+\.\d+(?:, \d+\.\d+)+", table)) <= seeds
-    assert set(re.findall(INTERVAL, table)) <= signed
-    assert set(re.findall(INTERVAL, text)) - WIDTHS <= either
-    bold = set(re.findall(INTERVAL, table)) & significant if "In bold attention is better" in section else set()
+    rows, text = rows_and_text(section)
+    table = "\n".join(rows)
+    recorded = Numbers(linked_files(section))
+    assert set(re.findall(MEAN, table)) == recorded.means
+    assert set(re.findall(SEEDS, table)) <= recorded.seeds
+    assert set(re.findall(INTERVAL, table)) <= recorded.table_intervals
+    assert set(re.findall(INTERVAL, text)) <= recorded.any_interval
+    bold = set(re.findall(INTERVAL, table)) & recorded.significant if "Intervals in bold" in section else set()
     assert set(re.findall(rf"\*\*({INTERVAL})\*\*", table)) == bold
+    if title not in SEVERAL_VARIANTS_PER_ROW:
+        for row in rows:
+            numbers = set(re.findall(MEAN, row) + re.findall(INTERVAL, row))
+            assert any(numbers <= found for found in recorded.by_variant.values()), row
 
 
-#: How far intervals reach to either side, which is no interval.
-WIDTHS = {"2.6 to 6.3", "0.003 to 0.019"}
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_file_is_linked(file):
+    assert f"examples/results/{file.name}" in RESULTS
 
 
-def test_the_readme_claims_what_the_results_carry():
+def test_means_follow_from_the_seeds_of_their_row():
+    found = 0
+    for row in rows_and_text(RESULTS)[0]:
+        for seeds, shown in re.findall(rf"({SEEDS}) \| \**({MEAN})", row):
+            scores = [float(score) for score in seeds.split(", ")]
+            digits = len(seeds.rpartition(".")[2])
+            expected = [float(number) for number in shown.split(" ± ")]
+            assert [mean(scores), stdev(scores)] == pytest.approx(expected, abs=1.1 * 10**-digits), row
+            found += 1
+    assert found > 10
+
+
+def verdicts(files, one, other):
+    """Yield the recorded verdicts on two variants, which are given by their means on the page."""
+    for file in files:
+        for scores, differences, decimals in comparisons(file):
+            shown = {name: format_mean(found, decimals) for name, found in scores.items()}
+            for difference in differences:
+                if [shown[name] for name in difference["arms"]] == [one, other]:
+                    yield difference["verdict"]
+
+
+def test_the_overview_repeats_means_and_verdicts_of_its_sections():
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-"): title for title in SECTIONS}
+    rows = [row for row in rows_and_text(OVERVIEW)[0] if "](#" in row]
+    assert len(rows) > 10
+    for row in rows:
+        (anchor,) = re.findall(r"\]\(#([\w-]+)\)", row)
+        section = SECTIONS[anchors[anchor]]
+        plain, *others, attention = re.findall(MEAN, row)
+        assert {plain, *others, attention} <= set(re.findall(MEAN, "\n".join(rows_and_text(section)[0]))), row
+        verdict = row.split(" | ")[-1].replace("not significant", "no significant difference")
+        expected = set(verdicts(linked_files(section), attention, others[0] if others else plain))
+        assert len(expected) == 1
+        assert verdict.startswith(expected.pop()), row
+
+
+def test_the_readme_repeats_numbers_of_the_results():
     claims = (ROOT / "README.md").read_text().partition("## When attention helps")[2].partition("\n## ")[0]
     claims = " ".join(claims.split())
     assert set() != set(re.findall(MEAN, claims)) <= set(re.findall(MEAN, RESULTS))
