@@ -17,6 +17,7 @@ from crafted import read_entry, rewrite
 from networks import assert_same, copied
 from PIL import Image
 from safetensors.torch import save_file
+from tiny import Tiny
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
@@ -511,6 +512,20 @@ def test_a_network_that_diverged_is_saved_with_a_warning(tmp_path):
         va.save_model(model, tmp_path / "net")
     states = [net.state_dict() for net in (va.load_model(tmp_path / "net"), model)]
     assert_same(*({key: value.nan_to_num(7) for key, value in state.items()} for state in states))
+
+
+@notes_arguments
+def test_a_warning_of_the_network_appears_once(tmp_path, monkeypatch):
+    """``load_model`` builds the network twice, at first without memory."""
+    va.save_model(tiny_network(0), tmp_path / "net")
+    init = Tiny.__init__
+    monkeypatch.setattr(
+        Tiny, "__init__", lambda *given, **options: warnings.warn("old", stacklevel=2) or init(*given, **options)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        va.load_model(tmp_path / "net")
+    assert [str(warning.message) for warning in caught] == ["old"]
 
 
 def test_networks_that_timm_does_not_build_are_not_written(saved, tmp_path):

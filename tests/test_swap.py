@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import warnings
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -401,6 +402,71 @@ def test_a_dry_run_reports_and_changes_nothing():
     _, _, row, left = str(report).splitlines()
     assert row.startswith("0      MultiQueryAttention2d  Attention2d, pattern='full'  ")
     assert left.startswith("not swapped: 2 MultiQueryAttention2d (1, 2): MultiQueryAttention2d.kv_stride ")
+
+
+def gpsa():
+    return nn.Sequential(GPSA(8, 2), nn.ModuleDict({"pool": AttentionPool2d(8, 4, num_heads=2), "gpsa": GPSA(8, 2)}))
+
+
+@pytest.mark.parametrize(
+    ("make", "headline", "reasons", "hint"),
+    [
+        (lambda: nn.Conv2d(3, 8, 1), "no attention modules found", [], "Call va.insert_ to add attention blocks."),
+        (
+            gpsa,
+            "3 attention modules found",
+            [
+                r"2 GPSA \(0, 1.gpsa\): timm.models.convit.GPSA is not supported: it adds two softmaxes.*",
+                r"1 AttentionPool2d \(1.pool\): .* is not supported: .*",
+            ],
+            "See docs/convert.md for the supported layers, or call va.insert_ to add attention blocks.",
+        ),
+        (
+            lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True),
+            "1 attention module found",
+            [r"1 MultiheadAttention \(the model\): MultiheadAttention.bias_k is not supported \(got .*\): .*"],
+            "See docs/convert.md for the supported layers, or call va.insert_ to add attention blocks.",
+        ),
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 8, 1), va.AttentionBlock2d(8, 2)),
+            "1 attention module found",
+            [r"1 Attention2d \(1.attn\): already a vision_attn block"],
+            "va.set_impl_ and va.capture already support these modules.",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_report_states_why_nothing_was_swapped(make, headline, reasons, hint, dry_run):
+    report = va.swap_(make(), dry_run=dry_run)
+    first, *lines, last = str(report).splitlines()
+    assert first == f"0 modules {'would be ' * dry_run}swapped; {headline}"
+    assert last == hint
+    for line, reason in zip(lines, reasons, strict=True):
+        assert re.fullmatch(f"not swapped: {reason}", line)
+    assert not report
+
+
+def test_a_second_swap_and_a_missing_swap_are_reported():
+    model = nn.Sequential(TimmAttention(8, 2))
+    assert str(va.swap_back_(model)) == "0 modules swapped back; no swapped modules found"
+    va.swap_(model)
+    lines = str(va.swap_(model)).splitlines()
+    assert lines[:2] == ["0 modules swapped; 1 attention module found", "not swapped: 1 Attention (0): already swapped"]
+    with pytest.raises(va.SiteError, match=r"^names: no attention module matches. Attention modules of the model: 0$"):
+        va.swap_(nn.Sequential(TimmAttention(8, 2), nn.ReLU()), names="1")
+
+
+def test_a_warning_of_several_modules_appears_once():
+    class Deprecated(TimmAttention):
+        def train(self, mode=True):
+            warnings.warn("deprecated", stacklevel=2)
+            return super().train(mode)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = nn.Sequential(*(Deprecated(8, 2) for _ in range(3)))
+        assert len(va.swap_(model)) == 3
+    assert [str(warning.message) for warning in caught] == ["deprecated"]
 
 
 def test_modules_are_chosen_by_name_or_by_a_function():
