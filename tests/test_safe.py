@@ -1,4 +1,4 @@
-"""Damaged and hostile files are refused at the cost of reading them; files are written completely or not at all."""
+"""Damaged and hostile files are rejected with limited memory and time, and files are written atomically."""
 
 import argparse
 import errno
@@ -66,7 +66,7 @@ def test_tensors_and_plain_values_of_old_files_are_read(legacy, tmp_path):
 NUMPY = "an unsupported NumPy type"
 VALUES = "more than 1,000,000 values"
 LARGER = "a tensor that is larger than the file"
-#: Content of a pickle, and the reason for which it is refused; None if it is damaged.
+#: Content of a pickle, and the reason for its rejection (None if it is damaged).
 REFUSED = {
     "setstate": (New("argparse.Namespace", state={"__setstate__": 1}), "attributes of a Namespace"),
     "another class": (New("collections.OrderedDict", state={}), "a new object"),
@@ -117,7 +117,7 @@ def test_long_lists_compressed_parts_and_storages_of_another_length_are_refused(
         ("file.pth", listed, "contains too many archive entries"),
         ("file.pth", (tmp_path / "zip").read_bytes(), "contains compressed data"),
         ("file.pth", counted, "truncated or not a checkpoint"),
-        ("file.pth", empty, "truncated or not a checkpoint"),  # or the tensor had the previous content of its memory
+        ("file.pth", empty, "truncated or not a checkpoint"),  # the tensor would expose uninitialized memory
         *(("file.pth", content, "byte order") for content in big_endian),
     ):
         (tmp_path / name).write_bytes(content)
@@ -156,9 +156,9 @@ def test_a_hash_in_the_name_is_verified(ending, tmp_path):
 
 STATE = {name: torch.full((2,), number) for number, name in enumerate("abcde")}
 
-#: Entries of an index for the tensor "f" that name no shard in its folder.
+#: Entries of an index for the tensor "f" that are not shards in the same folder.
 NAMES = ["../secret.safetensors", "/etc/passwd", "folder", "..", "a\0b", "pipe.safetensors", "zeros.bin", "gone.bin"]
-#: Changes to an index, and the reason for which it is refused.
+#: Changes to an index, and the reason for its rejection.
 INDEXES = [
     *(({"f": name}, f"expected shards in the same folder, got {re.escape(repr(name))}") for name in NAMES),
     ({"e": "model-00001-of-00002.safetensors"}, "'model-00001-.*' and the index differ in e"),
@@ -226,7 +226,7 @@ def test_pipes_and_devices_are_written_through(tmp_path):
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()), daemon=True)
     reader.start()
-    check_writable(pipe)  # without opening it: the reader would see its end
+    check_writable(pipe)  # must not open the pipe, because closing it would end the reader
     write_atomically(pipe, b"content")
     reader.join()
     assert (received, pipe.is_fifo()) == ([b"content"], True)
