@@ -323,7 +323,7 @@ def test_a_block_alone_is_compared_and_one_without_options_is_reported(tmp_path)
     block = va.Attention2d(8, 2)
     assert list(block.state_dict()) == ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"]
     path = save(block.state_dict(), tmp_path)
-    with pytest.raises(va.CheckpointError, match="1 block .*: num_heads=2 in the checkpoint, 4 in the model"):
+    with pytest.raises(va.CheckpointError, match=r"1 block .*: num_heads=2 in the checkpoint, 4 in the model"):
         va.load_checkpoint(va.Attention2d(8, 4), path)
     # The implementation and dropout are not compared.
     assert va.load_checkpoint(va.Attention2d(8, 2, impl="bmm", attn_drop=0.1), path).unchecked == ()
