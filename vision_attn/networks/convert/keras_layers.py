@@ -81,10 +81,7 @@ KERAS = Row(
     call=attend_keras,
     example=example_keras,
     make_copy=randomize_keras,
-    call_options={
-        "training": False,
-        "return_attention_scores": True,
-    },  # the fused kernel rounds to float32
+    call_options={"training": False, "return_attention_scores": True},  # the fused kernel rounds to float32
 )
 for path in ("multi_head_attention.MultiHeadAttention", "grouped_query_attention.GroupedQueryAttention"):
     TABLE[f"keras.src.layers.attention.{path}"] = KERAS
