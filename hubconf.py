@@ -1,4 +1,4 @@
-"""Entry points for ``torch.hub.load(REPOSITORY, NAME)``: the networks that this library registers with timm."""
+"""Entry points for ``torch.hub.load(REPOSITORY, NAME)``: the networks of this library."""
 
 dependencies = ["torch", "torchvision", "timm", "einx", "lazy_loader", "safetensors"]
 

@@ -1,8 +1,9 @@
-"""Many hostile and damaged files, each read in a process of bounded memory and time.
+"""Read hostile and damaged files, in processes with limited memory and time.
 
-``python tests/attack_files.py`` reads about 280 hostile files, and as many mutations of honest ones as the environment
-variable ``VISION_ATTN_MUTATIONS`` tells. It fails if a reader runs or opens something, needs more than ten seconds, or
-200 MB and four times the file, or raises an error of another library.
+``python tests/attack_files.py`` reads about 280 hostile files and mutations of valid files. The environment variable
+``VISION_ATTN_MUTATIONS`` sets the number of mutations. The script fails if a reader runs code or opens other files,
+takes more than ten seconds, takes more memory than 200 MB plus four times the file size, or raises an error of another
+library.
 """
 
 import itertools
@@ -32,13 +33,13 @@ from vision_attn.networks.checkpoints.file_format import Saved
 from vision_attn.networks.safe import read_checkpoint
 
 FORMS = {"zip": as_zip, "legacy": as_legacy}
-#: Functions that no checkpoint may call.
+#: Functions that checkpoints must not call.
 NAMES = (
     "os.system", "subprocess.Popen", "builtins.eval", "__builtin__.eval", "builtins.getattr", "torch.load",
     "torch.storage._load_from_bytes", "torch._utils._rebuild_tensor_v2.__globals__", "argparse.Namespace.__init__",
     "collections.OrderedDict.update", "vision_attn.load_adapter_", "numpy.dtype.__reduce__",
 )  # fmt: skip
-#: Ways in which a pickle calls or names something, given its module and name.
+#: Ways in which a pickle can call or name an object, given its module and name.
 WAYS = {
     "call": lambda module, name: pickled({"weight": Call(f"{module}.{name}", "echo")}),
     "stack": lambda module, name: b"\x80\x04" + text(module) + text(name) + b"\x93" + text("echo") + b"\x85R.",
@@ -49,13 +50,13 @@ WAYS = {
     "state": lambda module, name: pickled(Call("collections.OrderedDict", state={"a": Named(f"{module}.{name}")})),
     "value": lambda module, name: pickled({"weight": [Named(f"{module}.{name}")]}),
 }
-#: False entries of a header of safetensors.
+#: False entries of a safetensors header.
 LIES = {
     "dtype": ("F64", "BF16", "I64", "U8", "BOOL", "F4", "C64", "Q8", "", None, 7),
     "shape": ([2**62, 4], [0, 2**63], [-1], [1.5], [], None, "2", [2**64], [[2]]),
     "data_offsets": ([8, 0], [0, 2**63], [-8, 0], [4, 12], [0], None, [0.0, 8.0]),
 }
-#: Sizes and strides of a tensor in a storage of one number.
+#: Sizes and strides of a tensor in a storage with one element.
 SIZES = ((2**40,), (2**31, 2**31), (1,) * 70, (-1,), (0, 2**63), (1.0,), ("1",), (2, 2), ())
 STRIDES = ((0,), (1,), (-1,), (2**62,), (0, 0), (1,) * 70, ("1",), ())
 #: Audit events that a reader of tensors must not cause.
@@ -65,10 +66,10 @@ FORBIDDEN = {
     "exec", "pty.spawn", "webbrowser.open", "urllib.Request",
 }  # fmt: skip
 SECONDS = 10
-#: Those that were caused during an attempt.
+#: Forbidden audit events during an attempt.
 EVENTS = []
 
-#: Pickles that would make an unbounded reader follow pointers, or take memory or time.
+#: Pickles that cause other readers to follow pointers, or to take unlimited memory or time.
 PICKLES = {
     "follows a pointer": pickled({"weight": crafted.followed_pointer()}),
     "gives a pointer": pickled({"weight": crafted.leaked_pointer()}),
@@ -76,7 +77,7 @@ PICKLES = {
     "doubles a text": pickled({"weight": crafted.doubled(27)}),
     "nests a key": b"\x80\x02}N" + b"\x85" * 300_000 + b"Ns.",
 }
-#: Other files of this kind. Those with holes have 64 GiB and take no space on a disk.
+#: Files that cause unlimited memory or time. Sparse files have a size of 64 GiB, but take no disk space.
 FILES = {
     "compressed.pth": lambda path: crafted.inflated(path, 2**28),
     "listed again.pth": crafted.one_part_under_many_names,
@@ -89,9 +90,12 @@ FILES = {
         json.dumps({"weight_map": {f"{number:x}": f"{number:x}" for number in range(350_000)}})
     ),
     "holes.index.json": lambda path: (path.touch(), os.truncate(path, 2**36)),
-    "holes-abcdef12.pth": lambda path: (path.touch(), os.truncate(path, 2**36)),  # a hash would take minutes
+    "holes-abcdef12.pth": lambda path: (
+        path.touch(),
+        os.truncate(path, 2**36),
+    ),  # computing the hash would take minutes
 }
-#: Options of the block of an adapter.
+#: Options for the block of an adapter that describe large tensors.
 OPTIONS = {
     "large table": {"position": "RelPosTable(feat_size=(6000, 6000))"},
     "wide heads": {"key_dim": "800000", "value_dim": "800000"},
@@ -151,7 +155,7 @@ def load_adapter(path):
 
 
 def mutate(content, random):
-    """Flip, remove, repeat or set a few bytes of a file, or cut off its end."""
+    """Flip, remove, repeat or set a few bytes of a file, or truncate it."""
     content = bytearray(content)
     for _ in range(random.choice((1, 1, 1, 2, 5))):
         place, length = random.randrange(len(content) + 1), random.choice((1, 1, 2, 8, 64))
@@ -171,7 +175,7 @@ def mutate(content, random):
 
 
 def comparable(value):
-    """Convert a value of a checkpoint to values that compare."""
+    """Convert a value of a checkpoint to values that can be compared with ``==``."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.contiguous().numpy().tobytes()
     value = vars(value) if isinstance(value, Saved) else value
@@ -181,7 +185,7 @@ def comparable(value):
 
 
 def honest(folder):
-    """Write a file of each of four kinds, and return their readers by path."""
+    """Write valid files in four formats, and return their readers by path."""
     model = convolutions(3, 8, 8)
     content = {"model": dict(model.state_dict()), "epoch": 3, "rows": [{"loss": 0.5}], "best": None}
     for form in ("zip", "legacy"):
@@ -193,13 +197,13 @@ def honest(folder):
 
 
 def memory():
-    """Return the most memory that this process has asked for, in MB."""
+    """Return the peak virtual memory of this process in MB."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmPeak"))
 
 
 def attempt(read, path):
-    """Read a file: return the outcome, and a fault if there is one."""
+    """Read a file, and return the outcome and a description of a failure (empty if there is none)."""
     EVENTS.clear()
     before, size = memory(), path.stat().st_size if path.is_file() else 0
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
@@ -208,7 +212,7 @@ def attempt(read, path):
         outcome = "read"
     except (va.CheckpointError, FileNotFoundError):
         outcome = "refused"
-    except KeyboardInterrupt:  # which no reader catches
+    except KeyboardInterrupt:  # raised by the timer; readers do not catch it
         return "hung", f"more than {SECONDS} s"
     except BaseException as error:
         return "raised", repr(error)[:200]
@@ -231,21 +235,21 @@ def attempt_mutation(read, path, original, number):
 
 
 def prepare():
-    """Bound the memory of this process, and note its forbidden audit events."""
+    """Limit the memory of this process, and record forbidden audit events."""
     resource.setrlimit(resource.RLIMIT_AS, (2**35, 2**35))
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     sys.addaudithook(lambda event, args: EVENTS.append((event, repr(args)[:80])) if event in FORBIDDEN else None)
 
 
 def run_in_fork(tasks):
-    """Return the results of tasks in a fork of this process; those from a crash on have died."""
+    """Return the results of tasks in a fork of this process; after a crash, all results are "died"."""
     with ProcessPoolExecutor(1, get_context("fork"), prepare) as pool:
         futures = [pool.submit(task) for task in tasks]
         return [("died", repr(future.exception())) if future.exception() else future.result() for future in futures]
 
 
 def attack(count):
-    """Read all hostile files and ``count`` mutations; return the faults."""
+    """Read all hostile files and ``count`` mutations, and return the failures."""
     outcomes, faults, results = Counter(), [], []
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
@@ -254,7 +258,7 @@ def attack(count):
         files = honest(folder / "honest")
         paths = hostile(folder / "hostile")
         harm = harmful(folder / "harmful", folder / "honest" / "adapter.safetensors")
-        # Imports and codecs of names with bytes beyond ASCII are loaded before the attempts.
+        # Imports and codecs for non-ASCII names are loaded before memory is measured.
         for path, read in files.items():
             (folder / path.name).write_bytes(path.read_bytes()[:-1])
             attempt(read, folder / path.name)

@@ -1,6 +1,6 @@
-"""Hostile checkpoints for the tests of the reader, most of a few hundred bytes.
+"""Small hostile checkpoints for the tests of the reader.
 
-They contain nothing but numbers that NumPy or torch would use as addresses or sizes.
+They are harmless: they contain only numbers that NumPy or torch would use as addresses or sizes.
 """
 
 import copy
@@ -19,26 +19,26 @@ from vision_attn.networks.safe.read import MAGIC, VERSION
 
 
 class Call:
-    """Pickled as a call of what has this name."""
+    """Pickled as a call of a function by name."""
 
     def __init__(self, name, *arguments, state=None):
         self.name, self.arguments, self.state = name, arguments, state
 
 
 class Named(str):
-    """Pickled as what has this name."""
+    """Pickled as a reference to a function or class by name."""
 
 
 class New(Call):
-    """Pickled as a new object of the class of this name, with attributes."""
+    """Pickled as a new object of a class by name, with attributes."""
 
 
 class Stored(tuple):
-    """Pickled as a storage of torch: type, key, place, length."""
+    """Pickled as a torch storage: type, key, device, length."""
 
 
 def pickled(value):
-    """The instructions for a value, in the second form of pickles, which torch writes."""
+    """Return the pickle of a value in protocol 2, which torch uses."""
 
     def write(value):
         match value:
@@ -77,7 +77,7 @@ def as_legacy(content, keys=(), data=b"", big_endian=False):
 
 
 def number(form, raw, *state):
-    """A number of NumPy's, as NumPy pickles it: its form, with what is set on that afterwards, and its bytes."""
+    """Return a pickled NumPy scalar, given its format, its bytes and the state of its dtype."""
     raw = Call("_codecs.encode", raw.decode("latin-1"), "latin1")
     return Call("numpy._core.multiarray.scalar", dtype(form, *state), raw)
 
@@ -87,31 +87,31 @@ def dtype(form, *state):
 
 
 def followed_pointer():
-    """A number that says it has an object in it, inside of a record of bytes: NumPy follows the bytes to the object."""
+    """Return a scalar that declares an object in a record of bytes; NumPy uses the bytes as a pointer."""
     inner = dtype("f8", "<", None, ("a",), {"a": (dtype("O8"), 0)}, 8, 1, 1)
     return number([("x", inner)], struct.pack("<Q", 0x4141414141414141))
 
 
 def leaked_pointer():
-    """A number that says it is a pointer: NumPy gives the address of an object as that number."""
+    """Return a scalar that declares an object; NumPy returns the address of an object as a number."""
     return number("f8", b"any text", "<", None, None, None, -1, -1, 4)
 
 
 def tensor(length, size, stride, *view, key="0", metadata=()):
-    """With ``view``, None, it is one of the older form."""
+    """Return a call that rebuilds a tensor; ``view=None`` selects the format before torch 1.6."""
     storage = Stored((Named("torch.FloatStorage"), key, "cpu", length, *view))
     hooks = Call("collections.OrderedDict")
     return Call("torch._utils._rebuild_tensor_v2", storage, 0, size, stride, False, hooks, *metadata)
 
 
 def again_and_again(call, times):
-    """A list of a value that is made anew from five bytes each time."""
+    """Return the pickle of a list in which five bytes create a new value each time."""
     name, arguments = pickled(Named(call.name))[2:-1], pickled(call.arguments)[2:-1]
     return b"\x80\x02](" + name + b"q\x00" + arguments + b"q\x01R" + b"h\x00h\x01R" * times + b"e."
 
 
 def doubled(times):
-    """A text in hexadecimal digits of its hexadecimal digits, and so on."""
+    """Return a text that is repeatedly encoded as hexadecimal digits."""
     text = Call("_codecs.encode", "any text", "latin1")
     for _ in range(times):
         text = Call("_codecs.encode", text, "hex")
@@ -119,14 +119,14 @@ def doubled(times):
 
 
 def inflated(path, length):
-    """A tensor of zeros in a compressed part, which takes a thousandth of its length."""
+    """Write an archive with a compressed tensor of zeros, whose size is a thousandth of its length."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", pickled({"weight": tensor(length // 4, (length // 4,), (1,))}))
         archive.writestr("archive/data/0", bytes(length))
 
 
 def one_part_under_many_names(path):
-    """A zip with one part of 1 MB that it lists 2,000 times."""
+    """Write an archive that lists one entry of 1 MB 2,000 times."""
     names = [f"{number:04}" for number in range(2000)]
     content = [tensor(2**18, (2**18,), (1,), key=name) for name in names]
     with zipfile.ZipFile(path, "w") as archive:
@@ -141,24 +141,24 @@ def one_part_under_many_names(path):
 
 
 def read_entry(path):
-    """What a file of the library's own form says."""
+    """Return the metadata of a saved network or adapter."""
     with safe_open(path, "pt") as file:
         return json.loads(file.metadata()[ENTRY])
 
 
 def rewrite(source, path, more=None, **changes):
-    """The same file that says something else or holds more, with a hash that is right again."""
+    """Write a copy of a file with changed metadata or additional tensors, and with a valid hash."""
     with safe_open(source, "pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()} | (more or {})  # noqa: SIM118
-    said = {**read_entry(source), **changes}
-    del said["file_hash"]
-    said["file_hash"] = compute_hash([said, fingerprint(tensors)])
-    save_file(tensors, path, {ENTRY: json.dumps(said)})
+    entry = {**read_entry(source), **changes}
+    del entry["file_hash"]
+    entry["file_hash"] = compute_hash([entry, fingerprint(tensors)])
+    save_file(tensors, path, {ENTRY: json.dumps(entry)})
     return path
 
 
 def shards(folder, name, state, **changes):
-    """Some tensors in two files and an index of them, in which ``changes`` are listed otherwise."""
+    """Write tensors to two files, and an index with ``changes``."""
     save, ending = (save_file, "safetensors") if name.endswith("safetensors") else (torch.save, "bin")
     listed = {}
     for number, keys in enumerate((list(state)[:3], list(state)[3:]), 1):

@@ -1,4 +1,4 @@
-"""Small networks and comparisons that several test files share."""
+"""Small networks and comparisons for several test files."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def convolutions(*widths, **options):
-    """A row of convolutions with a ReLU between, the same at every call: ``convolutions(3, 8, 8)`` has two."""
+    """Return a sequence of convolutions and ReLUs with reproducible weights; ``convolutions(3, 8, 8)`` has two."""
     torch.manual_seed(0)
     layers = []
     for given, made in pairwise(widths):
@@ -16,18 +16,18 @@ def convolutions(*widths, **options):
 
 
 def copied(model):
-    """A copy of the state dict."""
+    """Return a copy of the state dict."""
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
 def assert_same(state, other):
-    """Two state dicts have the same keys in the same order and bitwise identical values."""
+    """Assert that two state dicts have the same keys in the same order and bitwise identical values."""
     assert list(state) == list(other)
     assert all(torch.equal(value, other[key]) for key, value in state.items())
 
 
 def assert_same_function(ours, theirs, *maps, atol=1e-12):
-    """Two functions of maps have the same output, and the same gradients of the maps."""
+    """Assert that two functions of feature maps have the same outputs and gradients."""
     results = []
     for function in (ours, theirs):
         leaves = [x.clone().requires_grad_() for x in maps]
@@ -35,5 +35,5 @@ def assert_same_function(ours, theirs, *maps, atol=1e-12):
         weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
         results.append((y.detach(), *torch.autograd.grad((y * weight).sum(), leaves)))
     for found, expected in zip(*results, strict=True):
-        assert expected.abs().max() > 0.1  # not a comparison of zeros
+        assert expected.abs().max() > 0.1  # zeros would be equal for any function
         torch.testing.assert_close(found, expected, rtol=0, atol=atol)

@@ -1,4 +1,4 @@
-"""Layers of libraries that are slow to import, or that are not on every machine."""
+"""Layers of optional libraries, some of which are slow to import."""
 
 import warnings
 from functools import partial
@@ -8,14 +8,14 @@ import pytest
 
 
 def layer_of(path, *given, **options):
-    """A layer by the path of its class; a test of it is skipped where its library is missing."""
-    with warnings.catch_warnings(action="ignore"):  # of other libraries while they are imported
+    """Create a layer by its class path; the test is skipped if the library is not installed."""
+    with warnings.catch_warnings(action="ignore"):  # warnings of other libraries during the import
         pytest.importorskip(path.partition(".")[0])
         return resolve_name(path)(*given, **options)
 
 
 def transformers_layer(path, *given, config=None, attn_implementation="sdpa", **options):
-    """A layer of transformers by its path below ``models``, which is made of a configuration."""
+    """Create a layer of transformers from a configuration, given its path in ``transformers.models``."""
     kind = path.rpartition(".")[2].removesuffix("Attention")
     transformers = pytest.importorskip("transformers")
     maker = getattr(transformers, config or f"{kind}VisionConfig", None) or getattr(transformers, f"{kind}Config")

@@ -1,4 +1,4 @@
-"""Three layers whose imports point down; an import that loads nothing heavy; documented public names."""
+"""Imports between the layers of the package, imported libraries, and documentation of public names."""
 
 import ast
 import inspect
@@ -16,19 +16,19 @@ from vision_attn.networks import convert, figures
 from vision_attn.networks.convert import equations
 
 PACKAGE = Path(vision_attn.__file__).parent
-#: From the bottom up. Every folder of the package is a layer; single modules lie below all layers.
+#: Layers from bottom to top. Every folder of the package is a layer; single modules are below all layers.
 LAYERS = ("attention", "networks", "tools")
 MODULES = {"__init__", "__main__", "checks", "errors", "text", "version"}
 
 
 def imports(source):
-    """Yield the names that a file imports, wherever in it."""
+    """Yield all names that a file imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            # A name imported from a layer or from the package itself may be a module.
+            # A name that is imported from a layer or from the package can be a module.
             is_module = node.module.count(".") > 1 or not node.module.startswith("vision_attn")
             yield from [node.module] if is_module else (f"{node.module}.{alias.name}" for alias in node.names)
 
@@ -65,7 +65,7 @@ def test_the_packages_of_a_layer_import_each_other_one_way(layer):
             names = imports_of_ours(path.read_text())
             others = {parts[1] for parts in names if parts[:1] == [layer] and len(parts) > 1}
             needs.setdefault(package, set()).update(others - {package})
-    TopologicalSorter(needs).prepare()  # raises for a circle
+    TopologicalSorter(needs).prepare()  # raises an error for circular imports
 
 
 def test_the_lowest_layer_needs_torch_alone_and_no_function_has_the_name_of_its_module():
@@ -102,11 +102,11 @@ PUBLIC = {
 
 
 def undocumented(thing):
-    """Return the arguments that the docstring of a function or class lacks, and the example."""
+    """Return the arguments that are missing in the docstring of a function or class, and a missing example."""
     doc = inspect.getdoc(thing) or ""
     if inspect.isclass(thing) and issubclass(thing, Exception):
         return [] if doc else ["a docstring"]
-    # A docstring may refer to another one: "Arguments and errors are those of :class:`Attention2d`."
+    # A docstring can refer to another docstring: "Arguments and errors are those of :class:`Attention2d`."
     elsewhere = "are those of" in doc or "Attributes" in doc or hasattr(thing, "__dataclass_fields__")
     parameters = [] if elsewhere else [name for name in inspect.signature(thing).parameters if not name.startswith("_")]
     missing = [name for name in parameters if f"{name}: " not in doc]

@@ -1,4 +1,4 @@
-"""Hostile and damaged files, the network, and wrong arguments: the promises of docs/SECURITY.md."""
+"""Guarantees of docs/SECURITY.md for hostile and damaged files, network access and wrong arguments."""
 
 import inspect
 import os
@@ -22,7 +22,7 @@ from vision_attn.networks.maps import AttentionMap, Maps
 
 
 def test_flipped_bits_never_change_what_is_read(tmp_path):
-    """An archive has a checksum of each of its parts, an adapter a hash: what is read is the same, or refused."""
+    """Checksums of archives and hashes of adapters detect flipped bits in the content."""
     refused = 0
     files = attack_files.honest(tmp_path)
     for path in (tmp_path / "zip.pth", tmp_path / "adapter.safetensors"):
@@ -45,7 +45,7 @@ def test_tests_have_no_network():
 
 @pytest.mark.slow
 def test_hostile_and_mutated_files_are_read_or_refused():
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # a copy of a process has none of its threads
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # forked processes do not inherit threads
     done = subprocess.run(
         [sys.executable, attack_files.__file__], capture_output=True, text=True, timeout=300, env=environment
     )
@@ -68,7 +68,7 @@ PARTS = [
     *(("position", make, {"feat_size": (4, 5)}) for make in (va.RelPosDecomposed, va.RelPosTable, va.AbsPos)),
     *(("position", make, {}) for make in (va.Rope2d, va.SinCos, va.ConditionalPos)),
 ]
-#: Values for any argument.
+#: Valid and invalid values for any argument.
 ANYTHING = (
     None, True, False, 0, 1, 2, -1, 2**31, 10**30, 0.0, 0.5, -1.0, 1e300, float("nan"), float("inf"), "", "full",
     "a\x1b[2J\nb", "\0", b"0", (), [], {}, (2, 3), [1], (1, 2, 3, 4), [None], {0}, object(), int, len, range(2),
@@ -103,7 +103,7 @@ def capture(*arguments, **options):
 MAPS = Maps({"0": AttentionMap(torch.ones(1, 1, 1, 1, 1), ((0, 0),), (1, 1))})
 QKV = [torch.rand(1, 2, 4, 4)] * 3
 IMAGE = torch.rand(1, 3, 4, 4)
-#: Calls that refuse a number or a text as this argument.
+#: Argument -> calls that reject a number or a string for it.
 CALLS = {
     "model": [
         va.gates, va.remove_, va.swap_, va.stage_names, va.freeze_backbone_, lambda x: va.set_impl_(x, "bmm"),

@@ -82,7 +82,7 @@ def test_without_a_command_all_are_listed(capsys):
         (["train", "--lable-smoothing=0.1"], 2, "--label-smoothing"),
         (["train", "--insert", "layer9"], 2, "'layer9'"),
         (["train", "--weights", "hostile.pth"], 1, "'posix.system'"),
-        (["train", "--weights", "other.pth"], 1, "7 classes and the model has 3"),
+        (["train", "--weights", "other.pth"], 1, "7 classes, the model has 3"),
         (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # where root cannot write either
         (["predict", RUN, "empty"], 1, "empty has no images"),
         (["predict", RUN, "broken.png"], 1, "broken.png"),
@@ -251,7 +251,7 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     given = "--weights", tmp_path / "zoo.pth", "--insert", "layer3", "--freeze-backbone"
     code, out, err = train(capsys, image_folder, tmp_path, *given)
     assert (code, err) == (0, "")
-    assert all(words in out for words in ("layer3.2  AttentionBlock2d", "128 tensors loaded", "7 new by design"))
+    assert all(words in out for words in ("layer3.2  AttentionBlock2d", "128 tensors loaded", "7 keys new by design"))
     logged = out.partition("best epoch, 1: ")[2].partition(", in ")[0]
     assert "\r" not in out
 

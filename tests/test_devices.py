@@ -1,6 +1,6 @@
 """Devices without a GPU: forward passes on fake CUDA tensors, forward and backward passes on meta tensors.
 
-No value can be read there, which would let a program wait for the GPU, and no operation may mix devices.
+Both raise an error if a value is read, which would synchronize with a GPU. Operations must not mix devices.
 """
 
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 import vision_attn as va
 
 SIZE = (6, 7)
-#: Blocks, their options, and the shapes of further inputs.
+#: Blocks, their options, and the shapes of additional inputs.
 BLOCKS = (
     (va.Attention2d, {"num_kv_heads": 1, "qk_norm": True}, {}),
     (va.Attention2d, {"qk_norm": "match", "output_gate": True}, {}),
@@ -36,7 +36,7 @@ MODES = {"cuda": FakeTensorMode, "meta": nullcontext}
 
 
 def one_device(device):
-    """Refuse operations on tensors of another device."""
+    """Raise an error for operations on tensors of another device."""
 
     def check(func, inputs, outputs):
         assert {x.device.type for x in inputs + outputs if x.dim()} <= {device}, func
@@ -59,13 +59,13 @@ def test_blocks_keep_to_one_device(device, impl):
             more = {name: torch.ones(shape, device=device) for name, shape in further.items()}
             with one_device(device):
                 y = made(x, **more)
-                if device == "meta":  # a GPU that is not there has no stream for backwards
+                if device == "meta":  # backward passes require a stream, which a fake GPU does not have
                     y.sum().backward()
                     assert None not in [x.grad, *(p.grad for p in made.parameters())], options
 
 
 @pytest.mark.parametrize("device", ["cuda", "meta"])
-def test_blocks_go_into_networks_without_values_and_come_out(device):
+def test_blocks_can_be_inserted_into_and_removed_from_networks_without_values(device):
     with MODES[device](), torch.device(device):
         model, x = timm.create_model("resnet18"), torch.empty(2, 3, 224, 224)
         keys = list(model.state_dict())

@@ -1,4 +1,4 @@
-"""Equations in Keras's letters, and the pattern that attention along some axes is."""
+"""Einsum equations of Keras, and the pattern for a choice of attention axes."""
 
 import importlib
 
@@ -12,7 +12,7 @@ from vision_attn.networks.convert.equations import attention_equations, attentio
 
 @pytest.fixture(scope="module")
 def builders(keras):
-    """The module in which Keras builds its equations."""
+    """Return the module in which Keras builds its equations."""
     return importlib.import_module("keras.src.layers.attention.multi_head_attention")
 
 
@@ -24,14 +24,14 @@ def test_projections_are_built_as_keras_builds_them(builders, free, bound, outpu
 @settings(max_examples=30)
 @given(data=st.data(), rank=st.integers(3, 8))
 def test_attention_is_built_as_keras_builds_it(keras, builders, data, rank):
-    """Axes are in any order, counted from either end."""
+    """Axes can be in any order, and positive or negative."""
     axes = data.draw(st.lists(st.integers(1, rank - 2), min_size=1, unique=True))
     axes = tuple(data.draw(st.sampled_from((axis, axis - rank))) for axis in axes)
-    counted = tuple(axis if axis > 0 else axis - 1 for axis in axes)  # from the width, one axis further
+    counted = tuple(axis if axis > 0 else axis - 1 for axis in axes)  # relative to the width, one axis more
     assert attention_equations(rank + 1, counted) == builders._build_attention_equation(rank + 1, counted)
     layer = keras.layers.MultiHeadAttention(1, 1, attention_axes=axes)
     layer.build((None, *range(2, rank), 1), (None, *range(2, rank), 1))
-    of_input = tuple(axis % rank for axis in axes)  # a layer counts negative axes on its input
+    of_input = tuple(axis % rank for axis in axes)  # in a layer, negative axes refer to the input
     assert attention_equations(rank + 1, of_input)[:2] == (layer._dot_product_equation, layer._combine_equation)
     assert layer.query_dense.equation == projection_equation(rank - 1, 1, 2)[0]
     assert layer.output_dense.equation == projection_equation(rank - 1, 2, 1)[0]

@@ -124,7 +124,7 @@ def test_finetune_folder_trains_what_is_new_and_then_all(image_folder, tmp_path,
     files = "--data", image_folder, "--weights", "zoo.pth", "--output", "tuned"
     code, out, err = run_here("finetune_folder.py", *files, *flags)
     assert (code, err, out.count("  epoch ")) == (0, "", 1 if flags else 4)
-    assert "2 new by design: fc.weight, fc.bias" in out
+    assert "2 keys new by design: fc.weight, fc.bias" in out
     (score,) = map(float, re.findall(r"^top-1 (.*) %, in tuned\.(?:pth|safetensors)$", out, re.MULTILINE))
     tuned = create_model("resnet20", num_classes=3).eval()
     if flags:

@@ -162,8 +162,8 @@ def test_stages_that_hold_a_block_are_not_proposed_and_it_prints_a_table():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"model": "resnet21"}, ValueError, "there is no 'resnet21'; close to it: "),
-        ({"model": "resnet20.cifar10.x"}, ValueError, "'resnet20' has no tag 'cifar10.x'; it has resnet20.cifar10"),
+        ({"model": "resnet21"}, ValueError, "'resnet21' does not exist. Did you mean "),
+        ({"model": "resnet20.cifar10.x"}, ValueError, "'resnet20' has no tag 'cifar10.x'. Available: resnet20.cifar10"),
         ({"input_size": (1, 2, 3)}, ValueError, "input_size"),
         ({"input_size": 0}, ValueError, "input_size"),
         ({"batch_size": 0}, ValueError, "batch_size"),

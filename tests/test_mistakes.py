@@ -37,7 +37,7 @@ def fail(channels):
             r"HaloAttn does not \(AssertionError at \"_assert\(H % self.block_size == 0, ''\)\"\)",
         ),
         (lambda: insert(fail), "the block at '0', for 16 channels: KeyError: 'window'"),
-        (capture_tokens, "layers.0.self_attn: it attends to 9 tokens in a row"),
+        (capture_tokens, "layers.0.self_attn: the positions of its 9 tokens on the image are unknown"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
@@ -69,7 +69,7 @@ TRAIN += " --insert layer2"
     ("command", "code", "message"),
     [
         ("explore {images}/val/red/0.png --model tiny", 2, "vit_tiny_patch16_224"),
-        ("inspect torchvision:resnet999", 2, "'torchvision:resnet999'; close to it: resnet"),
+        ("inspect torchvision:resnet999", 2, "'torchvision:resnet999' does not exist. Did you mean resnet"),
         (f"{TRAIN} --block-options num_head=4", 2, "'num_head': did you mean 'num_heads'?"),
         (f"{TRAIN} --block test_mistakes:Breaks", 1, "test_mistakes:Breaks raised KeyError ('window') in line "),
     ],

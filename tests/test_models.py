@@ -1,4 +1,4 @@
-"""Our networks through timm: what they begin as, whose weights they take, and the accuracies that were published."""
+"""Networks of this library: sizes, keys, pretrained weights and published accuracies."""
 
 import hashlib
 import runpy
@@ -55,7 +55,7 @@ def test_cifar_resnets_have_the_keys_of_their_zoos():
     assert added == {f"layer{stage}.0.downsample.{part}" for stage in (2, 3) for part in (0, 1)}
 
 
-def test_a_padded_shortcut_takes_every_second_cell_and_puts_zeros_around_its_channels():
+def test_a_padded_shortcut_has_stride_2_and_pads_channels_with_zeros():
     x = torch.randn(2, 16, 6, 6)
     y, zeros = timm.create_model("resnet20_a").layer2[0].downsample(x), torch.zeros(2, 8, 3, 3)
     assert torch.equal(y, torch.cat([zeros, x[:, :, ::2, ::2], zeros], 1))
@@ -79,7 +79,7 @@ def test_bad_arguments_are_refused(make):
         make()
 
 
-def test_a_name_without_a_tag_takes_the_one_for_its_classes():
+def test_the_number_of_classes_determines_a_missing_tag():
     assert create_model("resnet20", num_classes=100).pretrained_cfg["tag"] == "cifar100"
     assert create_model("resnet20", num_classes=10).pretrained_cfg["tag"] == "cifar10"
     assert create_model("resnet20.cifar100", num_classes=3).pretrained_cfg["mean"] == (0.5070, 0.4865, 0.4409)
@@ -126,7 +126,7 @@ def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name):
 
 @torch.no_grad()
 def top1(model, batches):
-    """Percent of the images whose class is the first choice."""
+    """Return the top-1 accuracy in percent."""
     model.eval()
     right = torch.cat([model(images).argmax(1) == labels for images, labels in batches])
     return round(100 * right.double().mean().item(), 2)
@@ -139,7 +139,7 @@ def cifar_images(real_data, name, folder, config):
     return DataLoader(ImageFolder(folder / name / "test", transform), batch_size=500)
 
 
-def test_the_recall_network_does_what_its_card_says():
+def test_the_recall_network_has_the_accuracy_on_its_card():
     model = timm.create_model("recall_attention", pretrained=True)
     card = (weights_folder() / "recall_attention" / "README.md").read_text()
     assert "100.0 % of 4 pairs, 99.8 % of 8 and of 16, 99.5 % of 32" in card
@@ -147,14 +147,14 @@ def test_the_recall_network_does_what_its_card_says():
 
 
 @pytest.mark.thorough
-def test_the_network_of_our_own_training_scores_what_its_card_says(real_data, tmp_path):
+def test_the_cifar_network_has_the_accuracy_on_its_card(real_data, tmp_path):
     network = timm.create_model("resnet20_attention.cifar100", pretrained=True)
     found = top1(network, cifar_images(real_data, "cifar100", tmp_path, network.pretrained_cfg))
     card = weights_folder() / "resnet20_attention_cifar100" / "README.md"
     assert f"| {found:.2f} % (seed 0)" in card.read_text()
 
 
-#: Data, network, checkpoint, and the accuracy that it was published with, in percent.
+#: Data set, network, checkpoint, and published accuracy in percent.
 ZOO = (
     ("cifar10", "resnet20_a", "A_cifar10_resnet20-12fca82f.th", 91.73),
     ("cifar10", "resnet20", "B_cifar10_resnet20.pth", 92.60),
@@ -165,7 +165,7 @@ ZOO = (
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("data", "name", "weights", "published"), ZOO)
-def test_zoo_checkpoints_score_what_was_published_before_and_after_insertion(
+def test_zoo_checkpoints_have_the_published_accuracy_before_and_after_insertion(
     data, name, weights, published, real_data, tmp_path
 ):
     network = create_model(name, num_classes=int(data.removeprefix("cifar")))
@@ -178,7 +178,7 @@ def test_zoo_checkpoints_score_what_was_published_before_and_after_insertion(
         assert torch.equal(network(images), before)
 
 
-def test_weights_asked_for_without_a_tag_are_those_that_there_are():
+def test_pretrained_without_a_tag_loads_the_available_weights():
     model = timm.create_model("resnet20_attention", pretrained=True)
     assert (model.num_classes, model.pretrained_cfg["tag"]) == (100, "cifar100")
     assert list(va.inserted_blocks(model)) == ["layer3.0", "layer3.1", "layer3.2"]
@@ -212,7 +212,7 @@ def test_the_augmented_resnet_has_the_papers_widths():
 
 
 @pytest.mark.parametrize("name", ["botnet50", "aa_resnet50"])
-def test_timms_ways_of_using_them_work(name, tmp_path):
+def test_features_of_timm_work(name, tmp_path):
     torch.manual_seed(0)
     given = {"img_size": (40, 56), "layers": (1, 1, 1, 2)}
     model = timm.create_model(name, num_classes=3, drop_path_rate=0.1, **given).eval()
@@ -231,7 +231,7 @@ def test_timms_ways_of_using_them_work(name, tmp_path):
     assert [f.shape[1:] for f in features(torch.empty(1, 3, 64, 64, device="meta"))] == [(1024, 4, 4), (2048, 2, 2)]
 
 
-def test_torch_hub_knows_every_network():
+def test_torch_hub_lists_every_network():
     hubconf = SimpleNamespace(**runpy.run_path(str(ROOT / "hubconf.py")))
     functions = {name for name in models.__all__ if name[0].islower() and name != "create_model"}
     assert {name for name in vars(hubconf) if timm.is_model(name)} == functions

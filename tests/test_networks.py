@@ -1,4 +1,4 @@
-"""Networks of users: segmentation, detection, U-Nets, generators, diffusion, video and sound."""
+"""Networks of other libraries and users: segmentation, detection, U-Nets, generators, diffusion, video and audio."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from torchvision.models import detection, segmentation, video
 
 import vision_attn as va
 
-#: No weights are fetched.
+#: Options for networks without pretrained weights.
 PLAIN = {"weights": None, "weights_backbone": None, "num_classes": 5}
 LAYERS = ["layer1", "layer2", "layer3", "layer4"]
 OF_BACKBONE = [f"backbone.{name}" for name in LAYERS]
 
-#: Networks of torchvision and timm with their stages; on no device, for they are large.
+#: Large networks and their expected stages, created on the meta device.
 LARGE = {
     "deeplab, an auxiliary head": (lambda: segmentation.deeplabv3_resnet50(**PLAIN, aux_loss=True), OF_BACKBONE),
     "lraspp": (
@@ -39,7 +39,7 @@ def test_a_head_is_no_stage_and_a_dilated_stage_is_one(case):
 
 
 class Conditioned(nn.Module):
-    """As a diffusion model: an image, a time and a context."""
+    """Network with the inputs of a diffusion model: an image, a time and a context."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def small_video():
 
 
 CONDITIONS = {"t": torch.tensor([3]), "context": torch.rand(1, 5, 7), "x": torch.rand(1, 4, 16, 16)}
-#: What makes a network, its example, the shape of the images in it, sites, and stages if it has any
+#: Constructor of a network, example input, shape of its images, sites, and stages (None if it has no stages)
 SMALL = {
     "a U-Net": (UNet, (1, 3, 32, 32), (1, 3, 32, 32), ["encode", "middle.0", "middle"], None),
     "arguments with names": (Conditioned, CONDITIONS, (1, 4, 16, 16), ["down", "up"], None),

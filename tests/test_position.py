@@ -88,13 +88,13 @@ def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
     old, new = (nn.Sequential(va.Attention2d(16, 2, position=kind(size))) for size in (old_size, new_size))
     torch.save(old.state_dict(), tmp_path / "model.pth")
     if changed is None:  # of other proportions
-        with pytest.raises(va.CheckpointError, match=f"1 of another shape: 0.position.{TABLE}"):
+        with pytest.raises(va.CheckpointError, match=f"1 tensor with another shape: 0.position.{TABLE}"):
             va.load_checkpoint(new, tmp_path / "model.pth")
         return
     report = va.load_checkpoint(new, tmp_path / "model.pth")
     assert report.resampled == {f"0.position.{name}": shapes for name, shapes in changed.items()}
     assert report.mismatched == {}
-    assert f"{len(changed)} converted to the model's shape: 0.position." in str(report)
+    assert f"{len(changed)} tensor{'s' * (len(changed) > 1)} converted to the shape in the model: 0.pos" in str(report)
     x = torch.randn(2, 16, *new_size)
     torch.testing.assert_close(new(x), old(x))  # which resizes its tables in the forward pass
 

@@ -1,4 +1,4 @@
-"""Damaged and hostile files are refused at the cost of reading them; files are written completely or not at all."""
+"""Damaged and hostile files are rejected with limited memory and time, and files are written atomically."""
 
 import argparse
 import errno
@@ -63,32 +63,32 @@ def test_tensors_and_plain_values_of_old_files_are_read(legacy, tmp_path):
     model.load_state_dict(read["model"])
 
 
-NUMPY = "for another number of NumPy's"
-VALUES = "for more than 1,000,000 values"
-NUMBERS = "for a tensor of more numbers than the file has"
-#: Content of a pickle, and the reason for which it is refused; None if it is damaged.
+NUMPY = "an unsupported NumPy type"
+VALUES = "more than 1,000,000 values"
+LARGER = "a tensor that is larger than the file"
+#: Content of a pickle, and the reason for its rejection (None if it is damaged).
 REFUSED = {
-    "setstate": (New("argparse.Namespace", state={"__setstate__": 1}), "for attributes of a Namespace"),
-    "another class": (New("collections.OrderedDict", state={}), "for a new object"),
-    "attributes": (Call("collections.OrderedDict", state={"__class__": 1}), "for attributes of a OrderedDict"),
-    "sizes": (crafted.tensor(1, (2**31,), (0,)), NUMBERS),
-    "strides": (crafted.tensor(1, (2,), (1,)), NUMBERS),
+    "setstate": (New("argparse.Namespace", state={"__setstate__": 1}), "attributes of a Namespace"),
+    "another class": (New("collections.OrderedDict", state={}), "a new object"),
+    "attributes": (Call("collections.OrderedDict", state={"__class__": 1}), "attributes of a OrderedDict"),
+    "sizes": (crafted.tensor(1, (2**31,), (0,)), LARGER),
+    "strides": (crafted.tensor(1, (2,), (1,)), LARGER),
     "negative": (crafted.tensor(1, (-1,), (1,)), None),
     "axes": (crafted.tensor(1, (1,) * 65, (1,) * 65), None),
-    "metadata": (crafted.tensor(1, (1,), (1,), metadata=({"conj": True},)), "for a tensor with hooks, or conj"),
-    "view": (crafted.tensor(1, (1,), (1,), ("0", 0, 1)), "for another kind of storage"),
+    "metadata": (crafted.tensor(1, (1,), (1,), metadata=({"conj": True},)), "a tensor with hooks, a conj"),
+    "view": (crafted.tensor(1, (1,), (1,), ("0", 0, 1)), "an unsupported storage"),
     "declared length": ([crafted.tensor(1, (1,), (1,)), crafted.tensor(2, (1,), (1,))], None),
     "items of sets": (again_and_again(Call("builtins.set", [1] * 1000), 1000), VALUES),
     "pairs": (again_and_again(Call("collections.OrderedDict", [("a", 1)] * 1000), 1000), VALUES),
     "bytes": (again_and_again(Call("_codecs.encode", "a" * 50_000, "latin1"), 1000), VALUES),
-    "encoding": (Call("_codecs.encode", "a", "rot13"), "for another encoding"),
+    "encoding": (Call("_codecs.encode", "a", "rot13"), "text in an unsupported encoding"),
     "numbers": (crafted.number("f8", b"7 bytes"), None),
     "texts": (crafted.number("S8", b"8 bytes "), NUMPY),
     "order": (crafted.number("f8", bytes(8), "=", None, None, None, -1, -1, 0), NUMPY),
-    "keys": ({0.5: 1}, "for a key of type float"),
-    "colliding keys": ({(2**61 - 1) * 5: 1}, "for a key of type int"),
-    "code": (Call("posix.system", "touch witness"), "to run 'posix.system'"),
-    "shards": (Call("torch._tensor._rebuild"), r"to run .* for shards \(save get_model_state_dict"),
+    "keys": ({0.5: 1}, "a key of type float"),
+    "colliding keys": ({(2**61 - 1) * 5: 1}, "a key of type int"),
+    "code": (Call("posix.system", "touch witness"), "a reference to 'posix.system'"),
+    "shards": (Call("torch._tensor._rebuild"), r"a reference to .* for shards \(save get_model_state_dict"),
 }
 
 
@@ -96,7 +96,7 @@ REFUSED = {
 def test_anything_but_tensors_and_plain_values_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     content, reason = REFUSED[name]
-    message = f"asks {reason}.* save the state dict alone" if reason else "or no checkpoint"
+    message = f"contains {reason}.* save only the state dict" if reason else "or not a checkpoint"
     content = content if isinstance(content, bytes) else pickled({"a": content})
     for file in (as_zip(content, [bytes(4)]), as_legacy(content, ["0"], bytes(12))):
         Path("file.pth").write_bytes(file)
@@ -113,12 +113,12 @@ def test_long_lists_compressed_parts_and_storages_of_another_length_are_refused(
     big_endian = as_zip(pickled({}), byte_order=b"big"), as_legacy(pickled({}), big_endian=True)
     crafted.inflated(tmp_path / "zip", 2**12)
     for name, content, message in (
-        ("file.safetensors", length.to_bytes(8, "little") + bytes(length), "asks for too many tensors"),
-        ("file.pth", listed, "asks for too many parts"),
-        ("file.pth", (tmp_path / "zip").read_bytes(), "asks for compressed parts"),
-        ("file.pth", counted, "truncated or no checkpoint"),
-        ("file.pth", empty, "truncated or no checkpoint"),  # or the tensor had the previous content of its memory
-        *(("file.pth", content, "order of bytes") for content in big_endian),
+        ("file.safetensors", length.to_bytes(8, "little") + bytes(length), "contains too many tensors"),
+        ("file.pth", listed, "contains too many archive entries"),
+        ("file.pth", (tmp_path / "zip").read_bytes(), "contains compressed data"),
+        ("file.pth", counted, "truncated or not a checkpoint"),
+        ("file.pth", empty, "truncated or not a checkpoint"),  # the tensor would expose uninitialized memory
+        *(("file.pth", content, "byte order") for content in big_endian),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(va.CheckpointError, match=message):
@@ -135,7 +135,7 @@ def test_a_truncated_file_is_refused(form, tmp_path):
     content = path.read_bytes()
     for kept in (0.0, 0.01, 0.9, 0.999):
         path.write_bytes(content[: int(len(content) * kept)])
-        with pytest.raises(va.CheckpointError, match="truncated or no checkpoint"):
+        with pytest.raises(va.CheckpointError, match="truncated or not a checkpoint"):
             read_checkpoint(path)
 
 
@@ -147,7 +147,7 @@ def test_a_hash_in_the_name_is_verified(ending, tmp_path):
     path = (tmp_path / "plain").rename(tmp_path / f"resnet-{digest[:length]}{ending}")
     assert read_checkpoint(path)
     wrong = path.rename(tmp_path / f"resnet-deadbeef{ending}")
-    with pytest.raises(va.CheckpointError, match=rf"begins with deadbeef, .* got {digest[:8]}"):
+    with pytest.raises(va.CheckpointError, match=rf"starts with deadbeef, .* got {digest[:8]}"):
         read_checkpoint(wrong)
     for name in ("run-20260131.pth", "resnet-abcdef1.pth", "deadbeef.pth", "step-deadbeef-last.pth"):
         wrong = wrong.rename(tmp_path / name)
@@ -156,16 +156,16 @@ def test_a_hash_in_the_name_is_verified(ending, tmp_path):
 
 STATE = {name: torch.full((2,), number) for number, name in enumerate("abcde")}
 
-#: Entries of an index for the tensor "f" that name no shard in its folder.
+#: Entries of an index for the tensor "f" that are not shards in the same folder.
 NAMES = ["../secret.safetensors", "/etc/passwd", "folder", "..", "a\0b", "pipe.safetensors", "zeros.bin", "gone.bin"]
-#: Changes to an index, and the reason for which it is refused.
+#: Changes to an index, and the reason for its rejection.
 INDEXES = [
     *(({"f": name}, f"expected shards in the same folder, got {re.escape(repr(name))}") for name in NAMES),
     ({"e": "model-00001-of-00002.safetensors"}, "'model-00001-.*' and the index differ in e"),
     ({"f": "model-00002-of-00002.safetensors"}, "'model-00002-.*' and the index differ in f"),
-    ({"f": "model.safetensors.index.json"}, r"index\.json is truncated or no checkpoint"),
+    ({"f": "model.safetensors.index.json"}, r"index\.json is truncated or not a checkpoint"),
     *(({"f": value}, "lists no complete checkpoint") for value in (3, ["a"])),
-    ({"f": "code.bin"}, r"code\.bin asks to run 'posix.system'"),
+    ({"f": "code.bin"}, r"code\.bin was not loaded, because it contains a reference to 'posix.system'"),
 ]
 
 
@@ -188,7 +188,7 @@ def test_shards_may_be_links_and_a_complete_file_is_preferred(tmp_path):
     folder, blobs = tmp_path / "snapshots", tmp_path / "blobs"
     for path in (folder, blobs):
         path.mkdir()
-        with pytest.raises(FileNotFoundError, match=r"model\.safetensors or .*pytorch_model\.bin"):
+        with pytest.raises(FileNotFoundError, match=r"expected model\.safetensors or .*pytorch_model\.bin"):
             read_checkpoint(path)
     with pytest.raises(FileNotFoundError, match=r"nothing\.pth"):
         read_checkpoint(folder / "nothing.pth")
@@ -226,7 +226,7 @@ def test_pipes_and_devices_are_written_through(tmp_path):
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()), daemon=True)
     reader.start()
-    check_writable(pipe)  # without opening it: the reader would see its end
+    check_writable(pipe)  # must not open the pipe, because closing it would end the reader
     write_atomically(pipe, b"content")
     reader.join()
     assert (received, pipe.is_fifo()) == ([b"content"], True)

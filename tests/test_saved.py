@@ -1,4 +1,4 @@
-"""Adapters and saved networks are restored bitwise identically, from files of the current format only."""
+"""Adapters and saved networks are restored bitwise identically, only from files of the current format."""
 
 import copy
 import json
@@ -17,6 +17,7 @@ from crafted import read_entry, rewrite
 from networks import assert_same, copied
 from PIL import Image
 from safetensors.torch import save_file
+from tiny import Tiny
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
@@ -28,21 +29,21 @@ from vision_attn.networks.checkpoints.specification import from_code, to_code
 from vision_attn.networks.insertion import inserted_keys, records
 from vision_attn.tools.comparison.controls import ConvBlock2d
 
-#: The networks here are so small that some of their maps are 2×2.
+#: Some feature maps of the small networks in these tests are 2×2.
 pytestmark = pytest.mark.filterwarnings("ignore:little to attend")
 
 IMAGES = (1, 3, 32, 32)
 
 
 def small_network(classes=3):
-    """Four residual blocks and a classifier, the same at every call."""
+    """Return a network of four residual blocks and a classifier, with the same weights at every call."""
     torch.manual_seed(0)
     how = {"channels": (8,) * 4, "num_classes": classes, "zero_init_last": False}
     return timm.models.ResNet(timm.models.resnet.BasicBlock, [1, 1, 1, 1], **how).eval()
 
 
 def train(model, also=()):
-    """Other values in every tensor of the blocks, and in what is trained beside them."""
+    """Set random values for all tensors of the blocks, and for additional keys."""
     torch.manual_seed(1)
     state = model.state_dict()
     for key in [*sorted(inserted_keys(model)), *also]:
@@ -89,7 +90,7 @@ def test_blocks_are_restored_and_removed_without_a_trace(place, tmp_path):
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(other(x), model(x))
     assert not torch.equal(other(x), small_network()(x))
-    with pytest.raises(ValueError, match=r"it has blocks at '.*': remove_\(model\)"):
+    with pytest.raises(ValueError, match=r"got blocks at '.*'\. Call va.remove_\(model\)"):
         load_adapter_(other, tmp_path / "adapter.safetensors")
     va.remove_(other)
     assert_same(other.state_dict(), before)
@@ -109,7 +110,7 @@ def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
     train(model, also=["fc.weight", "fc.bias"])
     path = save_adapter(model, tmp_path / "adapter.safetensors", also="fc.*")
     other = small_network()
-    nn.init.zeros_(other.fc.weight)  # a new head is no part of the fingerprint
+    nn.init.zeros_(other.fc.weight)  # the new head is not part of the fingerprint
     load_adapter_(other, path)
     assert_same(other.state_dict(), model.state_dict())
     with pytest.raises(va.CheckpointError, match=r"another network: .*fc.weight \(model \(5, 8\), adapter \(3, 8"):
@@ -173,7 +174,7 @@ def test_a_late_failure_leaves_the_model_unchanged(error, tmp_path, monkeypatch)
 def test_other_and_damaged_files_are_refused(adapter, tmp_path):
     model, other = small_network(), tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(1)}, other)
-    with pytest.raises(va.CheckpointError, match=r"is no adapter: .*load_checkpoint .*load_model"):
+    with pytest.raises(va.CheckpointError, match=r"is not an adapter\. .*load_checkpoint .*load_model"):
         load_adapter_(model, other)
     for number in (1, 2, 4):
         with pytest.raises(va.CheckpointError, match=rf"expected 3, got {number}\. .* vision_attn 9\.0"):
@@ -189,7 +190,7 @@ def test_other_and_damaged_files_are_refused(adapter, tmp_path):
             load_adapter_(model, rewrite(adapter, other, **changes))
     with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors"):
         load_adapter_(model, tmp_path / "nothing.safetensors")
-    with pytest.raises(va.CheckpointError, match=r"is an adapter: .*load_adapter_"):
+    with pytest.raises(va.CheckpointError, match=r"is an adapter\. .*load_adapter_"):
         va.load_checkpoint(model, adapter)
     assert not va.inserted_blocks(model)
 
@@ -209,7 +210,7 @@ def test_a_file_can_insert_blocks_only_at_sites(change, message, adapter, tmp_pa
     (block,) = read_entry(adapter)["blocks"]
     model = small_network()
     modules, before = dict(model.named_modules()), copied(model)
-    more = {} if change else {"fc.bias": torch.ones(3)}  # which is not in ``also``
+    more = {} if change else {"fc.bias": torch.ones(3)}  # fc.bias is not listed in ``also``
     other = rewrite(adapter, tmp_path / "other.safetensors", more, blocks=[{**block, **change}])
     with pytest.raises(va.CheckpointError, match=message):
         load_adapter_(model, other)
@@ -223,7 +224,7 @@ def test_a_custom_block_needs_its_class(tmp_path):
     train(model)
     path = save_adapter(model, tmp_path / "own.safetensors")
     other = small_network()
-    with pytest.raises(va.CheckpointError, match=r"holds BatchNorm2d.*block=BatchNorm2d"):
+    with pytest.raises(va.CheckpointError, match=r"contains BatchNorm2d.*block=BatchNorm2d"):
         load_adapter_(other, path)
     load_adapter_(other, path, block=nn.BatchNorm2d)
     assert_same(other.state_dict(), model.state_dict())
@@ -235,7 +236,7 @@ def test_a_custom_block_needs_its_class(tmp_path):
 
 def test_blocks_that_cannot_be_saved_are_refused_by_name(tmp_path):
     model = small_network()
-    with pytest.raises(ValueError, match="no inserted block to save"):
+    with pytest.raises(ValueError, match="no inserted blocks to save"):
         save_adapter(model, tmp_path / "adapter.safetensors")
     va.insert_(model, nn.BatchNorm2d, stages=-2, momentum=torch.tensor(2.0), example_input=IMAGES)
     with pytest.raises(ValueError, match=r"momentum=tensor\(2.\)"):
@@ -269,10 +270,10 @@ def checkpoint_layer(model):
 
 @pytest.mark.parametrize("at", ["after", "branch"])
 def test_adapters_fit_networks_with_and_without_wrappers(at, tmp_path):
-    """Names contain parts of torch.compile and of activation checkpointing: ``layer3._orig_mod.0.bn1``."""
+    """torch.compile and activation checkpointing add parts to the keys: ``layer3._orig_mod.0.bn1``."""
     model = network_with_block(at)
     path, again = save_adapter(model, tmp_path / "plain.safetensors"), tmp_path / "copy.safetensors"
-    va.set_impl_(model, "einsum")  # which is not saved
+    va.set_impl_(model, "einsum")  # the implementation is not saved
     for wrap in (nn.DataParallel, torch.compile, compile_layer, checkpoint_layer):
         assert save_adapter(wrap(network_with_block(at)), again).read_bytes() == path.read_bytes()
         other = wrap(small_network())
@@ -306,7 +307,7 @@ def test_blocks_inserted_into_a_compiled_layer_fit_the_network_without_it(tmp_pa
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("norm", [parametrizations.spectral_norm, nn.utils.spectral_norm, nn.utils.weight_norm])
 def test_blocks_with_a_parametrization_are_refused_by_name(norm, model, tmp_path):
-    """Self-Attention-GAN#31 has all of its layers in spectral norms."""
+    """In Self-Attention-GAN#31, all layers have spectral norms."""
     norm(va.inserted_blocks(model)["layer3.0"].attn.proj)
     with pytest.raises(ValueError, match=r"'layer3.0' .*parametrization, .*attn\.proj\."):
         save_adapter(model, tmp_path / "adapter.safetensors")
@@ -336,9 +337,9 @@ NETWORKS = {
     "none": ("test_efficientnet", {"global_pool": "max"}, lambda m: None),
     "another block": ("recall_attention", {}, replace_block),
 }
-#: Older versions need ``model_args=`` of ``save_model``.
+#: With older versions of timm, ``save_model`` requires ``model_args=``.
 notes_arguments = pytest.mark.skipif(
-    tuple(map(int, timm.__version__.split(".")[:3])) < (1, 0, 31), reason="timm does not note the arguments"
+    tuple(map(int, timm.__version__.split(".")[:3])) < (1, 0, 31), reason="timm does not record the arguments"
 )
 
 
@@ -371,7 +372,7 @@ def test_networks_with_any_blocks_are_restored_bitwise(case, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder, and the network in it."""
+    """Return a folder and the network that was saved to it."""
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=3)
     va.insert_(model, stages=-2, num_heads=4, example_input=IMAGES)
@@ -400,7 +401,7 @@ def test_the_transform_follows_the_configuration(change, size, steps, tmp_path):
 
 
 def tiny_network(seed, pattern="full"):
-    """A small network with other weights for each seed."""
+    """Return a small network with different weights for each seed."""
     torch.manual_seed(seed)
     model = timm.create_model("tiny", num_classes=3).eval()
     va.insert_(model, names="layer1", num_heads=2, pattern=pattern)
@@ -410,27 +411,27 @@ def tiny_network(seed, pattern="full"):
 
 
 @notes_arguments
-@pytest.mark.parametrize("dies", range(4))
-def test_if_the_writer_is_killed_the_folder_has_the_old_or_the_new_network(dies, tmp_path):
-    """The process ends at each renaming in turn."""
+@pytest.mark.parametrize("killed_at", range(4))
+def test_if_the_writer_is_killed_the_folder_has_the_old_or_the_new_network(killed_at, tmp_path):
+    """The process is killed at each call of ``os.replace`` in turn."""
     models = [tiny_network(0), tiny_network(1, "rows")]
     va.save_model(models[0], tmp_path / "net", classes=["a", "b", "c"])
     if not os.fork():
-        real, left = os.replace, iter(range(dies))
+        real, left = os.replace, iter(range(killed_at))
         os.replace = lambda *paths: real(*paths) if next(left, None) is not None else os._exit(0)
         va.save_model(models[1], tmp_path / "net", classes=["d", "e", "f"])
         os._exit(0)
     os.wait()
     images = torch.rand(2, 3, 32, 32)
-    # Of three renamings: the weights to be compared, the weights, config.json.
+    # Three calls: the temporary weights, the final weights, config.json.
     mixed = pytest.warns(UserWarning, match=r"config.json and model.safetensors are from different saves")
-    with mixed if dies == 2 else nullcontext():
+    with mixed if killed_at == 2 else nullcontext():
         again = va.load_model(tmp_path / "net")
-    assert again.classes == (("a", "b", "c") if dies < 2 else ("d", "e", "f"))
-    assert torch.equal(again(images), models[dies >= 2](images))
+    assert again.classes == (("a", "b", "c") if killed_at < 2 else ("d", "e", "f"))
+    assert torch.equal(again(images), models[killed_at >= 2](images))
     assert [file.name for file in tmp_path.iterdir()] == ["net"]
     va.save_model(models[1], tmp_path / "net", classes=["d", "e", "f"])
-    # A user may edit the configuration.
+    # Users can edit the configuration.
     path = tmp_path / "net" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "label_names": [*"xyz"]}))
     assert va.load_model(tmp_path / "net").classes == ("x", "y", "z")
@@ -467,7 +468,7 @@ def test_saves_at_the_same_time_all_succeed_and_leave_one_of_the_networks(tmp_pa
 
 
 def test_only_files_of_the_library_change(saved, tmp_path):
-    """An open log file keeps its content, and README.md, links and modes stay; so does the type of the network."""
+    """Open log files, README.md, links, permissions and the dtype of the network are kept."""
     folder, model = tmp_path / "net", copy.deepcopy(saved[1]).bfloat16()
     folder.mkdir()
     for name in ("README.md", "config.json"):
@@ -486,8 +487,8 @@ def test_only_files_of_the_library_change(saved, tmp_path):
     assert {p.dtype for p in va.load_model(folder).parameters()} == {torch.bfloat16}
 
 
-def test_any_folder_can_be_saved_into_or_is_named(saved, tmp_path, monkeypatch):
-    """The current folder, one with the longest possible name, links, and paths that cannot be folders."""
+def test_errors_name_folders_that_cannot_be_written(saved, tmp_path, monkeypatch):
+    """Test the current folder, the longest possible name, links, and paths that cannot be folders."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         va.load_model(tmp_path)
@@ -513,13 +514,27 @@ def test_a_network_that_diverged_is_saved_with_a_warning(tmp_path):
     assert_same(*({key: value.nan_to_num(7) for key, value in state.items()} for state in states))
 
 
+@notes_arguments
+def test_a_warning_of_the_network_appears_once(tmp_path, monkeypatch):
+    """``load_model`` builds the network twice, first on the meta device."""
+    va.save_model(tiny_network(0), tmp_path / "net")
+    init = Tiny.__init__
+    monkeypatch.setattr(
+        Tiny, "__init__", lambda *given, **options: warnings.warn("old", stacklevel=2) or init(*given, **options)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        va.load_model(tmp_path / "net")
+    assert [str(warning.message) for warning in caught] == ["old"]
+
+
 def test_networks_that_timm_does_not_build_are_not_written(saved, tmp_path):
     _, model = saved
     with pytest.raises(ValueError, match=r"architecture .*got None"):
         va.save_model(nn.Sequential(nn.Conv2d(3, 8, 1)), tmp_path / "net")
     other = timm.create_model("test_resnet", num_classes=3)
     other.act1 = nn.Sigmoid()
-    with pytest.raises(ValueError, match=r"'test_resnet' is not this network \(it computes something else\)"):
+    with pytest.raises(ValueError, match=r"'test_resnet' is not this network \(its output differs\)"):
         va.save_model(other, tmp_path / "net")
     with pytest.raises(ValueError, match=r"classes .* 3 .*got 2"):
         va.save_model(model, tmp_path / "net", classes=["a", "b"])
@@ -531,10 +546,10 @@ def test_networks_that_timm_does_not_build_are_not_written(saved, tmp_path):
     [
         ({"architecture": "hf-hub:timm/resnet18.a1_in1k"}, "architecture"),
         ({"model_args": {"pretrained": True}}, r"model_args .*\['pretrained'\]"),
-        ({"model_args": {"layers": [10**9, 1, 1, 1]}}, "model_args .* size"),
-        ({"model_args": {"drop_rate": 10**6, "drop_path_rate": -(10**6)}}, "model_args .* size"),
+        ({"model_args": {"layers": [10**9, 1, 1, 1]}}, "model_args .* too large"),
+        ({"model_args": {"drop_rate": 10**6, "drop_path_rate": -(10**6)}}, "model_args .* too large"),
         ({"model_args": {"no_such": 1}}, "no_such"),
-        ({"model_args": {"num_classes": 4}, "label_names": None}, "another network .*: fc.weight, fc.bias"),
+        ({"model_args": {"num_classes": 4}, "label_names": None}, "do not match the network .*: fc.weight, fc.bias"),
         ({"label_names": [1, 2, 3]}, "label_names .* 3 classes"),
         ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size"),
         ({"vision_attn": {"format": 4, "library": "9"}}, r"expected 3, got 4\. .* vision_attn 9"),
@@ -578,6 +593,6 @@ CODE += ["(lambda: 1)()", "Window(*(7,))", "SinCos(**{})", "{**{1: 2}}", "Window
 @pytest.mark.parametrize("code", [*CODE, "(" * 500 + ")" * 500, "-" * 50_000 + "1"])
 def test_nothing_else_is_evaluated(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="is not the code of a value"):
+    with pytest.raises(ValueError, match="is not a valid value"):
         from_code(code)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""A network of two stages, known to timm as ``tiny``: most tests of training need no more, and take half the time."""
+"""A network with two stages, registered with timm as ``tiny``, which makes training tests faster."""
 
 from timm.layers import DropPath
 from timm.models import generate_default_cfgs
@@ -33,5 +33,7 @@ class TinyAttention(Tiny):
 
 cfg = {"num_classes": 3, "input_size": (3, 32, 32), "first_conv": "layer1.0", "classifier": "fc"}
 default_cfgs = generate_default_cfgs({"tiny": cfg, "tiny_attention": cfg})
-tiny = register_network(__name__, "tiny", "Two stages.", Tiny, {"out_indices": (0, 1)})
-tiny_attention = register_network(__name__, "tiny_attention", "And a block.", TinyAttention, {"out_indices": (0, 1)})
+tiny = register_network(__name__, "tiny", "Network with two stages.", Tiny, {"out_indices": (0, 1)})
+tiny_attention = register_network(
+    __name__, "tiny_attention", "Network with two stages and a block.", TinyAttention, {"out_indices": (0, 1)}
+)

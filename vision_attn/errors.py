@@ -40,7 +40,7 @@ class CheckpointError(VisionAttnError, RuntimeError):
     12
     >>> read_checkpoint(file)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    vision_attn.errors.CheckpointError: ...net.pth is truncated or no checkpoint: fetch or save it again...
+    vision_attn.errors.CheckpointError: ...net.pth is truncated or not a checkpoint. Download or save it again...
     """
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class ConversionError(VisionAttnError, RuntimeError):
     ...         return super().forward(*args, **kwargs)[0] / 2, None
     >>> from_layer(Halved(8, 2))  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
-    ConversionError: the block of this Halved does not compute the same as the layer
+    ConversionError: the converted Halved has different outputs
     """
 
 

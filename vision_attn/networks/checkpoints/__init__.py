@@ -1,4 +1,4 @@
-"""Checkpoints: compared in full, and only then loaded; blocks and networks in one form of file."""
+"""Load checkpoints after a complete comparison with the model, and save blocks as adapters."""
 
 from vision_attn.networks.checkpoints.adapter import AdapterReport, load_adapter_, save_adapter
 from vision_attn.networks.checkpoints.load import load_checkpoint

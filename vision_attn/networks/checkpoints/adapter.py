@@ -1,4 +1,4 @@
-"""Adapters: inserted blocks and other trained parts of a network in a small file, without the network."""
+"""Save inserted blocks and other trained parameters in a small adapter file, and load them."""
 
 from __future__ import annotations
 
@@ -22,53 +22,55 @@ from vision_attn.text import Report, Table, escaped, shorten
 
 @dataclass(frozen=True, repr=False)
 class AdapterReport(Report):
-    """Report of the blocks and tensors that an adapter added to a model; prints as a summary.
+    """Report of the blocks and tensors that were loaded from an adapter; prints as a summary.
 
     >>> report = AdapterReport("a.safetensors", InsertionReport(()), ("0.inserted.gate",), compared=2, differing=())
     >>> str(report).splitlines()[1]
-    'the network is the one it was trained on, in all 2 tensors'
+    'all 2 tensors of the network match the network that the adapter was trained on'
     """
 
-    #: the file
+    #: path of the file
     path: str
-    #: the inserted blocks
+    #: report of the inserted blocks
     insertion: InsertionReport
-    #: keys of the tensors that were loaded
+    #: keys of the loaded tensors
     loaded: tuple[str, ...]
-    #: number of tensors of the network that were compared with those the adapter was trained on
+    #: number of tensors of the network that were compared with the fingerprint in the adapter
     compared: int
-    #: keys of those with other values or another type, which only ``strict=False`` accepts
+    #: keys of tensors with other values or another dtype, which are accepted only with ``strict=False``
     differing: tuple[str, ...]
 
     def parts(self) -> list[str | Table]:
-        network = f"the network is the one it was trained on, in all {self.compared} tensors"
+        trained = "the network that the adapter was trained on"
+        network = f"all {self.compared} tensors of the network match {trained}"
         if self.differing:
-            other = f"{len(self.differing)} of {self.compared} tensors of the network"
-            network = f"{other} are not those it was trained on: {shorten(self.differing)}"
+            count = f"{len(self.differing)} of {self.compared} tensors of the network"
+            network = f"{count} differ from {trained}: {shorten(self.differing)}"
         return [f"{len(self.loaded)} tensors loaded from {escaped(self.path)}", network, *self.insertion.parts()]
 
 
 def save_adapter(
     model: nn.Module, path: str | Path, *, also: str | Iterable[str] = (), about: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write the inserted blocks of a network, and of the network itself only a fingerprint.
+    """Save the inserted blocks of a network and a fingerprint of the other tensors.
 
-    The network must have the values of its checkpoint, as ``freeze_backbone_`` keeps them in training: name all else
-    that was trained in ``also``, running statistics of batch norms included, or the adapter fits no checkpoint.
+    The other tensors must have the values of the original checkpoint; use ``freeze_backbone_`` during training. Select
+    all other trained parameters, including running statistics of batch norms, with ``also``. Otherwise the adapter does
+    not match the original checkpoint.
 
     Args:
         model: a model with inserted blocks.
-        path: the file, ``.safetensors``.
-        also: globs on further keys to save: ``["fc.*"]`` for a new head.
-        about: further plain values to write; a run writes its settings and classes.
+        path: path of the file, which must end in ``.safetensors``.
+        also: globs on additional keys to save: ``["fc.*"]`` for a new classifier.
+        about: additional metadata of plain values; training runs save their settings and classes.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: nothing is inserted; ``also`` matches no key; a block or an option cannot be written down; the path
-            has another ending.
-        OSError: the file cannot be written; an old one is untouched.
+        ValueError: the model has no inserted blocks, ``also`` matches no key, a block or an option cannot be saved, or
+            the path does not end in ``.safetensors``.
+        OSError: the file cannot be written; an existing file is unchanged.
 
     >>> import tempfile
     >>> from vision_attn.networks.insertion import insert_
@@ -83,7 +85,7 @@ def save_adapter(
     refuse_without_values(model)
     blocks = file_format.blocks_to_save(model)
     if not blocks:
-        raise ValueError("model has no inserted block to save: insert_ one, or save the whole model")
+        raise ValueError("model has no inserted blocks to save. Call va.insert_ first, or use va.save_model")
     state, block_keys = plain_state(model), set(map(plain_key, insertion.inserted_keys(model)))
     extra = insertion.match_keys("also", also, [key for key in state if key not in block_keys])
     tensors = {key: gather(state[key]) for key in state if key in block_keys or key in extra}
@@ -95,23 +97,23 @@ def save_adapter(
 def load_adapter_(
     model: nn.Module, path: str | Path, *, strict: bool = True, block: Callable[..., nn.Module] | None = None
 ) -> AdapterReport:
-    """Insert the blocks of an adapter file into the network that it was trained on.
+    """Insert the blocks of an adapter file into the network that the adapter was trained on.
 
-    The network is compared with the adapter's fingerprint before anything is changed.
+    The network is compared with the fingerprint in the adapter before it is changed.
 
     Args:
-        model: the network, with the values of its checkpoint and nothing inserted.
-        path: the file that :func:`save_adapter` wrote.
-        strict: refuse a network with other values or of another type; its names and shapes must fit in any case.
-        block: the class of the inserted blocks if it is not one of this library's.
+        model: the network, with the weights of its original checkpoint and without inserted blocks.
+        path: a file that was written by :func:`save_adapter`.
+        strict: raise an error if the network has other values or another dtype. Names and shapes must always match.
+        block: the class of the inserted blocks, if they are not blocks of this library.
 
     Returns:
-        A report of what was inserted and loaded.
+        A report of the inserted blocks and loaded tensors.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the model has inserted blocks, is on the meta device or in a wrapper that it cannot be changed in.
-        CheckpointError: the file is damaged or no adapter, or is for another network; the model is unchanged.
+        FileNotFoundError: the file does not exist.
+        ValueError: the model has inserted blocks, is on the meta device, or is in a wrapper that prevents changes.
+        CheckpointError: the file is damaged, is not an adapter, or is for another network. The model is unchanged.
 
     >>> import tempfile
     >>> from vision_attn.networks.insertion import insert_
@@ -127,66 +129,67 @@ def load_adapter_(
     refuse_without_values(model)
     if blocks := inserted_blocks(model):
         sites = shorten(map(repr, blocks))
-        raise ValueError(f"model must have nothing inserted; it has blocks at {sites}: remove_(model) first")
+        raise ValueError(f"model must have no inserted blocks; got blocks at {sites}. Call va.remove_(model) first")
     path = Path(path)
     adapter = read_adapter(path)
     makers = file_format.find_makers(adapter, path, block)
     state = plain_state(model)
     differing = compare_network(state, adapter, path, strict=strict)
     try:
-        with torch.random.fork_rng(devices=[]):  # the random values of new blocks are replaced
+        with torch.random.fork_rng(devices=[]):  # random initial values are replaced, so they must not advance the RNG
             file_format.insert_saved_(model, adapter, makers)
         state = plain_state(model)
         shapes = {(plain_key(key), state[plain_key(key)].shape) for key in insertion.inserted_keys(model)}
         if wrong := shapes ^ {(key, value.shape) for key, value in adapter.tensors.items() if key not in adapter.also}:
-            raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(sorted(dict(wrong)))}")
+            raise CheckpointError(f"created and saved blocks differ in {shorten(sorted(dict(wrong)))}")
         report = InsertionReport(records(model))
         copy_all_([(state[key], value) for key, value in adapter.tensors.items()])
     except BaseException as error:
         if inserted_blocks(model):
             remove_(model)
         if isinstance(error, Exception):
-            raise CheckpointError(f"{path}: its blocks cannot be put into the model ({error})") from error
+            raise CheckpointError(f"{path}: the blocks cannot be inserted into the model ({error})") from error
         raise
     return AdapterReport(str(path), report, tuple(adapter.tensors), len(adapter.base or ()), differing)
 
 
 def read_adapter(path: str | Path) -> Saved:
     """Read an adapter file without running any code from it."""
-    file = read_file(path, by_name=False)  # the format has a hash of its own
+    file = read_file(path, by_name=False)  # the metadata contain a separate hash
     saved = file_format.read_saved(file)
     if saved is None or saved.base is None:
-        raise CheckpointError(f"{file.path} is no adapter: load_checkpoint reads checkpoints, load_model networks")
+        remedy = "Use va.load_checkpoint for a checkpoint, and va.load_model for a saved network"
+        raise CheckpointError(f"{file.path} is not an adapter. {remedy}")
     return saved
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model by the names in the network without wrappers."""
+    """Return the state dict of a model with keys of the network without wrappers."""
     return {plain_key(key): value for key, value in model.state_dict().items()}
 
 
 def fingerprint_network(state: Mapping[str, Tensor], exclude: Collection[str]) -> file_format.Fingerprint:
-    """Identify the tensors of a network, without counters of batches, which do not change its output."""
+    """Return the fingerprint of a network, without batch counters, which do not affect its output."""
     names = [key for key in state if key not in exclude and not key.endswith("num_batches_tracked")]
     return fingerprint({key: state[key] for key in names if isinstance(state[key], Tensor)})
 
 
 def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, strict: bool) -> tuple[str, ...]:
-    """Return the names of tensors that differ from the network the adapter was trained on; raise if ``strict``."""
+    """Return the keys of tensors that differ from the fingerprint of an adapter; raise an error if ``strict``."""
     sites = tuple(f"{block.site}." for block in adapter.blocks if block.at == "instead")
     base, own = adapter.base or {}, fingerprint_network(state, {key for key in state if key.startswith(sites)})
     saved = base | fingerprint_network(adapter.tensors, adapter.tensors.keys() - set(adapter.also))
     here, there = ({name: shape for name, (shape, *_) in tensors.items()} for tensors in (own, saved))
     if other := [name for name in there | here if here.get(name) != there.get(name)]:
         shapes = [f"{name} (model {here.get(name, 'none')}, adapter {there.get(name, 'none')})" for name in other]
-        raise CheckpointError(f"{path} is for another network: {shorten(shapes)}. Make the one that it was trained on")
+        raise CheckpointError(f"{path} is for another network: {shorten(shapes)}. Use the network of the adapter")
     changed = tuple(name for name in base if own.get(name, base[name]) != base[name])
     if strict and changed:
         types = [", ".join(sorted({tensors[name][1] for name in changed})) for tensors in (own, base)]
         raise CheckpointError(
             f"{path} is for other weights of this network: {len(changed)} of {len(base)} tensors have other values, "
-            f"{shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter). Load the checkpoint that it was "
-            "trained on first. If the network was trained along with the blocks, none fits: freeze_backbone_ it, save "
-            "what changed with also=, or save the whole model. strict=False loads the adapter all the same"
+            f"{shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter). Load the original checkpoint of "
+            "the network first. If the network was trained together with the blocks, save all trained parameters with "
+            "also=, or use va.save_model. strict=False loads the adapter without this check"
         )
     return changed

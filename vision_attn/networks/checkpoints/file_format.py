@@ -1,19 +1,19 @@
-"""The file format of saved networks and adapters: inserted blocks with the network around them, or without it.
+"""The file format of saved networks and adapters: inserted blocks with or without the network.
 
-Both are one ``.safetensors`` file whose metadata have one entry, ``vision_attn``, with this JSON object:
+A network or adapter is one ``.safetensors`` file. Its metadata have one entry, ``vision_attn``, with this JSON object:
 
-=========  ==============================================================================================
+=========  =========================================================================================================
 format     version of the format
 library    version of the library that wrote the file
-blocks     a record of each inserted block: its site and its class, with its options as code
-arguments  of a network the arguments of all attention blocks, inserted or not: ``{path: {argument: code}}``
-base       of an adapter the fingerprint of its network: ``{name: [shape, type, hash]}``; of a network null
-also       names of an adapter's tensors that replace the network's
-about      further plain values that the writer added
-file_hash  one hash over all of the above and the fingerprint of the file's tensors
-=========  ==============================================================================================
+blocks     a record of each inserted block: its site, its class, and its options as code
+arguments  for a network, the arguments of all attention blocks, inserted or not: ``{path: {argument: code}}``
+base       for an adapter, the fingerprint of its network: ``{name: [shape, dtype, hash]}``; for a network, null
+also       for an adapter, the names of tensors that replace tensors of the network
+about      additional plain values
+file_hash  a hash of all entries above and the fingerprint of the tensors in the file
+=========  =========================================================================================================
 
-A file of an older or newer format is refused.
+A file of another format version is rejected.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from vision_attn.networks.safe.write import write_tensors
 from vision_attn.text import shorten
 from vision_attn.version import __version__
 
-#: Entry of a file's metadata that holds the table above.
+#: Name of the metadata entry with the JSON object above.
 ENTRY = "vision_attn"
-#: The only version of the format that is read and written.
+#: The supported version of the format.
 FORMAT = 3
 
-#: Parts of a path that torch.compile, activation checkpointing and FSDP add, wherever they wrap a layer.
+#: Parts that torch.compile, activation checkpointing and FSDP add to the path of a wrapped layer.
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-#: name -> (shape, type, first digits of the SHA-256 of its bytes)
+#: name -> (shape, dtype, first digits of the SHA-256 hash of the values)
 Fingerprint = dict[str, tuple[tuple[int, ...], str, str]]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The content of a file of this format; the table above describes the fields."""
+    """Content of a file of this format; the module docstring describes the fields."""
 
     tensors: Mapping[str, Tensor]
     blocks: tuple[InsertedBlock, ...]
-    #: None if the file holds the complete network
+    #: None if the file contains the complete network
     base: Fingerprint | None = None
     also: tuple[str, ...] = ()
     arguments: Arguments = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Saved:
 
 
 def plain_key(key: str, wrappers: Collection[str] = WRAPPERS) -> str:
-    """Return the path of a module or a tensor in the network without wrappers.
+    """Return the path of a module or tensor in the network without wrappers.
 
     >>> plain_key("layer3._orig_mod.0.conv1.weight")
     'layer3.0.conv1.weight'
@@ -78,7 +78,7 @@ def plain_key(key: str, wrappers: Collection[str] = WRAPPERS) -> str:
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> Fingerprint:
-    """Identify tensors by a few characters each, independent of their device and memory format.
+    """Return shape, dtype and hash of tensors, which are independent of device and memory format.
 
     >>> fingerprint({"bias": torch.zeros(2)})
     {'bias': ((2,), 'float32', 'af5570f5a1810b7a')}
@@ -91,12 +91,12 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> Fingerprint:
 
 
 def gather(value: Any) -> Tensor:
-    """Return the complete tensor, of which each process has a part under FSDP2."""
+    """Return the complete tensor, also of a tensor that is sharded by FSDP2."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def compute_hash(value: object) -> str:
-    """Compute one hash over plain values, whatever the order of their names."""
+    """Return a hash of plain values that does not depend on the order of dictionary keys."""
     return digest(json.dumps(value, sort_keys=True).encode())
 
 
@@ -108,7 +108,7 @@ def digest(content: bytes | memoryview) -> str:
 
 
 def write_saved(path: Path, saved: Saved) -> None:
-    """Write a file of this format, completely or not at all."""
+    """Write a file of this format atomically."""
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
     entry = {**vars(saved), "format": FORMAT, "library": __version__, "blocks": list(map(encode_block, saved.blocks))}
@@ -124,28 +124,28 @@ def read_saved(file: CheckpointFile) -> Saved | None:
     tensors = {name: value for name, value in file.content.items() if isinstance(value, Tensor)}
     try:
         entry = dict(json.loads(file.metadata[ENTRY]))
-        check_format(file.path, entry)  # first: the hash of another format may be computed differently
+        check_format(file.path, entry)  # before the hash, which other versions may compute differently
         if entry.pop("file_hash") != compute_hash([entry, fingerprint(tensors)]):
-            raise ValueError("its hash is not the one written in it")
+            raise ValueError("its content does not match its hash")
         base: Fingerprint | None = entry["base"] and {
             str(name): (tuple(map(int, shape)), str(kind), str(digest))
             for name, (shape, kind, digest) in entry["base"].items()
         }
         also = tuple(map(str, entry["also"]))
         if not tensors.keys() >= set(also):
-            raise ValueError("tensors that it lists are missing")
+            raise ValueError("listed tensors are missing")
         arguments, about = check_arguments(entry["arguments"]), dict(entry["about"])
         return Saved(tensors, tuple(map(decode_block, entry["blocks"])), base, also, arguments, about)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise CheckpointError(f"{file.path} is damaged ({error}): fetch it or save it again") from error
+        raise CheckpointError(f"{file.path} is damaged ({error}). Download or save it again") from error
 
 
 def check_format(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Raise unless a file is of the format that this version reads."""
+    """Raise an error unless a file has the supported format version."""
     version, library = metadata["format"], metadata["library"]
     if version != FORMAT:
         remedy = f"Read it with vision_attn {library}, or save it again with this version."
-        raise CheckpointError(f"{path} has another format: expected {FORMAT}, got {version!r}. {remedy}")
+        raise CheckpointError(f"{path} has another format version: expected {FORMAT}, got {version!r}. {remedy}")
 
 
 def encode_block(block: InsertedBlock) -> dict[str, Any]:
@@ -155,25 +155,25 @@ def encode_block(block: InsertedBlock) -> dict[str, Any]:
 
 
 def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
-    """Return the record of a block in a file's metadata."""
+    """Return the record of a block from plain values."""
     numbers = {name: int(values[name]) for name in ("channels", "parameters", "multiply_adds")}
     sizes = {name: tuple(map(int, values[name])) for name in ("map_size", "input_shape")}
     options = {str(name): from_code(code) for name, code in values["options"].items()}
     block = InsertedBlock(**{**values, **numbers, **sizes, "options": options})
     texts = (block.site, block.at, block.block, block.layout, block.held)
     if not all(isinstance(text, str) for text in texts) or not isinstance(block.element, int | str | None):
-        raise ValueError("the site of a block is not text")
+        raise ValueError("the site of a block is not a string")
     return block
 
 
-# --- blocks of a network, and back into it ----------------------------------------------------------------------------
+# --- blocks of a network ----------------------------------------------------------------------------------------------
 
 
 def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
-    """Return the records of a model's blocks, with paths as in the network without wrappers.
+    """Return the records of the blocks of a model, with paths in the network without wrappers.
 
     Raises:
-        ValueError: the class of a block does not build the same block from its options.
+        ValueError: a block differs from a block that is built from its class and options.
     """
     blocks, records = insertion.inserted_blocks(model), insertion.records(model)
     for record in records:
@@ -183,23 +183,24 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
 
 
 def explain_change(record: InsertedBlock, block: nn.Module) -> str:
-    """Explain how a block differs from one built from its options, and what to do; empty if it does not differ."""
+    """Return how a block differs from a block built from its options, and a remedy; empty if there is no difference."""
     sizes = replacement_options(vars(block).get(REPLACED, block))
     block = unwrap(block)
-    # by torch.nn.utils.parametrizations, by its older spectral_norm and weight_norm, or by pruning
+    # Keys of torch.nn.utils.parametrizations, of the older spectral_norm and weight_norm, and of pruning.
     if added := [key for key in block.state_dict() if re.search(r"\bparametrizations\.|_(orig|g|v)$", key)]:
-        remedy = "remove it first, by torch.nn.utils.parametrize.remove_parametrizations or remove_spectral_norm"
-        return f"has a parametrization, such as spectral_norm or weight_norm ({shorten(added)}): {remedy}"
+        remedy = "Remove it with torch.nn.utils.parametrize.remove_parametrizations or remove_spectral_norm first"
+        return f"has a parametrization, such as spectral_norm or weight_norm ({shorten(added)}). {remedy}"
     try:
         rebuilt = make_block(get_maker(record.block), record.channels, device="meta", **sizes, **record.options)
     except (TypeError, ValueError):
         rebuilt = nn.Identity()
     same = describe_modules(block) == describe_modules(rebuilt)
-    return "" if same else "was built by a function or changed since: give insert_ the class and its options"
+    remedy = "Pass the class of the block and its options to va.insert_"
+    return "" if same else f"was built by a function, or changed after it was built. {remedy}"
 
 
 def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:
-    """Return class and options of each module of a block, whether it is compiled, sharded or not."""
+    """Return class and options of each module of a block, independent of compilation and sharding."""
     with use_impl(block, "bmm"):
         modules = {plain_key(path): module for path, module in block.named_modules()}
         return {
@@ -208,21 +209,21 @@ def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 def insert_saved_(model: nn.Module, saved: Saved, makers: Mapping[str, Callable[..., nn.Module]]) -> None:
-    """Insert new blocks like those of a file; their values are not loaded yet.
+    """Insert blocks with the classes and options in a file, without their weights.
 
     Args:
-        model: a network with nothing inserted.
+        model: a network without inserted blocks.
         saved: content of the file.
-        makers: functions that build the blocks, by the names of the classes.
+        makers: functions that build the blocks, by class name.
     """
-    # A compiled layer has two paths, its own and that of its wrapper, which runs no hooks.
+    # A compiled layer has two paths, with and without its wrapper. The wrapper does not run hooks.
     paths = {plain_key(path): path for path, _ in model.named_modules(remove_duplicate=False)}
     records = [relocate(record, lambda path: paths.get(path, path)) for record in saved.blocks]
     insertion.attach_records_(model, records, makers)
 
 
 def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlock:
-    """Return the record of a block for a network whose modules have other paths, with or without wrappers."""
+    """Return the record of a block for a network with other module paths, because of added or removed wrappers."""
     owner, child = locate_block(record)
     site, owner = rename(record.site), rename(owner)
     held = f"{owner}.{child}".removeprefix(f"{site}.")
@@ -234,12 +235,12 @@ def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlo
 def find_makers(
     saved: Saved, path: Path, block: Callable[..., nn.Module] | None
 ) -> dict[str, Callable[..., nn.Module]]:
-    """Return the functions that build the blocks of a file, by the names of the classes."""
+    """Return the functions that build the blocks of a file, by class name."""
     names = sorted({record.block for record in saved.blocks})
     foreign = [name for name in names if name not in (*BLOCKS, *TIMM_BLOCKS)]
     if foreign and block is None:
-        what = f"{', '.join(foreign)}, which is no block of this library"
-        raise CheckpointError(f"{path} holds {what}: give its class, block={foreign[0]}")
+        what = f"{', '.join(foreign)}, which is not a block of this library"
+        raise CheckpointError(f"{path} contains {what}. Pass the class: block={foreign[0]}")
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
     return {name: limit_shapes(get_maker(block if name in foreign else name), shapes) for name in names}
@@ -248,13 +249,16 @@ def find_makers(
 def limit_shapes(
     make: Callable[..., nn.Module], shapes: Collection[tuple[str, tuple[int, ...]]]
 ) -> Callable[..., nn.Module]:
-    """Let ``make`` build a block only if the file has tensors of its names and shapes: options can ask for any size."""
+    """Return a ``make`` that builds a block only if the file has tensors of its names and shapes.
+
+    Otherwise the options in a file could cause allocations of any size.
+    """
 
     @wraps(make)
     def make_limited(channels: int, **options: Any) -> nn.Module:
         state = make_block(make, channels, **{**options, "device": "meta"}).state_dict()
         if other := [f"{key} {(*value.shape,)}" for key, value in state.items() if (key, value.shape) not in shapes]:
-            raise CheckpointError(f"the block made here and the saved ones differ in {shorten(other)}")
+            raise CheckpointError(f"created and saved blocks differ in {shorten(other)}")
         return make_block(make, channels, **options)
 
     return make_limited

@@ -1,4 +1,4 @@
-"""Load checkpoints into a model: compare them completely first, and load them only if they fit."""
+"""Load checkpoints into a model, after a complete comparison of both."""
 
 from __future__ import annotations
 
@@ -37,43 +37,40 @@ def load_checkpoint(
 ) -> LoadReport:
     r"""Load a checkpoint file into a model, before or after blocks are inserted.
 
-    Tables of relative positions for another size of feature map are resized to the model's. Tensors of a module that
-    :func:`vision_attn.replace_` took out are loaded into that module, which ``remove_`` puts back.
+    Tables of relative positions are resized to the feature maps of the model. Tensors of a module that was replaced by
+    :func:`vision_attn.replace_` are loaded into the original module, which ``remove_`` restores.
 
-    Reads ``.safetensors``, and what ``torch.save`` writes (``.pt``, ``.pth``, ``.th``, …) without running any code from
-    it. Weights are found at the top of the file or under ``state_dict``, ``model`` and the like. The parts of names
-    that parallel, compiled, sharded and checkpointed layers add (``module.``, ``_orig_mod.``, …) are ignored, and a
-    prefix under which all of the model's tensors are found is removed. A name that ends in a hash, as torch.hub's
-    ``resnet18-f37072fd.pth``, must be that of the file.
+    ``.safetensors`` files and files of ``torch.save`` (``.pt``, ``.pth``, ``.th``, …) are read without running code.
+    Weights are found at the top level of the file or under an entry such as ``state_dict`` or ``model``. Parts that
+    wrappers add to the keys (``module.``, ``_orig_mod.``, …) are ignored. A prefix is removed if the checkpoint
+    contains all tensors of the model under it. A hash in the file name, such as ``resnet18-f37072fd.pth``, is verified.
 
-    The parameters of the model may be sharded by FSDP2 (``fully_shard``): call it on every process.
+    If the model is sharded by FSDP2 (``fully_shard``), call this function on every process.
 
     Args:
         model: the network; it changes only if the checkpoint fits.
-        path: the file, or a folder as Hugging Face and timm write them, in shards or not.
-        strict: refuse a checkpoint unless only complete inserted blocks (and ``skip``) are missing, no key is
-            unexpected, every shape fits, and no block had other heads, another pattern, position or scale. Otherwise
-            load what fits and report the rest.
+        path: a checkpoint file, or a folder in the layout of Hugging Face or timm, with or without shards.
+        strict: raise an error if keys are missing or unexpected, shapes differ, or blocks are configured differently.
+            Inserted blocks and ``skip`` may be missing. With False, load the keys that fit and report all others.
         ema: load the moving average of the weights.
-        skip: globs on keys that keep the model's values whatever the checkpoint holds: ``["fc.*"]`` for a new head.
-        prefix: load only keys that begin with this prefix, ``"backbone."``, and ignore all others. By default it is
-            found, and a checkpoint in which several prefixes fit is refused.
-        rename: for a checkpoint of the same network with other names: pairs of a regular expression and its
-            replacement, applied in order to the keys (without ``prefix``), as in ``[(r"^head\.fc\.", "fc.")]``; or the
-            name of a preset: ``"efficientnet-pytorch"`` converts the names of that package to timm's.
-        adapt_input_conv: convert the weight of the first convolution to the model's number of input channels, as timm
-            does: from 3 channels to any number, or from 1.
+        skip: globs on keys that keep the values of the model: ``["fc.*"]`` for a new classifier.
+        prefix: load only keys with this prefix, such as ``"backbone."``. By default, the prefix is detected, and an
+            error is raised if several prefixes fit.
+        rename: pairs of a regular expression and its replacement, applied in order to the keys (without ``prefix``), as
+            in ``[(r"^head\.fc\.", "fc.")]``, or the name of a preset. ``"efficientnet-pytorch"`` converts the keys of
+            that package to keys of timm.
+        adapt_input_conv: convert the weight of the first convolution to the input channels of the model, as in timm.
+            This is supported if the checkpoint has 1 or 3 channels, or the model has 1.
 
     Returns:
-        A report of ``loaded``, ``new``, ``missing``, ``unexpected``, ``mismatched``, ``resampled``, ``adapted``,
-        ``replaced`` and ``aside`` keys, of where in the file the weights were, and of blocks that are configured
-        differently (``differing``) or whose configuration is not in the file (``unchecked``).
+        A report of the keys, of the source of the weights in the file, and of blocks that are configured differently or
+        whose configuration is not in the file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the model is on the meta device or lazy, ``skip`` matches none of its keys, or ``rename`` is wrong.
-        CheckpointError: the file is damaged, would run code, holds no weights, or does not fit; the message names the
-            keys and the remedy.
+        FileNotFoundError: the file does not exist.
+        ValueError: the model is on the meta device or lazy, ``skip`` matches no key, or ``rename`` is invalid.
+        CheckpointError: the file is damaged, requires code, contains no weights, or does not fit the model. The message
+            names the keys and a remedy.
 
     >>> import tempfile, torch
     >>> file = Path(tempfile.mkdtemp()) / "linear.pth"
@@ -97,11 +94,11 @@ def load_checkpoint(
 
 
 class Target:
-    """The tensors of a model that a checkpoint can have values for, by their names in the network without wrappers.
+    """The tensors of a model that a checkpoint can contain, by their keys in the network without wrappers.
 
     Args:
         model: the network.
-        skip: globs on keys that keep the model's values.
+        skip: globs on keys that keep the values of the model.
     """
 
     def __init__(self, model: nn.Module, skip: str | Iterable[str]) -> None:
@@ -111,38 +108,39 @@ class Target:
         }
         #: tensors of the model
         self.state: dict[str, Any] = {plain_key(key): value for key, value in state_dict.items()}
-        #: the same, and those of the modules that ``replace_`` took out
+        #: tensors of the model, and of the modules that were replaced by ``replace_``
         self.tensors: dict[str, Any] = (
             self.state | {key: value for part in removed for key, value in part.items()} | self.state
         )
         blocks = [set(map(plain_key, keys)) for keys in keys_by_site(model).values()]
         self.block_keys: set[str] = set[str]().union(*blocks)
-        # torch before 0.4.1 had no counters of batches.
+        # torch before 0.4.1 had no batch counters.
         counters = [{key} for key in self.tensors if key.endswith("num_batches_tracked")]
-        #: groups of keys of which a checkpoint has all or none
+        #: groups of keys; a checkpoint must contain all keys of a group or none
         self.groups: list[set[str]] = [*blocks, *(part.keys() - self.state.keys() for part in removed), *counters]
         self.skip: list[str] = [plain_key(glob) for glob in as_list("skip", skip, "globs on keys", single=str)]
         self.skipped: set[str] = match_keys("skip", self.skip, self.tensors)
         optional = self.skipped.union(*self.groups)
-        #: tensors that every checkpoint of the network has
+        #: tensors that every checkpoint of the network must contain
         self.required: dict[str, Any] = {key: value for key, value in self.tensors.items() if key not in optional}
 
 
 def replaced_tensors(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Return the tensors of each module that ``replace_`` took out, by all names that it will have again."""
+    """Return the tensors of each module that was replaced by ``replace_``, by all of their original keys."""
     kept = {id(model.get_submodule(site)): old.state_dict() for site, old in replaced_modules(model).items()}
     paths = [(path, kept.get(id(module))) for path, module in model.named_modules(remove_duplicate=False)]
     return [{plain_key(f"{path}.{key}"): value for key, value in old.items()} for path, old in paths if old is not None]
 
 
 def refuse_without_values(model: nn.Module) -> None:
-    """Raise for a model on the meta device, or with lazy parameters that a first forward creates."""
+    """Raise an error for a model on the meta device or with lazy parameters."""
     if any(isinstance(value, Tensor) and (is_lazy(value) or value.is_meta) for value in model.state_dict().values()):
-        raise ValueError("model has tensors without values: use model.to_empty(device=…), or a first forward if lazy")
+        remedy = "Call model.to_empty(device=…), or run a forward pass to initialize lazy modules"
+        raise ValueError(f"model has tensors without values. {remedy}")
 
 
 def convert_tensors(model: nn.Module, own: Tensors, saved: Tensors, adapt_input_conv: bool) -> dict[str, Tensor]:
-    """Resize tables of positions to the model's feature maps, and convert the first convolution on request."""
+    """Resize position tables to the feature maps of the model, and convert the first convolution if requested."""
     converted = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, table in module.named_parameters(recurse=False) if isinstance(module, PositionEncoding) else ():
@@ -152,7 +150,7 @@ def convert_tensors(model: nn.Module, own: Tensors, saved: Tensors, adapt_input_
             if not fits and (resized := module.resize_pos_embed(name, value)) is not None:
                 converted[key] = resized
     convolutions = [key for key, shapes in compare_shapes(own, saved).items() if is_convertible(*shapes)]
-    for key in convolutions[: int(adapt_input_conv)]:  # as timm's function of this name
+    for key in convolutions[: int(adapt_input_conv)]:  # same conversion as timm's adapt_input_conv
         weight, channels, count = saved[key], saved[key].shape[1], own[key].shape[1]
         repeated = torch.cat([weight] * math.ceil(count / channels), 1)[:, :count] * (channels / count)
         converted[key] = weight.sum(1, keepdim=True) if count == 1 else repeated
@@ -162,12 +160,12 @@ def convert_tensors(model: nn.Module, own: Tensors, saved: Tensors, adapt_input_
 def compare(
     target: Target, saved: Tensors, converted: Tensors, arguments: Arguments, source: Mapping[str, Any]
 ) -> LoadReport:
-    """Compare the tensors of a checkpoint, some of them converted, with those of the model."""
+    """Compare the tensors of a checkpoint, including converted tensors, with the model."""
     own = target.tensors
     for key in own.keys() & saved.keys():
         if (theirs := get_kind(saved[key])) != (ours := get_kind(own[key])):
-            kinds = f"{key} is {theirs} there and {ours} in the model"
-            raise CheckpointError(f"{source['path']} has other types of numbers: {kinds}")
+            kinds = f"{key} is {theirs} in the checkpoint and {ours} in the model"
+            raise CheckpointError(f"{source['path']} has tensors of another dtype: {kinds}")
     mismatched = compare_shapes(own, {**saved, **converted})
     fitting = [key for key in saved if key in own and key not in mismatched]
     absent = set[str]().union(*(keys for keys in target.groups if keys.isdisjoint(saved)))
@@ -184,44 +182,44 @@ def compare(
         resampled=compare_shapes(converted, saved),
         replaced=tuple(key for key in fitting if key not in target.state),
         differing=compare_arguments({path: target.arguments[path] for path in blocks}, arguments),
-        unchecked=tuple(path or "the block" for path in blocks if path not in arguments),
+        unchecked=tuple(path or "the model" for path in blocks if path not in arguments),
     )
 
 
 def compare_shapes(own: Tensors, saved: Tensors) -> Shapes:
-    """Return the shapes of tensors that have another shape in the model than in the checkpoint."""
+    """Return the shapes of tensors whose shapes in the model and in the checkpoint differ."""
     shapes = {key: (tuple(own[key].shape), tuple(saved[key].shape)) for key in own if key in saved}
     return {key: (ours, theirs) for key, (ours, theirs) in shapes.items() if ours != theirs}
 
 
 def get_kind(tensor: Tensor) -> str:
-    return "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "whole-number"
+    return "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "integer"
 
 
 def explain_refusal(report: LoadReport, model: nn.Module, target: Target, saved: Tensors) -> CheckpointError:
-    """Return the error about a checkpoint that does not fit, with the remedy."""
+    """Return the error for a checkpoint that does not fit the model, with remedies."""
     hint = rename_hint(saved, target.required) if report.missing else ""
     if not (report.loaded or report.replaced):
-        keys = f"the model has {shorten(target.tensors)}; the checkpoint has {shorten(saved)}"
-        hint = hint or 'If the network is a part of it, name the part: prefix="backbone."'
-        return CheckpointError(f"{report.path} is of another architecture; {keys}. {hint}")
-    what = f"{report.path} does not fit the model {type(model).__name__}, nothing was loaded."
+        keys = f"the model has the keys {shorten(target.tensors)}; the checkpoint has {shorten(saved)}"
+        hint = hint or 'If the checkpoint contains the network under a prefix, pass it, as in prefix="backbone."'
+        return CheckpointError(f"{report.path} is for another architecture: {keys}. {hint}")
+    what = f"{report.path} does not fit the model {type(model).__name__}. Nothing was loaded."
     remedy = [hint] if hint else remedies(report, [plain_key(path) for path, _ in model.named_modules()])
     return CheckpointError(what, *str(report).split("\n")[1:], *remedy)
 
 
 @torch.no_grad()
 def copy_all_(values: Sequence[tuple[Any, Tensor]]) -> None:
-    """Copy values into tensors, all of them or none."""
+    """Copy values into tensors; restore all tensors if a copy fails."""
     before = [tensor.clone() for tensor, _ in values]
     try:
         for tensor, value in values:
-            if hasattr(tensor, "device_mesh"):  # sharded by FSDP2, from the file that each process has read
+            if hasattr(tensor, "device_mesh"):  # sharded by FSDP2; each process has read the complete file
                 from torch.distributed.tensor import distribute_tensor
 
                 value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
             tensor.copy_(value)
-    except BaseException:  # a tensor that cannot be written, or Ctrl-C between two
+    except BaseException:  # for example a read-only tensor, or Ctrl-C between two copies
         for (tensor, _), value in zip(values, before, strict=True):
             tensor.copy_(value)
         raise

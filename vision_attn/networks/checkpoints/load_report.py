@@ -1,4 +1,4 @@
-"""The report of a loaded checkpoint, and remedies for one that does not fit."""
+"""Report of a loaded checkpoint, and remedies for a checkpoint that does not fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from vision_attn.networks.insertion import CHILD
 from vision_attn.text import Report, escaped, shorten
 
-#: Entries under which training scripts keep the moving average of the weights.
+#: Entries under which training scripts save the moving average of the weights.
 EMA_ENTRIES = ("model_ema", "state_dict_ema", "ema")
 
 #: key -> (shape in the model, shape in the checkpoint)
@@ -19,63 +19,59 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 class LoadReport(Report):
     """Report of the tensors of a checkpoint that were loaded into a model; prints as a summary.
 
-    ``new`` are keys of the model that the checkpoint cannot have: those of inserted blocks and of ``skip``; ``missing``
-    are keys that it should have. If it has a part of a block, it should have all of the block.
-
     >>> print(LoadReport("net.pth", "", ("fc.weight",), new=(), missing=("fc.bias",), unexpected=(), mismatched={}))
     1 tensor loaded from net.pth
-    1 missing in the checkpoint: fc.bias
+    1 key missing from the checkpoint: fc.bias
     """
 
-    #: the file
+    #: path of the file
     path: str
-    #: the entry of the file with the weights; "" if the weights are at the top of the file
+    #: entry of the file with the weights; empty if the weights are at the top level
     entry: str
     #: keys that were loaded
     loaded: tuple[str, ...]
-    #: the model's keys that the checkpoint cannot have
+    #: keys of the model that the checkpoint is not expected to contain: of inserted blocks and of ``skip``
     new: tuple[str, ...]
-    #: the model's keys that the checkpoint should have
+    #: keys of the model that the checkpoint should contain, including the other keys of a partly saved block
     missing: tuple[str, ...]
     #: keys of the checkpoint that the model does not have
     unexpected: tuple[str, ...]
-    #: key -> (shape in the model, shape in the checkpoint)
+    #: key -> (shape in the model, shape in the checkpoint), for keys that were not loaded
     mismatched: Shapes
-    #: tables of positions that were resized, and the first convolution if it was converted to other input channels;
-    #: shapes as above
+    #: key -> (shape in the model, shape in the checkpoint), for resized position tables and a converted convolution
     resampled: Shapes = field(default_factory=dict)
-    #: loaded keys of modules that ``replace_`` took out and ``remove_`` puts back
+    #: keys that were loaded into modules that were replaced by ``replace_``, and that ``remove_`` restores
     replaced: tuple[str, ...] = ()
     #: other entries of the file with weights
     others: tuple[str, ...] = ()
-    #: prefix that was removed from the names of all weights: ``"backbone."``
+    #: prefix that was removed from the keys, such as ``"backbone."``
     prefix: str = ""
-    #: keys that were ignored because they do not begin with the prefix
+    #: keys that were ignored because they do not start with the prefix
     aside: tuple[str, ...] = ()
-    #: blocks that had other heads, another pattern, position or scale, in words; only ``strict=False`` accepts them
+    #: descriptions of blocks with another configuration, which are accepted only with ``strict=False``
     differing: tuple[str, ...] = ()
-    #: blocks that were loaded and whose heads and patterns are not in the file
+    #: blocks that were loaded without a comparison, because their configuration is not in the file
     unchecked: tuple[str, ...] = ()
 
     def parts(self) -> list[str]:
         source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
-        hint = "" if set(self.others).isdisjoint(EMA_ENTRIES) else " (ema=True takes the moving average)"
+        hint = "" if set(self.others).isdisjoint(EMA_ENTRIES) else " (ema=True loads the moving average)"
         titles = (
-            ("loaded into modules that are replaced", self.replaced),
-            ("left aside", self.aside),
-            ("new by design", self.new),
-            ("missing in the checkpoint", self.missing),
-            ("unexpected in the checkpoint", self.unexpected),
-            ("converted to the model's shape", format_shapes(self.resampled)),
-            ("of another shape", format_shapes(self.mismatched)),
-            ("configured differently", self.differing),
+            ("key", "loaded into replaced modules", self.replaced),
+            ("key", "without the prefix ignored", self.aside),
+            ("key", "new by design", self.new),
+            ("key", "missing from the checkpoint", self.missing),
+            ("key", "unexpected in the checkpoint", self.unexpected),
+            ("tensor", "converted to the shape in the model", format_shapes(self.resampled)),
+            ("tensor", "with another shape", format_shapes(self.mismatched)),
+            ("block", "configured differently", self.differing),
         )
         lines = (
             f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}",
-            self.others and f"not taken: the weights under {', '.join(self.others)}{hint}",
-            self.prefix and f"prefix {self.prefix!r} taken off",
-            *(keys and f"{len(keys)} {title}: {shorten(keys)}" for title, keys in titles),
-            self.unchecked and f"heads and pattern not compared, not in the file: {shorten(self.unchecked)}",
+            self.others and f"other weights in the file, not loaded: {', '.join(self.others)}{hint}",
+            self.prefix and f"prefix {self.prefix!r} removed from the keys",
+            *(x and f"{len(x)} {noun}{'s' * (len(x) != 1)} {title}: {shorten(x)}" for noun, title, x in titles),
+            self.unchecked and f"not compared, because the file has no configuration: {shorten(self.unchecked)}",
         )
         return [str(line) for line in lines if line]
 
@@ -85,45 +81,47 @@ def format_shapes(shapes: Shapes) -> list[str]:
 
 
 def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
-    """Suggest what to do about a checkpoint that does not fit a model with these modules."""
+    """Yield remedies for a checkpoint that does not fit a model with these modules."""
     sites = ", ".join(map(repr, find_sites(report.unexpected, modules)))
     lost = dict.fromkeys(key.rpartition(".")[0] for key in report.missing)
     replaced = ", ".join(repr(site) for site in lost if any(k.startswith(f"{site}.attn.") for k in report.unexpected))
     shapes = dict(report.mismatched)
     for key in [key for key, pair in shapes.items() if is_convertible(*pair)][:1]:
         own, other = shapes.pop(key)
-        remedy = f"make a model with in_chans={other[1]}, or convert its weights with adapt_input_conv=True"
-        yield f"It was trained for {other[1]} input channels and the model has {own[1]}: {remedy}."
+        remedy = f"Create the model with in_chans={other[1]}, or convert the weights with adapt_input_conv=True"
+        yield f"The checkpoint has {other[1]} input channels, the model has {own[1]}. {remedy}."
     heads = {key.rpartition(".")[0] for key, (own, other) in shapes.items() if own[1:] == other[1:]}
     if report.differing:
-        yield "Insert the blocks with the options in the file; strict=False loads the weights into these blocks."
+        yield "Insert the blocks with the options in the checkpoint, or load the weights anyway with strict=False."
     elif sites or replaced:
         if sites:
-            yield f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first."
+            yield f"The checkpoint has blocks inserted at {sites}. Call va.insert_(model, names=[{sites}]) first."
         if replaced:
-            yield f"It was saved with attention in the place of {replaced}: replace_(model, names=[{replaced}]) first."
+            call = f"va.replace_(model, names=[{replaced}])"
+            yield f"The checkpoint has attention instead of {replaced}. Call {call} first."
     elif any(".position." in f".{key}" for key in shapes):
-        yield 'Give the block the feat_size and pattern it was trained with, or keep new tables: skip=["*position.*"].'
+        remedy = 'or keep the position tables of the model with skip=["*position.*"]'
+        yield f"Create the block with the feat_size and pattern of the checkpoint, {remedy}."
     elif len(heads) == 1 and len(shapes) <= 2 and not report.missing and not report.unexpected:
         (own, other), *_ = shapes.values()
-        skip = f'keep a new head with skip=["{heads.pop()}.*"], which is --reset-head on the command line'
-        remedy = f"make a model of {other[0]} classes, or {skip}"
-        yield f"It was trained for {other[0]} classes and the model has {own[0]}: {remedy}."
+        skip = f'keep the classifier of the model with skip=["{heads.pop()}.*"] (--reset-head on the command line)'
+        remedy = f"Create the model with {other[0]} classes, or {skip}"
+        yield f"The checkpoint has {other[0]} classes, the model has {own[0]}. {remedy}."
     elif report.missing or report.unexpected or shapes:
-        names = 'rename=[(r"^pattern", "replacement"), …] gives its tensors other names'
-        yield f"If it is the right file for this model, {names}, and strict=False loads what fits."
+        names = 'rename its keys with rename=[(r"^pattern", "replacement"), …]'
+        yield f"If the checkpoint is for this model, {names}, or load only the keys that fit with strict=False."
 
 
 def is_convertible(own: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return True for the weights of two convolutions of which one can be converted to the other's input channels."""
+    """Return True if a convolution weight can be converted to the input channels of the model."""
     convertible = len(own) > 2 and own[1] != other[1] and (own[1] == 1 or other[1] in (1, 3))
     return convertible and (own[0], *own[2:]) == (other[0], *other[2:])
 
 
 def find_sites(keys: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Find the modules at which blocks were inserted, from the keys of a state dict.
+    """Return the modules at which blocks were inserted, given the keys of a state dict.
 
-    The block may belong to a module around or inside that of the site, under a name that contains the site.
+    A block can be a child of a parent or of a submodule of its site. Its name then contains the site.
     """
     spelled = {name.replace(".", "_"): name for name in modules}
     sites: dict[str, None] = {}

@@ -1,6 +1,6 @@
-"""Options of blocks as Python code, read back without running it, and the arguments of blocks in state dicts.
+"""Convert options of blocks to Python code and back, and compare the arguments of blocks in state dicts.
 
-The code consists of literals, and of patterns and position encodings with literal arguments.
+The code consists of literals, and of patterns and position encodings with literal arguments. It is parsed, not run.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from vision_attn.attention.position import AbsPos, ConditionalPos, RelPosDecompo
 
 PATTERNS = (Window, Grid, Halo, Neighborhood, Pattern)
 POSITIONS = (RelPosDecomposed, RelPosTable, AbsPos, Rope2d, ConditionalPos, SinCos)
-#: The only names in code.
+#: The names that are allowed in the code.
 SPECIFICATIONS: dict[str, Callable[..., Any]] = {cls.__name__: cls for cls in (*PATTERNS, *POSITIONS)}
 
 #: path of a block -> {argument: code}
 Arguments = Mapping[str, Mapping[str, str]]
 
-#: Largest number of characters of code: parsing takes a hundred times as many bytes.
+#: Largest number of characters of the code. Parsing needs about a hundred times as many bytes of memory.
 MAX_LENGTH = 10_000
 
 
 def to_code(name: str, value: object) -> str:
-    """Return the code of an option's value.
+    """Return the value of an option as code.
 
     >>> to_code("pattern", Window(7, shift=3))
     'Window(size=7, shift=3)'
@@ -38,29 +38,27 @@ def to_code(name: str, value: object) -> str:
     except ValueError:
         again = NotImplemented
     if type(again) is not type(value) or repr(again) != code:
-        plain = "numbers, texts, True, False, None, tuples, lists and dictionaries of them"
-        raise ValueError(
-            f"{name}={code} cannot be written down: options must be {plain}, or {', '.join(SPECIFICATIONS)}"
-        )
+        plain = "numbers, strings, True, False, None, tuples, lists and dictionaries of these values"
+        raise ValueError(f"{name}={code} cannot be saved: options must be {plain}, or {', '.join(SPECIFICATIONS)}")
     return code
 
 
 def from_code(code: str) -> Any:
-    """Return the value of such code.
+    """Return the value of code.
 
     >>> from_code("{'pattern': Window(size=7, shift=3), 'heads': -1}")
     {'pattern': Window(size=7, shift=3), 'heads': -1}
     """
     if len(code) > MAX_LENGTH:
-        raise ValueError(f"{code[:80]!r}… is not the code of a value: it has more than {MAX_LENGTH:,} characters")
+        raise ValueError(f"{code[:80]!r}… is not a valid value: it has more than {MAX_LENGTH:,} characters")
     try:
         return eval_node(ast.parse(code, mode="eval").body)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{code[:200]!r} is not the code of a value: {error}") from error
+        raise ValueError(f"{code[:200]!r} is not a valid value: {error}") from error
 
 
 def from_word(word: str) -> Any:
-    """Parse a value from the command line: names and einx expressions without quotes, all else as code.
+    """Parse a value from the command line: names and einx expressions need no quotes, other values are code.
 
     >>> from_word("rows"), from_word("Grid(7)"), from_word("b n d h w -> (b w) n h d"), from_word("0.5")
     ('rows', Grid(size=7), 'b n d h w -> (b w) n h d', 0.5)
@@ -89,7 +87,7 @@ def eval_node(node: ast.expr) -> Any:
 
 
 def get_arguments(state: object) -> Arguments:
-    """Return the arguments of the attention blocks in a state dict, by their paths.
+    """Return the arguments of the attention blocks in a state dict, by path.
 
     >>> from vision_attn.attention.blocks import Attention2d
     >>> get_arguments(Attention2d(8, 2, pattern=Window(7)).state_dict())
@@ -100,27 +98,27 @@ def get_arguments(state: object) -> Arguments:
 
 
 def check_arguments(arguments: Any) -> Arguments:
-    """Return the arguments of blocks in a file; raise unless paths, names and values are text."""
+    """Return the arguments of blocks; raise an error unless paths, names and values are strings."""
     for path, values in arguments.items():
         if not all(isinstance(text, str) for text in (path, *values, *values.values())):
-            raise ValueError("an argument of a block is not text")
+            raise ValueError("an argument of a block is not a string")
     return dict(arguments)
 
 
 def compare_arguments(ours: Arguments, theirs: Arguments) -> tuple[str, ...]:
-    """Describe the differences between the blocks of a model and those of a file, at the paths that both have.
+    """Describe the differences between the blocks of a model and of a checkpoint, at the paths that both have.
 
     >>> compare_arguments({"attn": {"num_heads": "2"}}, {"attn": {"num_heads": "4", "scale": "0.5"}})
-    ('attn has num_heads=4 in the file and 2 in the model, scale=0.5 in the file and its default in the model',)
+    ('attn: num_heads=4 in the checkpoint, 2 in the model; scale=0.5 in the checkpoint, default in the model',)
     """
     differences = []
     for path in sorted(ours.keys() & theirs.keys()):
         here, there = ours[path], theirs[path]
         values = [
-            f"{name}={there.get(name, 'its default')} in the file and {here.get(name, 'its default')} in the model"
+            f"{name}={there.get(name, 'default')} in the checkpoint, {here.get(name, 'default')} in the model"
             for name in {**here, **there}
             if here.get(name) != there.get(name)
         ]
         if values:
-            differences.append(f"{path or 'the block'} has {', '.join(values)}")
+            differences.append(f"{path}: ".removeprefix(": ") + "; ".join(values))
     return tuple(differences)

@@ -1,12 +1,12 @@
-"""Conversion of the attention of other libraries to blocks with the same weights.
+"""Convert attention layers of other libraries to blocks with the same weights.
 
-``from_layer`` returns a block for a layer; :mod:`.swap` lets blocks compute the attention inside a network. Both read
-one table of layers. Options that a block does not support are refused by name, and each block is compared with its
-layer on random weights first.
+``from_layer`` returns a block for a layer. :mod:`.swap` runs the attention modules of a network through blocks. Both
+use the same table of layers. Unsupported options raise an error that names the option, and each block is first compared
+with its layer on random weights.
 """
 
 from vision_attn.errors import ConversionError
-from vision_attn.networks.convert import keras_layers, other_layers, timm_layers  # noqa: F401 - they fill the table
+from vision_attn.networks.convert import keras_layers, other_layers, timm_layers  # noqa: F401 - these modules fill the table
 from vision_attn.networks.convert.layers import from_layer, to_timm_attention, to_torch_mha
 
 __all__ = ["ConversionError", "from_layer", "to_timm_attention", "to_torch_mha"]

@@ -1,8 +1,8 @@
-"""Einsum equations of attention for tensors of any rank, and the pattern that attention along some axes is.
+"""Einsum equations of attention for tensors of any rank, and the attention pattern for a choice of axes.
 
-Keras writes its ``MultiHeadAttention`` so, one letter of the alphabet an axis: these are Keras's letters, letter for
-letter, and not those of this package. Tensors are ``(batch, <axes>, channels)`` before the projection and ``(batch,
-<axes>, heads, width)`` after it, whatever the number of axes.
+The equations are the ones that Keras generates for ``MultiHeadAttention``, with one letter of the alphabet per axis.
+The letters are the letters of Keras, not the axis names of this package. Tensors have the shape ``(batch, <axes>,
+channels)`` before the projection and ``(batch, <axes>, heads, width)`` after it, with any number of axes.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ __all__ = ["attention_equations", "attention_pattern", "projection_equation"]
 
 
 def projection_equation(free_dims: int, bound_dims: int, output_dims: int) -> tuple[str, str, int]:
-    """The equation of a projection that contracts the last axes of its input.
+    """Return the einsum equation of a projection that contracts the last axes of its input.
 
     ``<free> <bound>, <bound> <output> -> <free> <output>``
 
     Args:
-        free_dims: axes of the input that stay: batch and positions.
-        bound_dims: axes that are contracted: channels, or heads and width.
-        output_dims: axes that take their place: heads and width, or channels.
+        free_dims: number of input axes that are kept: batch and positions.
+        bound_dims: number of contracted axes: channels, or heads and width.
+        output_dims: number of new axes: heads and width, or channels.
 
     Returns:
-        The equation, the axes of its bias, and the rank of its output.
+        The equation, the axes of the bias, and the rank of the output.
 
     Raises:
-        ValueError: more axes than letters.
+        ValueError: there are more axes than letters.
 
     Source: Keras, ``keras.layers.MultiHeadAttention``, https://keras.io/api/layers/attention_layers/multi_head_attention/
 
-    From channels to heads and width:
+    Projection from channels to heads and width:
 
     >>> projection_equation(free_dims=2, bound_dims=1, output_dims=2)
     ('abc,cde->abde', 'de', 4)
@@ -46,26 +46,27 @@ def projection_equation(free_dims: int, bound_dims: int, output_dims: int) -> tu
 
 
 def attention_equations(rank: int, attention_axes: Sequence[int]) -> tuple[str, str, int]:
-    """The two equations of attention along some axes; all other axes but the last are batch axes.
+    """Return the two einsum equations of attention along some axes.
 
-    ``logits = einsum(first, k, q)`` and ``y = einsum(second, weights, v)`` with queries, keys and values ``(batch,
-    <axes>, heads, width)``, and weights ``(<batch axes>, <query axes>, <key axes>)``, where heads are a batch axis.
+    The equations are for ``logits = einsum(first, k, q)`` and ``y = einsum(second, weights, v)``. Queries, keys and
+    values have the shape ``(batch, <axes>, heads, width)``. The weights have the shape ``(<batch axes>, <query axes>,
+    <key axes>)``. All axes that are not attended, including heads, are batch axes.
 
     Args:
-        rank: number of axes of the queries, heads and width among them.
-        attention_axes: axes along which is attended, at least one, none of them batch, heads or width; negative ones
-            count from the width, whereas those of a layer of Keras, and of :func:`attention_pattern`, count on the
-            input, which has one axis less.
+        rank: number of axes of the queries, including heads and width.
+        attention_axes: the attended axes, at least one, without batch, heads and width. Negative axes count from the
+            width. In contrast, negative axes of a Keras layer and of :func:`attention_pattern` refer to the input,
+            which has one axis less.
 
     Returns:
         Both equations, and the rank of the weights.
 
     Raises:
-        ValueError: no such axes, or more axes than letters.
+        ValueError: the axes do not exist, or there are more axes than letters.
 
     Source: Keras, ``keras.layers.MultiHeadAttention``, https://keras.io/api/layers/attention_layers/multi_head_attention/
 
-    A sequence of tokens, and then the columns of a map:
+    Attention in a sequence of tokens, and in the columns of a feature map:
 
     >>> attention_equations(4, (1,))
     ('aecd,abcd->acbe', 'acbe,aecd->abcd', 4)
@@ -88,17 +89,17 @@ def attention_equations(rank: int, attention_axes: Sequence[int]) -> tuple[str, 
 
 
 def attention_pattern(attention_axes: Sequence[int] | None, rank: int) -> str | Pattern:
-    """The pattern of Keras's ``attention_axes`` on an input ``(batch, <axes>, channels)``.
+    """Return the pattern for Keras's ``attention_axes`` on an input ``(batch, <axes>, channels)``.
 
     Args:
-        attention_axes: axes of the input along which is attended; all when None.
-        rank: number of axes of the input, three to five: that of a map here, which has its channels second.
+        attention_axes: the attended axes of the input; all axes if None.
+        rank: number of axes of the input, from 3 to 5.
 
     Returns:
-        The pattern's name where it has one, else its line.
+        The name of the pattern if it has one, or a :class:`Pattern`.
 
     Raises:
-        ValueError: no such axes, or a rank that no map has.
+        ValueError: the axes do not exist, or the rank is not supported.
 
     >>> attention_pattern((1,), rank=4), attention_pattern((2,), rank=4), attention_pattern(None, rank=4)
     ('columns', 'rows', 'full')
@@ -106,11 +107,11 @@ def attention_pattern(attention_axes: Sequence[int] | None, rank: int) -> str | 
     Pattern('b n d t h w -> (b h) n (t w) d')
     """
     if rank - 2 not in range(1, len(AXES) + 1):
-        raise ValueError(f"rank must be 3, 4 or 5, for maps with one to three axes; got {rank!r}")
+        raise ValueError(f"rank must be 3, 4 or 5, for one to three axes of positions; got {rank!r}")
     if attention_axes is None:
         return "full"
     axes = [axis + rank if axis < 0 else axis for axis in attention_axes]
-    attention_equations(rank + 1, axes)  # checks them: heads come between positions and width
+    attention_equations(rank + 1, axes)  # checks the axes; heads are inserted between positions and width
     names = AXES[-(rank - 2) :]
     chosen = frozenset(names[axis - 1] for axis in axes)
     named = {frozenset("w"): "rows", frozenset("h"): "columns", frozenset(names): "full"}

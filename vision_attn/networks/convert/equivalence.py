@@ -1,9 +1,9 @@
-"""Checks that a block computes the same as the layer it was made from, and refusals of options that no check can see.
+"""Check that a block reproduces the outputs of the layer it was converted from, and reject unsupported options.
 
-A randomized copy of the layer and its block are run on random inputs of two sizes: small inputs reveal a different
-``eps`` of a norm. Shapes cannot distinguish a wrong order of heads from the right one, and a subclass may compute
-anything. The layer's weights could hide a difference (a projection of zeros returns zeros in any order), so the copy
-has random weights.
+Layer and block are compared by running them, because weights of the correct shapes can have the wrong order of heads,
+and a subclass can compute anything. The comparison uses a copy of the layer with random weights: the original weights
+can hide a difference (a projection of zeros returns zeros in any order). It is repeated with inputs of small magnitude,
+which reveal a different ``eps`` of a norm.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from vision_attn.errors import ConversionError
 
-#: Relative to the largest value. Another order of rows differs by all of it, arithmetic in float64 by 1e-15. Only
-#: layers without a float64 kernel are compared in float32.
+#: Largest accepted difference by dtype, relative to the largest value. A wrong order of rows causes a relative
+#: difference of about 1, rounding in float64 one of about 1e-15. float32 is for layers without a float64 kernel.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
-#: Scales of the inputs that both are run on.
+#: Scales of the random inputs.
 SCALES = (1.0, 1e-3)
 
+#: Attributes of a module that contain its hooks.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-#: The ``repr`` of parts and settings without effect.
+#: The ``repr`` of settings and submodules that have no effect.
 NO_EFFECT = ("None", "False", "0", "1", "1.0", "(1, 1)", "Identity()", "'sdpa'")
 
-#: The last step of a check, in error messages.
-BLOCK_STEP = "run by its block"
+#: The last step of a comparison, as named in error messages.
+BLOCK_STEP = "run by a block"
 
 REMEDY = (
-    "is it a subclass with a custom forward, was a part of it replaced, as by an adapter or by quantization, or has it "
-    "an option that no block has? Load its weights into a plain layer of its library, and convert that"
+    "Possible causes are a subclass with a custom forward, a replaced submodule (by an adapter or quantization) or an "
+    "option that blocks do not support. Load the weights into an unmodified layer of the library and convert that layer"
 )
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- rejected layers --------------------------------------------------------------------------------------------------
 
 
 def class_path(kind: type) -> str:
@@ -48,36 +49,36 @@ def class_path(kind: type) -> str:
 
 
 def get_part(module: Any, path: str) -> Any:
-    """Return the part or setting of a module at a dotted path; None if it has none."""
+    """Return the submodule or setting of a module at a dotted path; None if it does not exist."""
     return reduce(lambda part, name: getattr(part, name, None), path.split("."), module)
 
 
 def check_source(module: nn.Module, unsupported: Mapping[str, str]) -> None:
-    """Refuse a layer with unsupported parts, or with hooks, parametrizations or a second mode, which a block lacks."""
+    """Raise an error for a layer with unsupported settings, hooks, parametrizations or submodules in another mode."""
     kind = type(module).__name__
     for name, part in module.named_modules():
         where = f"{kind}.{name}" if name else kind
         if any(getattr(part, hooks) for hooks in HOOKS):
-            raise ValueError(f"{where} has hooks, which a block would not run: remove them, and put them on the block")
+            raise ValueError(f"{where} has hooks, which a block does not run. Remove the hooks first")
         if is_parametrized(part):
-            raise ValueError(f"{where} has parametrizations: call torch.nn.utils.parametrize.remove_parametrizations")
+            raise ValueError(f"{where} has parametrizations. Call torch.nn.utils.parametrize.remove_parametrizations")
         if isinstance(part, (nn.Dropout, nn.MultiheadAttention)) and part.training != module.training:
             modes = f"{kind} with training={module.training} and {where} with training={part.training}"
-            raise ValueError(f"the block has one mode; got {modes}: call .train() or .eval() on all of it first")
+            raise ValueError(f"all modules must be in the same mode: got {modes}. Call .train() or .eval() first")
     check_without(module, unsupported)
 
 
 def check_without(module: object, unsupported: Mapping[str, str]) -> None:
-    """Refuse a layer that has one of these parts or settings, each with a remedy, unless it has no effect."""
+    """Raise an error with a remedy for a layer with an unsupported submodule or setting that has an effect."""
     for path, remedy in unsupported.items():
         value = get_part(module, path)
         if repr(value) not in NO_EFFECT:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"{type(module).__name__}.{path} cannot be carried over: got {got}; {remedy}")
+            raise ValueError(f"{type(module).__name__}.{path} is not supported (got {got}): {remedy}")
 
 
 def get_dropout(module: Any, path: str) -> float:
-    """Return the probability of one of a layer's dropouts, 0 if the layer has none there.
+    """Return the probability of the dropout at a path of a layer; 0 if there is no dropout.
 
     >>> get_dropout(nn.TransformerEncoderLayer(8, 2, dropout=0.25), "dropout1")
     0.25
@@ -86,7 +87,7 @@ def get_dropout(module: Any, path: str) -> float:
     if isinstance(part, (int, float)):
         return part
     if type(part) not in (nn.Dropout, nn.Identity, type(None)):
-        raise ValueError(f"{type(module).__name__}.{path} must drop single elements, as nn.Dropout does; got {part}")
+        raise ValueError(f"{type(module).__name__}.{path} must be nn.Dropout or nn.Identity; got {part}")
     return getattr(part, "p", 0.0)
 
 
@@ -95,9 +96,12 @@ def get_dropout(module: Any, path: str) -> float:
 
 @contextmanager
 def randomized_copy(source: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
-    """Yield a copy in evaluation mode with random weights without gradients, which some kernels require."""
+    """Yield a copy of a layer in evaluation mode, with random weights that do not require gradients.
+
+    Some kernels do not support gradients.
+    """
     copied = copy.deepcopy(source).to("cpu", dtype).requires_grad_(False)
-    copied.eval()  # returns None in some libraries
+    copied.eval()  # not chained: in some libraries, eval() returns None
     parameters = list(copied.parameters())
     with torch.no_grad():
         for parameter, values in zip(parameters, random_like(parameters), strict=True):
@@ -113,18 +117,18 @@ def check_equivalence(
     dtype: torch.dtype = torch.float64,
     **options: bool,
 ) -> float:
-    """Return by how much ``compute(copy, *arguments)`` differs from ``copy(*arguments, **options)``.
+    """Return the largest difference between ``compute(copy, *arguments)`` and ``copy(*arguments, **options)``.
 
-    The difference is relative to the largest value; a difference above rounding raises an error. Other errors become a
-    :class:`ConversionError`, except for a ``ValueError`` of ``compute``, which names its cause.
+    The difference is relative to the largest value. A difference above :data:`TOLERANCE` raises an error. Exceptions
+    are converted to :class:`ConversionError`, except for a ``ValueError`` of ``compute``, which states its own cause.
     """
-    worst, step = 0.0, f"copied, to be run in {dtype}"
+    worst, step = 0.0, f"copied in {dtype}"
     try:
         with torch.inference_mode(False), torch.enable_grad(), make_copy(source, dtype) as copied:
             for scale in SCALES:
-                step = f"run as a layer of its class is, in {dtype}"
+                step = f"run in {dtype} with the arguments of its class"
                 given = example(copied)
-                # One tensor may be several arguments.
+                # The same tensor can be passed as several arguments.
                 scaled = {id(x): scale * x.to(dtype) for x in given if isinstance(x, Tensor)}
                 arguments = [scaled.get(id(x), x) for x in given]
                 expected = get_output(copied(*arguments, **options))
@@ -134,7 +138,7 @@ def check_equivalence(
         if isinstance(error, ConversionError) or (isinstance(error, ValueError) and step == BLOCK_STEP):
             raise
         kind = type(source).__name__
-        raise ConversionError(f"this {kind} cannot be {step} ({type(error).__name__}: {error}): {REMEDY}") from error
+        raise ConversionError(f"{kind} cannot be {step} ({type(error).__name__}: {error}). {REMEDY}") from error
     return worst
 
 
@@ -144,18 +148,17 @@ def get_output(result: Any) -> Tensor:
 
 
 def compare(source: nn.Module, expected: Tensor, got: Tensor) -> float:
-    why = f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
+    reason = f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
     if got.shape == expected.shape:
-        largest, off = expected.abs().max().item(), (got - expected).abs().max().item()
-        if off <= TOLERANCE[expected.dtype] * largest:  # False for NaN
-            return off / largest if largest else 0.0
-        why = f"a difference of {off:.2g} in {expected.dtype} where the largest value is {largest:.2g}"
-    same = f"the block of this {type(source).__name__} does not compute the same as the layer"
-    raise ConversionError(f"{same}, outputs have {why}: {REMEDY}")
+        largest, error = expected.abs().max().item(), (got - expected).abs().max().item()
+        if error <= TOLERANCE[expected.dtype] * largest:  # False for NaN
+            return error / largest if largest else 0.0
+        reason = f"a difference of {error:.2g} in {expected.dtype}, with a largest value of {largest:.2g}"
+    raise ConversionError(f"the converted {type(source).__name__} has different outputs: {reason}. {REMEDY}")
 
 
 def random_like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Draw reproducible random weights, scaled so that a square matrix roughly preserves the norm of vectors."""
+    """Draw reproducible random weights; a square matrix approximately preserves the norm of vectors."""
     generator = torch.Generator("cpu").manual_seed(1)
     draws = [torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu") for x in tensors]
     return [(draw * draw.numel() ** -0.25).to(x) for draw, x in zip(draws, tensors, strict=True)]

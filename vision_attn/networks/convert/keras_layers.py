@@ -1,4 +1,4 @@
-"""Rows of Keras's attention layers: maps have their channels last, and kernels keep heads as an axis."""
+"""Table rows for the attention layers of Keras, which use channels-last inputs and kernels with an axis for heads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vision_attn.networks.convert.row import TABLE, Attend, Projection, Row, inp
 
 
 def get_axes(layer: Any) -> Any:
-    """Return the axes of a layer's maps, as letters of the equation of its projection."""
+    """Return the axes of the input between batch and channels, as letters of the layer's projection equation."""
     if not layer.built:
-        raise ValueError(f"layer must be built, which its first call does: got a {type(layer).__name__}")
+        raise ValueError(f"{type(layer).__name__} must be built: call the layer once on an input first")
     return layer._query_dense.equation.split(",")[0][1:-1]
 
 
 def read_dense(layer: Any, name: str) -> Projection:
-    """Read a kernel ``(c, n, d)``; that of the output is ``(n, d, c)``."""
+    """Return the projection of a kernel ``(c, n, d)``; the output kernel is ``(n, d, c)``."""
     dense = getattr(layer, f"_{name}_dense")
     kernel = dense.kernel.value.flatten(0, 1) if name == "output" else dense.kernel.value.flatten(1)
     return Projection(kernel.T, None if dense.bias is None else dense.bias.value.flatten())
@@ -36,7 +36,7 @@ def keras_weights(layer: Any) -> dict[str, Any]:
 
 @contextmanager
 def randomize_keras(layer: Any, dtype: torch.dtype) -> Iterator[Any]:
-    """Yield the layer itself, which temporarily has this type and random weights."""
+    """Yield the layer itself, temporarily with another dtype and random weights."""
     from keras import StatelessScope
 
     numbers = random_like([weight.value for weight in layer.weights])
@@ -65,7 +65,7 @@ def attend_keras(layer: Any, attend: Attend, query: Tensor, value: Tensor) -> Te
     return attend(query.movedim(-1, 1), None, context).movedim(1, -1)
 
 
-BAND = "make the layer without it, and give the block's forward a mask of this band"
+BAND = "create the layer without it, and pass a mask of this band to the forward pass of the block"
 KERAS = Row(
     weights=keras_weights,
     options={

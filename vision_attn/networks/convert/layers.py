@@ -1,4 +1,4 @@
-"""Conversion of single layers: from other libraries to blocks, and from blocks to layers of other libraries."""
+"""Convert single layers of other libraries to blocks, and blocks to layers of other libraries."""
 
 from __future__ import annotations
 
@@ -16,53 +16,56 @@ from vision_attn.networks.convert.row import find_row, load_weights, run_on_toke
 
 
 def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | AnyPattern | None = None) -> Any:
-    """Convert an attention layer of another library to a block for maps, with copies of its weights.
+    """Convert an attention layer of another library to a block for feature maps, with copies of its weights.
 
-    ``layer(t)`` on the positions of ``x``, row by row, becomes ``block(x)``. The block has the layer's type, device and
-    mode, and the same parameters are trained. The layer does not change. ``docs/convert.md`` lists the layers.
+    ``block(x)`` on a feature map ``x`` equals ``layer(t)`` on its positions ``t`` in row-major order. The block has the
+    dtype, device and mode of the layer, and the same parameters require gradients. The layer does not change.
+    ``docs/convert.md`` lists the supported layers.
 
-    - ``nn.MultiheadAttention``: pass ``~mask``, because torch's bool mask is True where attention is not allowed. With
-      ``kdim`` equal to ``vdim``, call ``block(x, context=y)``.
-    - Swin: maps are padded with zeros to whole windows, which are attended to, as in its network. Positions that a
-      shift brings together do not attend to each other, where the network subtracts 100 from their logits. The small
-      network that computes the biases of version 2 becomes a table, which is trained.
-    - timm's Swin, and MaxViT: the input of the layer is windows or grids, which the block cuts: see ``pattern``.
-    - ``BottleneckAttn`` and ``HaloAttn`` have no output projection: that of the block is the identity, not trained.
-    - Keras, on torch: ``attention_axes`` becomes the pattern, ``use_gate`` the output gate. The layer has to be built.
-      Pass masks to the block's call. The block is in evaluation mode: call ``.train()`` to train it.
+    - ``nn.MultiheadAttention``: pass ``~mask``, because torch's boolean mask is True where attention is not allowed. If
+      ``kdim`` equals ``vdim``, call ``block(x, context=y)``.
+    - Swin: feature maps are padded with zeros to complete windows, and the padding is attended to, as in the network.
+      The block masks pairs of positions that are adjacent only because of the shift; the network subtracts 100 from
+      their logits. The network that computes the position biases of version 2 is replaced by a trainable table.
+    - timm's Swin and MaxViT: the input of the layer is windows or grids. The block partitions the feature map itself;
+      see ``pattern``.
+    - ``BottleneckAttn`` and ``HaloAttn`` have no output projection. The output projection of the block is an identity
+      that is not trained.
+    - Keras with the torch backend: ``attention_axes`` is converted to the pattern, and ``use_gate`` to the output gate.
+      The layer must be built. Pass masks to the call of the block. The block is in evaluation mode.
 
     Args:
         module: the layer.
-        rank: axes of the block's maps, 1, 2 or 3, if the input of the layer is tokens; 2 when None.
-        pattern: how the network cuts the map, if the input of the layer is groups: a :class:`Window` or :class:`Grid`.
-            For maps of one group when None; for Swin, windows without shift.
+        rank: number of axes of the block's feature maps (1, 2 or 3), if the input of the layer is tokens; 2 by default.
+        pattern: a :class:`Window` or :class:`Grid`, if the input of the layer is groups of a feature map. By default,
+            the block is for feature maps of one group, or for Swin has windows without a shift.
 
     Returns:
         :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d`; an :class:`AttentionBlock2d` if the layer
-        adds its input.
+        has a residual connection.
 
     Raises:
-        ValueError: the table has no row for the layer, or the block does not support one of its options.
-        ConversionError: the block does not compute the same as the layer, on random weights and inputs: in float64, or
-            in float32 if the library has no float64 kernel.
+        ValueError: the layer or one of its options is not supported.
+        ConversionError: the outputs of block and layer differ. They are compared on random weights and inputs, in
+            float64, or in float32 if the library has no float64 kernel.
 
     >>> from_layer(nn.MultiheadAttention(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
     """
-    check_type("module", module, nn.Module, "an nn.Module; a layer of Keras is one if KERAS_BACKEND=torch is set first")
+    check_type("module", module, nn.Module, "an nn.Module (Keras layers require KERAS_BACKEND=torch)")
     _, kind, row = find_row(module)
-    swap_only = dict.fromkeys(row.swap_only, "call swap_ instead, which keeps this part of the layer")
+    swap_only = dict.fromkeys(row.swap_only, "call va.swap_ instead, which keeps this part of the layer")
     check_source(module, {**row.unsupported, **swap_only})
     options = {} if row.groups is None else row.groups(module)
     if pattern is not None:
         if row.groups is None or not isinstance(pattern, (Window, Grid)):
-            expected = "None, or a Window or Grid if the input of the layer is groups"
+            expected = "None, or a Window or Grid if the input of the layer is groups of a feature map"
             raise ValueError(f"pattern must be {expected}; got {pattern!r}")
         options["pattern"] = pattern
     if row.axes == "b t c":
         options["rank"] = 2 if rank is None else rank
     elif rank is not None:
-        raise ValueError(f"rank must be None for a {kind.__name__}, whose maps have their own axes; got {rank}")
+        raise ValueError(f"rank must be None for {kind.__name__}, because its class determines the rank; got {rank}")
 
     def compute(copied: Any, x: Tensor, *args: Any) -> Any:
         block = row.make_block(copied).to(row.dtype)
@@ -72,7 +75,7 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
         return run_on_tokens(block, row.rank, x)
 
     check_equivalence(module, compute, row.arguments, row.make_copy, row.dtype, **row.call_options)
-    with torch.inference_mode(False), torch.enable_grad():  # load_weights reads requires_grad
+    with torch.inference_mode(False), torch.enable_grad():  # weights keep requires_grad
         return row.make_block(module, **options)
 
 
@@ -80,16 +83,16 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
 
 
 def to_torch_mha(block: Attention) -> nn.MultiheadAttention:
-    """Convert a block to an ``nn.MultiheadAttention`` on tokens, the positions of the block's map.
+    """Convert a block to an ``nn.MultiheadAttention`` whose tokens are the positions of the feature map.
 
     Args:
-        block: attention over the complete map, in heads of ``channels / num_heads``, without further parts.
+        block: a block with full attention, heads of width ``channels / num_heads`` and no other options.
 
     Returns:
-        The layer, ``batch_first``, with copies of the weights.
+        A layer with ``batch_first=True`` and copies of the weights.
 
     Raises:
-        ValueError: the layer does not support an option of the block.
+        ValueError: the target layer does not support an option of the block.
 
     >>> from vision_attn.attention.blocks import Attention2d
     >>> layer = to_torch_mha(Attention2d(64, 4))
@@ -104,16 +107,16 @@ def to_torch_mha(block: Attention) -> nn.MultiheadAttention:
 
 
 def to_timm_attention(block: Attention) -> nn.Module:
-    """Convert a block to the ``timm.layers.Attention`` of ViT, on tokens, the positions of the block's map.
+    """Convert a block to a ``timm.layers.Attention`` whose tokens are the positions of the feature map.
 
     Args:
-        block: attention over the complete map, without further parts except norms of queries and keys.
+        block: a block with full attention; the only other option may be layer norms of queries and keys.
 
     Returns:
-        The layer, with copies of the weights.
+        A layer with copies of the weights.
 
     Raises:
-        ValueError: the layer does not support an option of the block.
+        ValueError: the target layer does not support an option of the block.
 
     >>> from vision_attn.attention.blocks import Attention2d
     >>> to_timm_attention(Attention2d(64, 4))(torch.randn(2, 140, 64)).shape
@@ -141,13 +144,14 @@ def to_timm_attention(block: Attention) -> nn.Module:
 
 
 def convert_block(block: Attention, layer: Any, names: dict[str, str], *supported: str) -> Any:
-    """Load a block's weights into a layer on the meta device, by the layer's names, after comparing both.
+    """Load the weights of a block into a layer on the meta device, after a comparison of both.
 
-    Options that are not supported are refused, by name if the comparison on a small map would not detect them.
+    ``names`` maps key prefixes of the layer to modules of the block. Unsupported options raise an error. They are
+    checked by name where a comparison on a small feature map would not detect them.
     """
     options = {name: x for name, x in block.get_config().items() if name not in ("num_heads", *supported)}
     if options.pop("pattern") != "full" or options or block.proj_drop.p * ("proj_drop" not in supported):
-        raise ValueError(f"block must be plain attention over the complete map, as the layer is; got {block}")
+        raise ValueError(f"block must have full attention and no options that the layer does not support; got {block}")
 
     def convert(block: Attention) -> Any:
         tensors = {

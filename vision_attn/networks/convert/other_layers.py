@@ -1,4 +1,4 @@
-"""Rows of the attention layers of torch, transformers, vit-pytorch, MONAI, YOLO, diffusers and natten."""
+"""Table rows for the attention layers of torch, transformers, vit-pytorch, MONAI, YOLO, diffusers and natten."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vision_attn.networks.insertion.makers import ATTENTION_BLOCKS
 
 
 def is_set(given: Any) -> bool:
-    """Return True if an optional argument of a call is used."""
+    """Return True if an optional argument of a call is neither None nor False."""
     return given is not None and given is not False
 
 
@@ -28,7 +28,7 @@ def is_set(given: Any) -> bool:
 
 
 def multihead_weights(layer: Any) -> dict[str, Any]:
-    """Read one weight, or three if keys and values have other channels than queries; the bias is one in both cases."""
+    """Read the weights; separate weights are used if keys and values have other channels than queries."""
     out = {"proj": Projection.read(layer.out_proj)}
     if layer.in_proj_weight is not None:
         return {"qkv": Projection(layer.in_proj_weight, layer.in_proj_bias), **out}
@@ -56,7 +56,7 @@ def example_multihead(layer: Any) -> tuple[Any, ...]:
     return query, key, key, None, False
 
 
-NO_KEYS = "the block has no keys but those of its map: make the layer without it and fine-tune it"
+NO_KEYS = "blocks have no additional keys. Create the layer without this option, and fine-tune it"
 TABLE["torch.nn.modules.activation.MultiheadAttention"] = Row(
     weights=multihead_weights,
     dropouts=("dropout", ""),
@@ -69,13 +69,13 @@ TABLE["torch.nn.modules.activation.MultiheadAttention"] = Row(
 
 
 def needs_layer(layer: Any, *given: Any) -> bool:
-    """Return True if a call needs attention weights or another option that torch's fused kernel does not support."""
+    """Return True if a call requires attention weights or an option that torch's fused kernel does not support."""
     fused = not hasattr(layer, "config") or layer.config._attn_implementation == "sdpa"
     return not fused or any(map(is_set, given))
 
 
 def transformers_bias(layer: Any, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
-    """Return the mask, with the bias of the windows of Swin."""
+    """Return the mask; for Swin, with the bias of the windows."""
     if hasattr(layer, "relative_position_bias"):
         return over_windows(layer.relative_position_bias(), mask, x)
     if not hasattr(layer, "self"):
@@ -96,7 +96,7 @@ def attend_transformers(
 def attend_segformer(
     layer: Any, attend: Attend, hidden_states: Tensor, height: int, width: int, *given: Any, **others: Any
 ) -> Any:
-    """Attend to keys of a smaller map."""
+    """Run SegFormer's attention, whose keys are from a smaller feature map."""
     if needs_layer(layer, *given, *others.values()):
         return FALLBACK
     maps = keys = hidden_states.mT.unflatten(2, (height, width))
@@ -110,7 +110,7 @@ def example_segformer(layer: Any) -> tuple[Any, ...]:
     return random_map(2, 6 * side**2, layer.q_proj.in_features), 3 * side, 2 * side
 
 
-EAGER = 'it returns its attention weights, which a block does not: create the model with attn_implementation="sdpa"'
+EAGER = 'it may return attention weights, which blocks do not. Create the model with attn_implementation="sdpa"'
 TRANSFORMERS = Row(
     weights=named_weights("q_proj k_proj v_proj", "o_proj"),
     options={"num_heads": lambda layer: layer.q_proj.out_features // layer.head_dim},
@@ -135,7 +135,7 @@ MASKFORMER_SWIN = replace(
     dropouts=("self.dropout", "output.dropout"),
     swap_only=("self.relative_position_bias_table",),
 )
-#: The modules and classes of transformers, which are all named in the same way.
+#: Modules and class prefixes of transformers; the paths of the classes follow one scheme.
 TRANSFORMERS_LAYERS = {
     "vit.ViT vit_mae.ViTMAE vit_msn.ViTMSN deit.DeiT beit.Beit swin.Swin": TRANSFORMERS,
     "ijepa.IJepa dinov2.Dinov2 dinov2_with_registers.Dinov2WithRegisters": TRANSFORMERS,
@@ -151,7 +151,7 @@ TABLE["transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinAtt
 
 
 def attend_inner_windows(layer: Any, attend: Attend, x: Tensor) -> Tensor:
-    """Run the attention of vit-pytorch's MaxViT, on a grid of windows ``b y x h w c``."""
+    """Run the attention of vit-pytorch's MaxViT, whose input is a grid of windows ``b y x h w c``."""
     bias = layer.rel_pos_bias(layer.rel_pos_indices).permute(2, 0, 1)[None]
     return attend(layer.norm(x).flatten(0, 2).flatten(1, 2).mT, bias).mT.reshape(x.shape)
 
@@ -162,7 +162,7 @@ def example_inner_windows(layer: Any) -> tuple[Any, ...]:
 
 
 def fold_batch_norm(layer: Any) -> Projection:
-    """Return the projection of a convolution of YOLO and the batch norm after it, in evaluation mode, if it has one."""
+    """Return the projection of a YOLO convolution, fused with its batch norm, if it has one, in evaluation mode."""
     projection, norm = Projection.read(layer.conv), getattr(layer, "bn", None)
     if norm is None:
         return projection
@@ -178,13 +178,13 @@ def yolo_weights(layer: Any) -> dict[str, Any]:
 
 
 def attend_yolo(layer: Any, attend: Attend, x: Tensor) -> Any:
-    """Attend within areas of the map, and add a convolution of the values."""
-    if layer.training:  # its batch norms depend on the batch
+    """Run YOLO's attention, within areas of the feature map, and add a convolution of the values."""
+    if layer.training:  # batch norms use the statistics of the batch
         return FALLBACK
     weights, areas = yolo_weights(layer), getattr(layer, "area", 1)
     out = weights["proj"].weight
-    weight, bias = (x[-out.shape[1] :] for x in weights["qkv"].with_bias())  # of the values
-    rows = x if x.shape[2] % areas == 0 else x.flatten(2)  # an area consists of complete rows of the map
+    weight, bias = (x[-out.shape[1] :] for x in weights["qkv"].with_bias())  # the rows of the values
+    rows = x if x.shape[2] % areas == 0 else x.flatten(2)  # an area consists of complete rows of the feature map
     y = attend(rows.unflatten(2, (areas, -1)).transpose(1, 2).flatten(0, 1))
     y = y.unflatten(0, (-1, areas)).transpose(1, 2).reshape(x.shape)
     v = F.conv2d(x, weight[..., None, None], bias)
@@ -218,7 +218,7 @@ TABLE |= {
             layer
         ),
         dropouts=("drop_weights", "drop_output"),
-        unsupported=dict.fromkeys(MONAI_OPTIONS, "make it without"),
+        unsupported=dict.fromkeys(MONAI_OPTIONS, "create the layer without this option"),
     ),
     "ultralytics.nn.modules.block.Attention": YOLO,
     "ultralytics.nn.modules.block.AAttn": YOLO,
@@ -230,7 +230,7 @@ TABLE |= {
 def attend_diffusers(
     layer: Any, attend: Attend, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **others: Any
 ) -> Any:
-    others.pop("temb", None)  # for a norm that the layer does not have
+    others.pop("temb", None)  # used only by spatial_norm, which is not supported
     x, context, default = hidden_states, encoder_hidden_states, type(layer.processor).__name__ in PROCESSORS
     default = default and x.dim() in (3, 4) and (context is not None or not layer.is_cross_attention)
     if not default or any(other is not None for other in others.values()):
@@ -249,9 +249,12 @@ def example_diffusers(layer: Any) -> tuple[Any, ...]:
 
 
 def add_residual(layer: Any, attn: Attention) -> nn.Module:
-    """Return ``x + attn(norm(x))`` for a layer that adds its input; the gate of ones is not trained."""
+    """Return a block for ``x + attn(norm(x))`` if the layer has a residual connection.
+
+    The gate of the block is one and is not trained.
+    """
     if not layer.residual_connection:
-        check_without(layer, {"group_norm": "the block has a norm only if it adds its input"})
+        check_without(layer, {"group_norm": "blocks have a norm only with a residual connection"})
         return attn
     block: Any = ATTENTION_BLOCKS[attn.rank](attn.channels, 1, device="meta")
     block.attn, block.zero_init = attn, False
@@ -267,7 +270,7 @@ TABLE["diffusers.models.attention_processor.Attention"] = Row(
     weights=named_weights("to_q to_k to_v", "to_out.0"),
     options={"num_heads": "heads", "scale": "scale"},
     dropouts=("", "to_out.1"),
-    unsupported=dict.fromkeys(ABSENT, "the block has no such part: only layers without it are converted"),
+    unsupported=dict.fromkeys(ABSENT, "blocks do not support it. Use a layer without it"),
     swap_only=("rescale_output_factor",),
     call=attend_diffusers,
     example=example_diffusers,
@@ -284,7 +287,7 @@ for rank, axes in enumerate(("b w c", "b h w c", "b t h w c"), start=1):
         weights=VIT.weights,
         options={"pattern": make_neighborhood, "scale": "scale"},
         axes=axes,
-        unsupported={"rpb": "the block's tables are different: make the layer without rel_pos_bias"},
+        unsupported={"rpb": "blocks use other position tables. Create the layer without rel_pos_bias"},
         size=lambda layer: tuple(2 * side * step for side, step in zip(layer.kernel_size, layer.dilation, strict=True)),
         dtype=torch.float32,  # natten has no float64 kernel
     )

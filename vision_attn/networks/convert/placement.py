@@ -1,8 +1,9 @@
-"""Positions on the feature map of an image, for the windows or tokens that are the input of a swapped module.
+"""Positions on the feature map for the windows or tokens that are the input of a swapped module.
 
-A module whose input is ``(b, c, h, w)`` has a feature map. Windows are cut by a module around it, as that module
-declares. Tokens lie on the feature map that is an input of a module around it and has as many positions, or else on the
-grid of patches with the aspect of the image, after the class and register tokens that the network declares.
+The input of a module is a feature map ``(b, c, h, w)``, windows or tokens. The attributes of a parent module determine
+the position of windows. The feature map of tokens is an input of a parent module with the same number of positions. If
+there is none, it is a grid of patches with the aspect ratio of the image, after the class and register tokens that the
+network declares.
 """
 
 from __future__ import annotations
@@ -25,26 +26,27 @@ from vision_attn.networks.insertion.layout import token_grid
 if TYPE_CHECKING:
     from vision_attn.networks.convert.swap import Swap
 
-#: A call of a module: the module, its arguments and its keyword arguments.
+#: A running call of a module: the module, its arguments and its keyword arguments.
 Call: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 class Place(NamedTuple):
-    """Where the queries and keys of a module lie."""
+    """Positions of the queries and keys of a module."""
 
-    #: sizes of the feature maps of queries and keys
+    #: size of the feature map of the queries
     size: tuple[int, ...]
+    #: size of the feature map of the keys
     keys_size: tuple[int, ...]
-    #: how the windows or tokens lie on the map; None if the input of the block is the map
+    #: positions of the windows or tokens on the feature map; None if the input of the block is the feature map
     grouping: Grouping | None = None
-    #: number of tokens before those of the map
+    #: number of tokens before the tokens of the feature map
     prefix: int = 0
 
 
 def running_calls() -> Iterator[Call]:
-    """Yield the running calls of modules in this thread, the innermost first.
+    """Yield the running calls of modules in this thread, starting with the innermost.
 
-    A hook on the model would also run for other threads, and would be copied with the model.
+    The calls are read from the stack, because a hook would also run in other threads and be copied with the model.
     """
     frame, code = inspect.currentframe(), nn.Module._call_impl.__code__
     while frame is not None:
@@ -56,9 +58,9 @@ def running_calls() -> Iterator[Call]:
 def place_on_map(
     swap: Swap, inputs: AttentionInputs, sizes: Any, calls: Sequence[Call], images: int, image_size: Sequence[int]
 ) -> Place | str:
-    """Return where the input of a block lies on each of so many images, or the reason why that is not known.
+    """Return the positions of a block's input on each image of a batch, or the reason why they are unknown.
 
-    The running calls are those of the block, of the swapped module, and of the modules around it.
+    ``calls`` are the running calls of the block, the swapped module and its parent modules.
     """
     size, keys_size = sizes
     module, *outers = (caller for caller, *_ in calls[1:])
@@ -84,17 +86,18 @@ def place_on_map(
             grid = grids.get(tuple(image_size))
             found = grid if grid and product(grid) == count else find_grid(count, image_size)
     if found is None:
-        return f"it attends to {product(size)} tokens in a row, and nothing tells where they lie on the image"
+        return f"the positions of its {product(size)} tokens on the image are unknown"
     keys = keys_size or found
     if len(keys) != len(found):
-        return f"its {product(keys)} keys do not lie on the feature map"
+        return f"its {product(keys)} keys are not positions of the feature map"
     return Place(found, keys, Grouping(pattern.for_rank(len(found)), found, keys, inputs.q.device), prefix)
 
 
 def find_map(calls: Sequence[Call], axes: int, channels: int, count: int) -> tuple[int, ...] | None:
-    """Return the size of the innermost feature map with so many positions that is, or whose size is, an argument.
+    """Return the size of the innermost feature map with ``count`` positions that is passed, or whose size is passed.
 
-    Not for one axis: any tokens would be such a map. Sizes of one are left out, as a mask of keys has one.
+    The result is None for one axis, because all tokens would match. Axes of size 1 are excluded, because masks have
+    such axes.
 
     >>> from torch import empty
     >>> find_map([(nn.Identity(), (empty(2, 1, 1, 15), empty(2, 8, 3, 5)), {})], axes=2, channels=8, count=15)
@@ -113,7 +116,7 @@ def find_map(calls: Sequence[Call], axes: int, channels: int, count: int) -> tup
 
 
 def find_grid(count: int, image_size: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the grid of so many patches with the aspect of an image; None if there is none.
+    """Return the grid of ``count`` patches with the aspect ratio of an image; None if there is none.
 
     >>> find_grid(12, (64, 48)), find_grid(8, (32, 32, 32)), find_grid(7, (64, 48))
     ((4, 3), (2, 2, 2), None)
@@ -127,14 +130,15 @@ def find_grid(count: int, image_size: Sequence[int]) -> tuple[int, ...] | None:
 
 # --- declarations -----------------------------------------------------------------------------------------------------
 
-#: Parameters that are tokens before those of the map; CrossViT numbers those of its branches.
+#: Names of parameters that are tokens before the patches; in CrossViT, they end in the number of the branch.
 PREFIX = re.compile(r"((?:cls|class|dist|distillation|reg|register)_(?:token|embedding)s?)(_\d)?")
 
 
 def read_tokens(outers: Sequence[Any]) -> tuple[int | None, dict[Any, Any]]:
-    """Return the number of tokens before those of the patches, and the grids of patches by the size of the image.
+    """Return the number of tokens before the patches, and the grids of patches by the size of the image.
 
-    Both are declared by the modules around a module, the innermost first. The number is None if not declared.
+    Both are read from the parent modules of a module, ordered from the innermost. The number is None if it is not
+    declared.
     """
     prefix: int | None = None
     grids: dict[Any, Any] = {}
@@ -151,7 +155,7 @@ def read_tokens(outers: Sequence[Any]) -> tuple[int | None, dict[Any, Any]]:
     return prefix, grids
 
 
-#: The Python modules whose classes cut a map into windows, each with other attributes.
+#: Python modules with classes that partition a feature map into windows, each with different attributes.
 WINDOW_MODULES = re.compile(
     r"timm\.models\.(davit|gcvit|hieradet_sam2|maxxvit|swin_transformer|swin_transformer_v2|tiny_vit)"
     r"|torchvision\.models\.maxvit|transformers\.models\.\w+\.modeling_(swin|maskformer_swin)"
@@ -159,7 +163,7 @@ WINDOW_MODULES = re.compile(
 
 
 def find_windows(module: Any, outers: Sequence[Any]) -> Window | Grid | None:
-    """Return how the innermost module around a module that cuts the map does so; None if there is none."""
+    """Return the windows of the innermost parent module that partitions the feature map; None if there is none."""
     for outer in outers:
         if not WINDOW_MODULES.fullmatch(type(outer).__module__):
             continue

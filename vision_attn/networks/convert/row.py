@@ -1,14 +1,14 @@
-"""The table of attention layers of other libraries: one :class:`Row` for each, by the path of its class.
+"""The table of supported attention layers of other libraries: one :class:`Row` per layer, by the path of its class.
 
-To add a layer, add its row in :mod:`.timm_layers` or :mod:`.other_layers`: its weights in our order, and the arguments
-of the block. ``from_layer``, ``swap_`` and the table in the docs read the rows. Each converted layer is compared with
-its block. No library is imported for it.
+To support another layer, add a row to :mod:`.timm_layers` or :mod:`.other_layers`, with the weights in the order of our
+blocks and the arguments of the block. ``from_layer``, ``swap_`` and the table in the documentation use the rows.
+Libraries are not imported to build the table. Each block is compared with its layer when the layer is converted.
 
-The rows of our ``qkv`` are ordered (qkv, heads, width), or ``[heads·d, kv_heads·d, kv_heads·e]`` with other widths.
-Shapes cannot distinguish one order from another. These functions bring weights into our order:
+The rows of ``qkv`` in our blocks are ordered (qkv, heads, width), or ``[heads·d, kv_heads·d, kv_heads·e]`` if the
+widths differ. Weight shapes do not distinguish one order from another. These functions convert weights to this order:
 
 ==================================  ========================================  =================================
-weight                              found in                                  function
+weight                              used by                                   function
 ==================================  ========================================  =================================
 ``((qkv n d), c)``                  torch, timm, torchvision                  :meth:`Projection.read`
 ``((n qkv d), c)``                  timm's MaxxViT and CoAtNet, by default    :meth:`Projection.heads_first`
@@ -16,8 +16,8 @@ weight                              found in                                  fu
 ``(c, n, d)``                       Keras: queries, keys, values, gate        :func:`.keras_layers.read_dense`
 ==================================  ========================================  =================================
 
-Nothing is detached before :func:`load_weights` copies it: a parameter of the block is trained if its tensor requires a
-gradient.
+Weights are not detached before :func:`load_weights` copies them, because a parameter of the block requires a gradient
+if the tensor that it is copied from does.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from vision_attn.networks.convert.equivalence import class_path, get_dropout, ra
 
 Attend: TypeAlias = Callable[..., Tensor]
 
-#: Returned for a call that the block does not support: the layer runs it.
+#: Returned for a call that the block does not support. The original layer then runs the call.
 FALLBACK: Any = object()
 
-# --- weights in our order ---------------------------------------------------------------------------------------------
+# --- weights in the order of our blocks -------------------------------------------------------------------------------
 
 
 class Projection(NamedTuple):
-    """A linear map of channels.
+    """Weight and bias of a linear projection of channels.
 
     >>> Projection.read(torch.nn.Conv2d(8, 24, 1)).weight.shape
     torch.Size([24, 8])
@@ -53,7 +53,7 @@ class Projection(NamedTuple):
 
     #: ``(rows, channels)``
     weight: Tensor
-    #: ``(rows,)``, or None
+    #: ``(rows,)``; None without a bias
     bias: Tensor | None = None
 
     @staticmethod
@@ -63,18 +63,18 @@ class Projection(NamedTuple):
 
     @staticmethod
     def concat(*parts: Projection) -> Projection:
-        """Concatenate the rows of several projections; the result has a bias if one of them has."""
+        """Concatenate the rows of several projections; the result has a bias if one of the projections has a bias."""
         if any(part.bias is not None for part in parts):
             parts = tuple(part.with_bias() for part in parts)
         weights, biases = zip(*parts, strict=True)
         return Projection(torch.cat(weights), None if biases[0] is None else torch.cat(biases))
 
     def with_bias(self) -> Projection:
-        """Return the projection with a bias: of zeros, which are not trained, if it has none."""
+        """Return the projection with a bias; a missing bias is replaced by zeros, which are not trained."""
         return Projection(self.weight, self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias)
 
     def heads_first(self, num_heads: int, *widths: int) -> Projection:
-        """Reorder rows from (heads, qkv, width) to (qkv, heads, width); the three widths are equal if not given.
+        """Reorder rows from (heads, qkv, width) to (qkv, heads, width); by default the three widths are equal.
 
         >>> Projection(torch.arange(12)[:, None]).heads_first(num_heads=2).weight.flatten().tolist()
         [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
@@ -88,7 +88,7 @@ class Projection(NamedTuple):
 
 
 def input_weights(q: Projection, *kv: Projection) -> dict[str, Any]:
-    """Return the input projections of a block: ``qkv``, or ``q`` and ``kv`` if their channels differ."""
+    """Return the input projections of a block: ``qkv``, or ``q`` and ``kv`` if their input channels differ."""
     if not kv:
         return {"qkv": q}
     if kv[0].weight.shape[1] == q.weight.shape[1]:
@@ -97,9 +97,9 @@ def input_weights(q: Projection, *kv: Projection) -> dict[str, Any]:
 
 
 def named_weights(qkv: str, proj: str) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that reads the projections with these names: queries, keys and values in one, two or three.
+    """Return a function that reads the projections with these names.
 
-    Projections of a context come after a bar.
+    Queries, keys and values are in one, two or three projections. The projections of a context follow after a bar.
 
     >>> read = named_weights("q k v", "out")
     >>> list(read(nn.ModuleDict({name: nn.Linear(4, 4) for name in ("q", "k", "v", "out")})))
@@ -117,7 +117,7 @@ def named_weights(qkv: str, proj: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def to_parameters(weights: dict[str, Any], rank: int) -> dict[str, Tensor]:
-    """Return the parameters of a block by name: a 1×1 convolution for each projection."""
+    """Return the parameters of a block by name, with a 1×1 convolution for each projection."""
     tensors: dict[str, Tensor | None] = {}
     for name, x in weights.items():
         if isinstance(x, Projection):
@@ -128,7 +128,7 @@ def to_parameters(weights: dict[str, Any], rank: int) -> dict[str, Tensor]:
 
 
 def load_weights(block: Any, tensors: Mapping[str, Tensor], *, training: bool) -> Any:
-    """Load copies of tensors into a block on the meta device; those that require a gradient are trained."""
+    """Load copies of tensors into a block on the meta device; ``requires_grad`` is kept."""
     copies = {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
     block.load_state_dict(copies, assign=True)
     for name, parameter in block.named_parameters():
@@ -137,74 +137,74 @@ def load_weights(block: Any, tensors: Mapping[str, Tensor], *, training: bool) -
 
 
 def run_on_tokens(block: Any, rank: int, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Any:
-    """Call a block with ``rank`` axes on maps; a block with one axis gets the positions as a sequence of tokens."""
+    """Call a block on feature maps; a block of rank 1 receives the positions as a sequence of tokens."""
     if rank > 1:
         return block(x, mask, context)
     return block(x.flatten(2), mask, None if context is None else context.flatten(2)).unflatten(2, x.shape[2:])
 
 
-# --- the row ----------------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def no_bias(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Add nothing to the logits; the layer runs calls with more than a map."""
+    """Return None, or :data:`FALLBACK` for a call with arguments other than the feature map."""
     return FALLBACK if any(given is not None for given in (*args, *kwargs.values())) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One attention layer of another library; the first argument of all functions is the layer.
+    """Conversion of one attention layer of another library; the first argument of all functions is the layer.
 
-    ``attend`` stands for the block: ``attend(x, mask=None, context=None)`` on ``(b, channels, *axes)``. A layer of
-    tokens that knows the size of their map passes the map, ``(b, channels, h, w)``, so that it can be captured.
+    ``attend(x, mask=None, context=None)`` runs the block on ``(b, channels, *axes)``. A layer of tokens that receives
+    the size of their feature map passes the feature map ``(b, channels, h, w)``, so that its attention can be captured.
     """
 
-    #: projections of the block, and its other parameters, by name
+    #: the projections and other parameters of the block, by name
     weights: Callable[[Any], dict[str, Any]]
-    #: further arguments of the block, each the name of an attribute of the layer, a function of the layer, or a value;
-    #: ``num_heads`` is read from the layer by default
+    #: further arguments of the block: the name of an attribute of the layer, a function of the layer, or a value;
+    #: by default, ``num_heads`` is read from the layer
     options: Mapping[str, Any] = field(default_factory=dict)
-    #: layout of the input: tokens, or maps with channels first ``b c h w`` or last
+    #: layout of the input: tokens, or feature maps with channels first (``b c h w``) or last
     axes: str = "b t c"
     #: paths of the dropouts of the weights and of the output
     dropouts: tuple[str, str] = ("attn_drop", "proj_drop")
-    #: parts and settings that no block has, with a remedy
+    #: submodules and settings that blocks do not support, with a remedy
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    #: parts that the layer runs around the block when it is swapped, and that ``from_layer`` refuses
+    #: submodules that a swapped layer runs before or after the block, and that ``from_layer`` does not support
     swap_only: tuple[str, ...] = ()
-    #: ``(layer, x, *args)`` to the bias of the logits, or :data:`FALLBACK`; ``x`` has its channels first
+    #: function ``(layer, x, *args)`` that returns the bias of the logits, or :data:`FALLBACK`; ``x`` is channels-first
     bias: Callable[..., Any] = no_bias
-    #: ``(layer, attend, *args)`` to the output, or :data:`FALLBACK`; ``attend(x, bias)`` by default
+    #: function ``(layer, attend, *args)`` that returns the output, or :data:`FALLBACK`; by default ``attend(x, bias)``
     call: Callable[..., Any] | None = None
-    #: the size of a map for the equivalence check
+    #: function that returns the size of the feature map for the comparison
     size: Callable[[Any], tuple[int, ...]] | None = None
-    #: arguments for the equivalence check, if these are not one map
+    #: function that returns the arguments for the comparison, by default one feature map
     example: Callable[[Any], tuple[Any, ...]] | None = None
-    #: options of the block, for a layer whose input is the groups of a map
+    #: function that returns options of the block, for a layer whose input is the groups of a feature map
     groups: Callable[[Any], dict[str, Any]] | None = None
-    #: ``(layer, block)`` to a module with more than attention, for ``from_layer`` alone
+    #: function ``(layer, block)`` that returns the module that contains the block; only for ``from_layer``
     finish: Callable[[Any, Any], nn.Module] = lambda layer, block: block
-    #: makes a copy of the layer with random weights
+    #: context manager that yields a copy of the layer with random weights
     make_copy: Callable[[Any, torch.dtype], AbstractContextManager[Any]] = randomized_copy
-    #: type of the equivalence check
+    #: dtype of the comparison
     dtype: torch.dtype = torch.float64
-    #: keyword arguments of the layer's call in the equivalence check
+    #: keyword arguments of the layer's call in the comparison
     call_options: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
-        """Axes of the block's maps when it is swapped."""
+        """Number of axes of positions when the layer is swapped."""
         return len(self.axes.split()) - 2
 
     def empty_block(self, layer: Any, weights: dict[str, Any], **given: Any) -> Attention:
-        """Make the block on the meta device; widths and parts are read from the weights."""
+        """Create the block on the meta device; its widths and options are inferred from the weights."""
         attn_drop, proj_drop = (get_dropout(layer, name) for name in self.dropouts)
         options: dict[str, Any] = {"num_heads": "num_heads", "rank": self.rank, **self.options}
         for name, x in options.items():
             options[name] = getattr(layer, x) if isinstance(x, str) else x(layer) if callable(x) else x
         options |= given
         if (rank := options.pop("rank")) not in ATTENTION:
-            raise ValueError(f"rank must be the axes of a map, 1, 2 or 3, for Attention1d, 2d or 3d; got {rank!r}")
+            raise ValueError(f"rank must be 1, 2 or 3, for Attention1d, Attention2d or Attention3d; got {rank!r}")
         first, out, heads = weights.get("qkv") or weights["q"], weights["proj"], options["num_heads"]
         rows, kv_heads, e = len(first.weight), options.get("num_kv_heads", heads), out.weight.shape[1] // heads
         block: Attention = options.pop("kind", ATTENTION[rank])(
@@ -220,19 +220,19 @@ class Row:
             device="meta",
             **{"attn_drop": attn_drop, "proj_drop": proj_drop, **options},
         )
-        for name in ("q_norm", "k_norm"):  # their eps is in no state dict
+        for name in ("q_norm", "k_norm"):  # state dicts do not contain eps
             if isinstance(norm := getattr(block, name), nn.LayerNorm):
                 norm.eps = getattr(layer, name).eps
         return block.train(self.call_options.get("training", layer.training))
 
     def make_block(self, layer: Any, **options: Any) -> nn.Module:
-        """Make the block, or a module that contains it, with copies of the weights."""
+        """Create the block, or a module that contains it, with copies of the weights."""
         weights = self.weights(layer)
         block = self.empty_block(layer, weights, **options)
         return self.finish(layer, load_weights(block, to_parameters(weights, block.rank), training=block.training))
 
     def forward(self, layer: Any, attend: Attend, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's output for a call, computed by a block, or :data:`FALLBACK`."""
+        """Run a call of the layer through a block, and return the output or :data:`FALLBACK`."""
         return (self.call or self.attend_map)(layer, attend, *args, **kwargs)
 
     def attend_map(self, layer: Any, attend: Attend, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -247,47 +247,47 @@ class Row:
         return y.movedim(1, -1) if last else y
 
     def arguments(self, layer: Any) -> tuple[Any, ...]:
-        """Return arguments for the equivalence check."""
+        """Return the arguments for the comparison."""
         if self.example is not None:
             return self.example(layer)
         weights, size = self.weights(layer), (8, 4, 5)[: self.rank] if self.size is None else self.size(layer)
         if self.rank == 1 and isinstance(bias := self.bias(layer, torch.empty(0, 0, 0)), Tensor):
-            size = bias.shape[-1:]  # the tokens that it is for
+            size = bias.shape[-1:]  # the number of tokens that the bias is for
         x = random_map(2, (weights.get("qkv") or weights["q"]).weight.shape[1], *size)
         return (x.movedim(1, -1) if self.axes.endswith("c") else x,)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-#: Rows by the path of the class, from :mod:`.timm_layers`, :mod:`.other_layers` and :mod:`.keras_layers`.
+#: Rows by class path. :mod:`.timm_layers`, :mod:`.other_layers` and :mod:`.keras_layers` add them.
 TABLE: dict[str, Row] = {}
 
-#: Why attention layers have no row, by the names of their classes.
-NO_ROW = {
-    "XCA ChannelAttention ChannelAttentionV2 CrossCovarianceAttn": "it attends between channels, not positions",
+#: Reasons why attention layers are not supported, by class names.
+UNSUPPORTED = {
+    "XCA ChannelAttention ChannelAttentionV2 CrossCovarianceAttn": "it attends to channels, not to positions",
     "LiteMLA FactorAttnConvRelPosEnc LinearSelfAttention EfficientAdditiveAttention": "it has no softmax",
-    "ClassAttn ClassAttention": "only its class token attends",
-    "AttentionPool2d RotAttentionPool2d": "it pools its map into one token",
-    "GPSA": "it adds two softmaxes, of contents and of positions",
-    "TalkingHeadAttn": "it mixes its heads before and after the softmax",
-    "CascadedGroupAttention": "each head is given the output of the head before it",
-    "OutlookAttention": "it computes its weights without keys",
-    "EvaAttention AttentionRope": "its network passes it the rotation of queries and keys",
-    "MaskFormerDetrSelfAttention MaskFormerDetrCrossAttention": "its keys have positions that its values have not",
-    "MultiScaleAttention": "its queries are pooled after their projection",
-    "MaskUnitAttention": "its tokens are in the order of its units",
+    "ClassAttn ClassAttention": "only the class token attends",
+    "AttentionPool2d RotAttentionPool2d": "it pools the feature map into one token",
+    "GPSA": "it adds two softmaxes, one for content and one for positions",
+    "TalkingHeadAttn": "it mixes the heads before and after the softmax",
+    "CascadedGroupAttention": "each head receives the output of the previous head",
+    "OutlookAttention": "its attention weights are computed without keys",
+    "EvaAttention AttentionRope": "the network passes the rotary embedding of queries and keys as an argument",
+    "MaskFormerDetrSelfAttention MaskFormerDetrCrossAttention": "keys have position encodings, values do not",
+    "MultiScaleAttention": "queries are pooled after the projection",
+    "MaskUnitAttention": "tokens are ordered by mask unit",
 }
 
 
 def known_class(module: object) -> type | None:
-    """Return the class in the table that a layer has or inherits; None if there is none."""
+    """Return the class of a layer, or the first of its base classes, that is in the table; None if there is none."""
     return next((kind for kind in type(module).__mro__ if class_path(kind) in TABLE), None)
 
 
 def find_row(module: object) -> tuple[str, Any, Row]:
-    """Return the path of a layer's known class, the class, and its row; refuse a layer without a row with a reason."""
+    """Return the class path, the class and the row of a layer; raise an error with the reason if there is no row."""
     path = class_path(kind := known_class(module) or type(module))
     if path not in TABLE:
-        why = next((f": {reason}" for names, reason in NO_ROW.items() if kind.__name__ in names.split()), "")
-        raise ValueError(f"no row of the table is for {path}{why}")
+        why = next((f": {reason}" for names, reason in UNSUPPORTED.items() if kind.__name__ in names.split()), "")
+        raise ValueError(f"{path} is not supported{why}")
     return path, kind, TABLE[path]

@@ -1,18 +1,21 @@
-"""``swap_``: blocks compute the attention inside a network, in place; :func:`swap_back_` undoes it.
+"""Run the attention modules of a network through blocks with ``swap_``, and undo it with ``swap_back_``.
 
-A swapped module is the same object, of a class whose forward passes the map to a block. Its parameters, children and
-hooks stay, so checkpoints, optimizers and wrappers are not affected. The block has no weights: each call runs a shallow
-copy with the current weights of the module, so threads do not disturb each other. The module itself runs a call that
-the block does not support.
+A swapped module is the same object with another class, whose forward calls a block. Its parameters, children and hooks
+stay, so checkpoints, optimizers and wrappers are not affected. The block has no weights: each call runs a shallow copy
+of the block with the current weights of the module, so that several threads can run the module at the same time. Calls
+that the block does not support run the original forward.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,71 +27,13 @@ from vision_attn.attention.scopes import ORIGINAL
 from vision_attn.errors import SiteError
 from vision_attn.networks.convert.equivalence import HOOKS, check_equivalence, check_source, class_path
 from vision_attn.networks.convert.row import FALLBACK, TABLE, Row, find_row, known_class, run_on_tokens, to_parameters
+from vision_attn.networks.convert.swap_report import SWAPPED, VISION_ATTN, SwappedModule, SwapReport
 from vision_attn.networks.insertion.backbone import changeable, modules_around
 from vision_attn.networks.insertion.sites import Names, match_names
-from vision_attn.text import Report, Table, shorten
+from vision_attn.text import shorten
 
-# --- the report -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SwappedModule:
-    """One attention module of a model.
-
-    >>> report = swap_(nn.TransformerEncoderLayer(8, 2), dry_run=True)
-    >>> report.modules[0].path, report.modules[0].block
-    ('self_attn', "Attention1d, pattern='full'")
-    """
-
-    #: path in the model
-    path: str
-    #: its class
-    kind: str
-    #: the block that computes its attention; empty if it is not swapped
-    block: str = ""
-    #: the largest difference of the two on random weights, relative to the largest value
-    difference: float = 0.0
-    #: why it is not swapped
-    reason: str = ""
-
-
-@dataclass(frozen=True, repr=False)
-class SwapReport(Report):
-    """The modules that were swapped and those that were not; prints as a table.
-
-    >>> print(swap_(nn.TransformerEncoderLayer(8, 2), dry_run=True))  # doctest: +ELLIPSIS
-    1 module would be swapped
-    where      module              attended to by               difference
-    self_attn  MultiheadAttention  Attention1d, pattern='full'  ...
-    """
-
-    #: in the order of the model
-    modules: tuple[SwappedModule, ...]
-    #: what was done
-    verb: str = "swapped"
-
-    @property
-    def swapped(self) -> tuple[SwappedModule, ...]:
-        """The modules that were swapped."""
-        return tuple(one for one in self.modules if not one.reason)
-
-    @property
-    def left(self) -> tuple[SwappedModule, ...]:
-        """The modules that were not swapped."""
-        return tuple(one for one in self.modules if one.reason)
-
-    def __len__(self) -> int:
-        return len(self.swapped)
-
-    def parts(self) -> list[str | Table]:
-        found: list[str | Table] = [f"{len(self)} module{'' if len(self) == 1 else 's'} {self.verb}"]
-        if self.swapped:
-            rows = [(x.path, x.kind, x.block, f"{x.difference:.1e}") for x in self.swapped]
-            found.append(Table([("where", "module", "attended to by", "difference"), *rows], left=(0, 1, 2)))
-        for reason in dict.fromkeys(x.reason for x in self.left):
-            found.append(f"left as before: {shorten(x.path for x in self.left if x.reason == reason)}: {reason}")
-        return found
-
+#: Warning filters are global, so only one thread may change them at a time.
+WARNINGS = Lock()
 
 # --- swapping ---------------------------------------------------------------------------------------------------------
 
@@ -100,29 +45,29 @@ def swap_(
     where: Callable[[str, nn.Module], bool] | None = None,
     dry_run: bool = False,
 ) -> SwapReport:
-    """Let blocks compute the attention of a model, in place, with the model's weights.
+    """Run the attention modules of a model through blocks, in place, with the weights of the model.
 
-    The table in :mod:`vision_attn.networks.convert.row` has the layers; the report names other attention, and why it
-    was not swapped. The model computes the same. Its modules, parameters and keys stay: checkpoints load as before, and
-    an existing optimizer trains it. :func:`vision_attn.set_impl_` chooses the implementation.
-    :func:`vision_attn.capture` returns attention maps, also of the windows of a network and of the tokens of a ViT.
+    ``docs/convert.md`` lists the supported layers. The outputs stay the same, and so do modules, parameters and
+    state-dict keys: checkpoints load as before, and an existing optimizer still trains the model. Select an
+    implementation with :func:`vision_attn.set_impl_`. :func:`vision_attn.capture` returns attention maps of the model,
+    including attention in windows and between the tokens of a ViT.
 
-    Each module is compared with its block on random weights before it is swapped. A module with an option that a block
-    does not support is not swapped, and the report names the reason. The module itself runs calls that a block does not
-    support, and all calls while a part of the module has hooks, was replaced, as by LoRA, or is in another mode. Any
-    number of threads may run the model at the same time.
+    Each module is compared with its block on random weights before it is swapped. A module with an unsupported option
+    is not swapped, and the report states the reason. Calls that a block does not support run the original forward. The
+    original forward also runs while a submodule has hooks, was replaced (for example by LoRA) or is in another mode.
+    Several threads can run the model at the same time.
 
     Args:
         model: any network, or one attention module.
-        names: globs on module paths, as in :func:`vision_attn.insert_`: swap only in these modules.
-        where: a function of path and module that chooses modules; with ``names``, both have to choose a module.
-        dry_run: only report.
+        names: globs on module paths, as in :func:`vision_attn.insert_`. Only attention in these modules is swapped.
+        where: a function of path and module that selects modules. If ``names`` is also given, both must match.
+        dry_run: return the report without changing the model.
 
     Returns:
-        A report that prints as a table.
+        A report that prints as a table. If no module was swapped, it states the reasons.
 
     Raises:
-        SiteError: ``names`` or ``where`` chooses no attention, or the model is wrapped or a TorchScript program.
+        SiteError: ``names`` or ``where`` matches no attention, or the model is wrapped or a TorchScript program.
 
     >>> import timm
     >>> model = timm.create_model("test_vit").eval()
@@ -136,12 +81,13 @@ def swap_(
     model = changeable(model)
     modules: dict[str, Any] = dict(model.named_modules())
     lines, swaps = [], {}
-    for name, module in chosen_attention(modules, names, where).items():
-        try:
-            swap = swaps[name] = make_swap(module)
-            lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
-        except (ValueError, RuntimeError, AttributeError) as error:  # the last for a subclass without some part
-            lines.append(SwappedModule(name, original_class(module).__name__, reason=str(error)))
+    with unique_warnings():
+        for name, module in chosen_attention(modules, names, where, own=True).items():
+            try:
+                swap = swaps[name] = make_swap(module)
+                lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
+            except (ValueError, RuntimeError, AttributeError) as error:  # AttributeError: a subclass lacks an attribute
+                lines.append(SwappedModule(name, original_class(module).__name__, reason=str(error)))
     if not dry_run:
         for name, swap in swaps.items():
             modules[name].swapped = swap
@@ -150,22 +96,22 @@ def swap_(
 
 
 def swap_back_(model: nn.Module) -> SwapReport:
-    """Undo :func:`swap_`: every module is the object that it was before, in its current mode, type and device.
+    """Undo :func:`swap_`: restore the original class of each swapped module.
 
-    Weights that were trained since stay.
+    Weights that were trained in the meantime, and the current mode, dtype and device, are kept.
 
     Args:
         model: the network.
 
     Returns:
-        A report that prints as a table, empty if no module was swapped.
+        A report that prints as a table; it has no modules if no module was swapped.
 
     >>> model = nn.TransformerEncoderLayer(8, 2)
     >>> attention = model.self_attn
     >>> report = swap_(model)
     >>> print(swap_back_(model))  # doctest: +ELLIPSIS
     1 module swapped back
-    where      module              attended to by               difference
+    where      module              block                        difference
     self_attn  MultiheadAttention  Attention1d, pattern='full'  ...
     >>> model.self_attn is attention, type(attention).__name__
     (True, 'MultiheadAttention')
@@ -179,9 +125,13 @@ def swap_back_(model: nn.Module) -> SwapReport:
     return SwapReport(tuple(lines), "swapped back")
 
 
-def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any) -> dict[str, nn.Module]:
-    """Return modules of known classes and modules that look like attention, unless they only contain such modules."""
-    known = {name for name, module in modules.items() if known_class(module) is not None}
+def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any, own: bool = False) -> dict[str, nn.Module]:
+    """Return the selected attention modules, supported or not; ``own`` includes blocks of this library.
+
+    A module that only contains other attention modules is not returned.
+    """
+    blocks = {name for name, module in modules.items() if own and isinstance(module, Attention)}
+    known = {name for name, module in modules.items() if known_class(module) is not None} | blocks
     similar = {name for name, module in modules.items() if is_attention(module)}
     similar -= {outer for name in known | similar for outer in outer_paths(name)}
     similar -= {name for name in similar if known.intersection(outer_paths(name))}
@@ -193,17 +143,28 @@ def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any) -> d
         chosen = [name for name in chosen if where(name, modules[name])]
     inside = {name: x for name, x in attention.items() if any(f"{name}.".startswith(f"{one}.") for one in chosen)}
     if not inside:
-        raise SiteError(f"no attention is chosen; the model has {shorten(attention) or 'none'}")
+        found = f"Attention modules of the model: {shorten(x or 'the model' for x in attention) or 'none'}"
+        given = " and ".join(name for name, value in (("names", names), ("where", where)) if value is not None)
+        raise SiteError(f"{given}: no attention module matches. {found}")
     return inside
 
 
+@contextmanager
+def unique_warnings() -> Iterator[None]:
+    """Issue each warning of the context only once, when the context ends, even if several modules cause it."""
+    with WARNINGS, warnings.catch_warnings(action="always", record=True) as caught:
+        yield
+    for warning in {(x.category, str(x.message)): x for x in caught}.values():
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
 def outer_paths(name: str) -> list[str]:
-    """Return the paths of the modules that contain a module, the model first."""
+    """Return the paths of the parent modules of a module, starting with the model."""
     return ["", *modules_around(name)] if name else []
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return True for a module of another library with parameters and a name or parts that are typical of attention."""
+    """Return True for a module of another library with parameters and with names that are typical of attention."""
     kind = type(module)
     projections = ("qkv", "qkvs", "qk", "to_qkv", "q_proj", "query", "query_conv", "theta")
     similar = any(word in kind.__name__.lower().replace("_", "") for word in ("attention", "attn", "nonlocal"))
@@ -212,14 +173,14 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def make_swap(module: nn.Module) -> Swap:
-    """Make the block for a module and compare both; refuse a module that no block supports."""
-    if isinstance(module, Swapped):
-        raise ValueError("it is swapped already")
+    """Create the block for a module and compare both; raise an error for an unsupported module."""
+    if isinstance(module, (Swapped, Attention)):
+        raise ValueError(SWAPPED if isinstance(module, Swapped) else VISION_ATTN)
     path, kind, row = find_row(module)
     if "..." in row.axes:
-        raise ValueError(f"swap_ is not for {path}, whose maps may have any axes: use convert.from_layer")
+        raise ValueError(f"{path} is supported only by va.convert.from_layer")
     bare: Any = copy(module)
-    vars(bare).update({hooks: OrderedDict() for hooks in HOOKS})  # those of the module itself go on running
+    vars(bare).update({hooks: OrderedDict() for hooks in HOOKS})  # hooks of the module itself also run after the swap
     check_source(bare, row.unsupported)
     if type(module).forward is not kind.forward:
         raise ValueError(f"{class_path(type(module))} is a subclass of {kind.__name__} with a custom forward")
@@ -237,7 +198,7 @@ def make_swap(module: nn.Module) -> Swap:
 
 # --- a swapped module -------------------------------------------------------------------------------------------------
 
-#: The attribute of a block that runs for a module with the sizes of its maps, or of its tokens, and of the context's.
+#: Attribute of a running block: the sizes of the feature maps (or tokens) of input and context.
 MAP_SIZES = "map_sizes"
 
 
@@ -245,13 +206,13 @@ MAP_SIZES = "map_sizes"
 class Swap:
     """The block of a swapped module."""
 
-    #: path of the known class
+    #: class path of the module in the table
     family: str
-    #: without weights
+    #: a block without weights
     block: Attention
-    #: parts and settings of the module that the block was made by
+    #: submodules and settings of the module for which the block was created
     traits: tuple[Any, ...]
-    #: the largest difference of the two in the comparison
+    #: largest difference between module and block in the comparison
     difference: float = 0.0
 
     @property
@@ -263,37 +224,37 @@ class Swap:
         return f"{type(self.block).__name__}, pattern={self.block.pattern!r}{dtype}"
 
     def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Run the block with the current weights of the module, in any number of threads at a time."""
+        """Run the block with the current weights of the module; several threads can call this at the same time."""
         weights = to_parameters(self.row.weights(module), self.block.rank)
         sizes = tuple(x.shape[2:]), None if context is None else tuple(context.shape[2:])
         block: Any = with_weights(self.block, weights, {ORIGINAL: self.block, MAP_SIZES: sizes})
         return run_on_tokens(block, self.block.rank, x, mask, context)
 
 
-def with_weights(block: nn.Module, weights: Mapping[str, Tensor], notes: Mapping[str, Any], prefix: str = "") -> Any:
-    """Return a shallow copy of a block for one call, with these weights and attributes; the block does not change."""
-    if torch.compiler.is_dynamo_compiling():  # which cannot trace the copy of a module
+def with_weights(block: nn.Module, weights: Mapping[str, Tensor], extra: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return a shallow copy of a block for one call, with weights and extra attributes; the block does not change."""
+    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the copy of a module
         return lambda *args: torch.func.functional_call(block, {**weights}, args, tie_weights=False)
     copied = object.__new__(type(block))
     children = {name: with_weights(x, weights, {}, f"{prefix}{name}.") for name, x in block.named_children()}
     parameters = {name: weights.get(prefix + name, value) for name, value in block._parameters.items()}
-    vars(copied).update(vars(block), **notes, _parameters=parameters, _modules={**block._modules, **children})
+    vars(copied).update(vars(block), **extra, _parameters=parameters, _modules={**block._modules, **children})
     return copied
 
 
 class Swapped(nn.Module):
-    """First base of the class of a swapped module, before the class of the module."""
+    """Base class of all swapped modules, before the original class."""
 
     swapped: Swap
 
     @property
     def running_block(self) -> Attention:
-        """The block that runs for the module; it is not a child of it."""
+        """Return the block of the module; it is not a child of the module."""
         return self.swapped.block
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         proxy: Any = next((x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)), None)
-        if proxy is not None:  # one node of the graph, as of a block
+        if proxy is not None:  # a leaf module in torch.fx, like a block
             return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
         swap = self.swapped
         if read_traits(self, swap.traits[-1]) == swap.traits and not torch.jit.is_tracing():  # type: ignore[attr-defined]
@@ -306,13 +267,14 @@ class Swapped(nn.Module):
         self.running_block.train(mode)
         return super().train(mode)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # its class is made here, and is in no module
+    def __reduce_ex__(self, protocol: Any) -> Any:  # pickle cannot import a class that is created at run time
         _, _, *rest = tuple(super().__reduce_ex__(2))
         return (make_empty, (original_class(self),), *rest)
 
 
 @cache
 def swapped_class(kind: Any) -> Any:
+    """Return the class of a swapped module, given the original class."""
     return type(f"Swapped{kind.__name__}", (Swapped, kind), {"__module__": __name__})
 
 
@@ -321,15 +283,16 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def make_empty(kind: Any) -> Any:
-    """Make a swapped module of a class without attributes, for copies and pickles."""
+    """Create a swapped module without attributes, for copies and pickles."""
     swapped = swapped_class(kind)
     return swapped.__new__(swapped)
 
 
 def read_traits(module: nn.Module, names: Iterable[str] = ()) -> tuple[Any, ...]:
-    """Return parts and their hooks, dropouts and their modes, and settings, of these names or all.
+    """Return the submodules, dropouts and settings of a module, and True or False for hooks of submodules.
 
-    With names, attributes are not listed, which the compiler of torch 2.11 cannot trace.
+    By default, all settings are returned. With ``names``, the attributes are not listed, because torch.compile in torch
+    2.11 cannot trace this.
     """
     parts = [*module.modules()][1:]
     hooked = any(getattr(part, hooks) for part in parts for hooks in HOOKS)

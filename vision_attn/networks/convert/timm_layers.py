@@ -1,4 +1,4 @@
-"""Rows of the attention layers of timm and torchvision, of tokens, maps, and windows and grids of maps."""
+"""Table rows for the attention layers of timm and torchvision, whose inputs are tokens, feature maps or windows."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from vision_attn.networks.convert.row import FALLBACK, TABLE, Attend, Projection
 
 
 def vit_weights(layer: Any) -> dict[str, Any]:
-    """Read ``qkv`` and ``proj``, as most layers of timm have them."""
+    """Read the weights of a layer with ``qkv`` and ``proj``, as in most layers of timm."""
     weights = named_weights("qkv" if getattr(layer, "qkv", None) is not None else "q k v", "proj")(layer)
     if getattr(layer, "q_bias", None) is not None:
         bias = torch.cat([layer.q_bias, torch.zeros_like(layer.q_bias), layer.v_bias])
         weights["qkv"] = Projection(layer.qkv.weight, bias)
-    widths = (layer.key_dim, layer.key_dim, layer.val_dim) if hasattr(layer, "val_dim") else ()  # of EfficientFormer
+    widths = (layer.key_dim, layer.key_dim, layer.val_dim) if hasattr(layer, "val_dim") else ()  # EfficientFormer
     if widths or getattr(layer, "head_first", False):
         weights["qkv"] = weights["qkv"].heads_first(layer.num_heads, *widths)
     if getattr(layer, "gate", None) is not None:
@@ -52,20 +52,23 @@ def beit_bias(layer: Any, x: Tensor, shared_rel_pos_bias: Any = None) -> Any:
 
 
 def maxxvit_table(layer: Any) -> Tensor | None:
-    """Return the table of biases by query minus key; TensorFlow's is by key minus query, with the heads first."""
+    """Return the table of position biases, indexed by query minus key.
+
+    The TensorFlow variant is indexed by key minus query and has the heads first.
+    """
     table: Tensor | None = getattr(layer.rel_pos, "relative_position_bias_table", None)
     return table.flip(1, 2).flatten(1).T if table is not None and table.dim() == 3 else table
 
 
 def relative_bias(layer: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Any:
-    """Return the bias of the logits; None if the block of a map has it as a table."""
+    """Return the bias of the logits; None if the block has it as a table."""
     if layer.rel_pos is None:
         return shared_rel_pos
     return layer.rel_pos.get_bias() if x.dim() == 3 or maxxvit_table(layer) is None else None
 
 
 def attend_normalized(layer: Any, attend: Attend, x: Tensor) -> Tensor:
-    """Run TinyViT's attention, which contains the norm."""
+    """Run TinyViT's attention, which includes the norm."""
     return attend(layer.norm(x).mT, efficientformer_bias(layer, x)).mT
 
 
@@ -75,7 +78,7 @@ def attend_strided(layer: Any, attend: Attend, x: Tensor) -> Any:
 
 
 def attend_reduced(layer: Any, attend: Attend, x: Tensor, size: Any) -> Tensor:
-    """Run the attention of Twins and PVT v2, whose keys are of a smaller map."""
+    """Run the attention of Twins and PVT v2, whose keys are from a smaller feature map."""
     maps = keys = x.mT.unflatten(2, tuple(size))
     if layer.sr is not None:
         smaller = layer.sr(maps if getattr(layer, "pool", None) is None else layer.pool(maps))
@@ -91,7 +94,7 @@ def example_reduced(layer: Any) -> tuple[Any, ...]:
 
 
 def over_windows(bias: Tensor, mask: Tensor | None, x: Tensor) -> Tensor:
-    """Add a mask for each window of a shifted image to the bias of the logits."""
+    """Add the masks of shifted windows, one for each window of an image, to the bias of the logits."""
     return bias if mask is None else bias + mask.repeat(len(x) // len(mask), 1, 1)[:, None]
 
 
@@ -105,11 +108,11 @@ REDUCED = replace(
     VIT, weights=named_weights("q|kv", "proj"), call=attend_reduced, example=example_reduced, swap_only=("sr",)
 )
 
-# --- maps -------------------------------------------------------------------------------------------------------------
+# --- feature maps -----------------------------------------------------------------------------------------------------
 
 
 def tables(layer: Any, first: int = 0) -> dict[str, Any]:
-    """Return the relative positions from an index on, and the identity for the output projection, which is missing."""
+    """Return the tables of relative positions, starting at an index, and an identity as output projection."""
     found = {name: getattr(layer.pos_embed, name)[first:] for name in ("height_rel", "width_rel")}
     factor = layer.scale if layer.scale_pos_embed else 1.0
     out = torch.eye(layer.num_heads * layer.dim_head_v).to(found["height_rel"])
@@ -118,7 +121,7 @@ def tables(layer: Any, first: int = 0) -> dict[str, Any]:
 
 def halo_weights(layer: Any) -> dict[str, Any]:
     kv = Projection.read(layer.kv).heads_first(layer.num_heads, layer.dim_head_qk, layer.dim_head_v)
-    # Offsets are counted from the corner of the halo: the first entries of the tables are never read.
+    # Offsets start at the corner of the halo, so the first entries of the tables are never used.
     return {"qkv": Projection.concat(Projection.read(layer.q), kv), **tables(layer, 2 * layer.halo_size)}
 
 
@@ -134,19 +137,19 @@ BOTTLENECK = replace(
     size=map_size,
     call=lambda layer, attend, x: layer.pool(attend(x)),
 )
-HIERA = {"q_pool": "the block has a query for each position"}
-POOLED = "the block pools keys and values only (kv_stride), by averages: convert a layer with strides of 1"
+HIERA = {"q_pool": "blocks have one query per position"}
+POOLED = "blocks pool only keys and values (kv_stride), by averaging. Convert a layer with strides of 1"
 
-# --- windows and grids of maps: MaxViT, CoAtNet, Swin -----------------------------------------------------------------
+# --- windows and grids: MaxViT, CoAtNet, Swin -------------------------------------------------------------------------
 
 #: The parameter of :class:`RelPosTable`.
 BIASES = "position.relative_position_bias_table"
 
 
 class PaddedAttention2d(Attention2d):
-    """Attention in windows that pads its map with zeros to complete windows, and attends to them."""
+    """Window attention that pads its feature map with zeros to complete windows, and attends to the padding."""
 
-    #: True if the layer pads after it has shifted, which the block does not support
+    #: True if the network shifts the feature map before it pads it, which the block does not support
     rolls_first = False
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
@@ -157,7 +160,7 @@ class PaddedAttention2d(Attention2d):
         return y if padded is x else to_memory_format_of(x, y[..., : x.shape[-2], : x.shape[-1]])
 
     def attention_weights(self, x: Tensor, mask: Any = None, queries: Any = None, context: Any = None) -> Tensor:
-        """Return the weights of the positions of the padded map."""
+        """Return the attention weights of the padded feature map."""
         return super().attention_weights(self.pad(x, mask, context), mask, queries, context)
 
     def pad(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
@@ -168,13 +171,13 @@ class PaddedAttention2d(Attention2d):
             return x
         rolled = self.rolls_first and getattr(self.pattern, "shift", 0) not in (0, (0, 0))
         if mask is not None or context is not None or rolled:
-            what = f"{x.shape[-2]}×{x.shape[-1]} with a shift, a mask or a context"
-            raise ValueError(f"x must be of whole windows of {rows}×{columns}; got {what}: pad it yourself")
+            got = f"{x.shape[-2]}×{x.shape[-1]} with a shift, a mask or a context"
+            raise ValueError(f"x must have a size divisible by the window {rows}×{columns}; got {got}. Pad x first")
         return F.pad(x, (0, right, 0, below))
 
 
-class WholeWindows2d(PaddedAttention2d):
-    """For a layer whose network rolls its map before it pads it."""
+class UnpaddedAttention2d(PaddedAttention2d):
+    """Window attention for a layer whose network shifts the feature map before it pads it."""
 
     rolls_first = True
 
@@ -184,7 +187,7 @@ def maxxvit_size(layer: Any) -> tuple[int, ...]:
 
 
 def swin_weights(layer: Any) -> dict[str, Any]:
-    """Read the weights; the network that computes the biases of Swin v2 becomes the table that it computes."""
+    """Read the weights; for Swin v2, the table of position biases is computed by the network of the layer."""
     weights = vit_weights(layer)
     if not hasattr(layer, "logit_scale"):
         return weights | {BIASES: layer.relative_position_bias_table}
@@ -196,7 +199,7 @@ def swin_weights(layer: Any) -> dict[str, Any]:
 
 
 def get_window_size(layer: Any) -> tuple[int, int]:
-    """Return the window of a layer whose input is tokens of windows; torchvision's MaxViT has the side of a square."""
+    """Return the window size of a layer whose input is the tokens of windows."""
     return tuple(layer.window_size) if hasattr(layer, "window_size") else (layer.size, layer.size)
 
 
@@ -233,10 +236,10 @@ TIMM_SWIN = replace(
     options={"position": lambda layer: RelPosTable(feat_size=get_window_size(layer))},
     call=attend_windows,
     example=lambda layer: (random_map(4, math.prod(layer.window_size), layer.qkv.in_features),),
-    groups=lambda layer: {"kind": WholeWindows2d, "pattern": Window(tuple(layer.window_size))},
+    groups=lambda layer: {"kind": UnpaddedAttention2d, "pattern": Window(tuple(layer.window_size))},
 )
 TWINS = replace(
-    CHANNELS_LAST,  # it pads and cuts the map of its tokens
+    CHANNELS_LAST,  # the layer pads and partitions the feature map of its tokens
     options={"kind": lambda layer: PaddedAttention2d, "pattern": lambda layer: Window(layer.ws)},
     call=lambda layer, attend, x, size: attend(x.mT.unflatten(2, tuple(size))).flatten(2).mT,
     example=lambda layer: (random_map(2, 3 * (layer.ws + 1), layer.dim), (3, layer.ws + 1)),
@@ -249,7 +252,7 @@ TORCHVISION_MAXVIT = replace(
     groups=lambda layer: {},
 )
 
-GCVIT = {"use_global": "its queries are not made of its map"}
+GCVIT = {"use_global": "its queries are from another feature map"}
 TABLE |= {
     "timm.layers.attention.Attention": replace(VIT, bias=vit_bias),
     "timm.layers.attention2d.Attention2d": MAPS,
@@ -265,7 +268,7 @@ TABLE |= {
         BOTTLENECK,
         weights=halo_weights,
         options={"pattern": lambda layer: Halo(layer.block_size, layer.halo_size), "position": RelPosDecomposed()},
-        unsupported={"block_stride": "the block has no stride: use avg_down=True"},
+        unsupported={"block_stride": "blocks have no stride. Use avg_down=True"},
         size=lambda layer: (layer.block_size, 2 * layer.block_size),
     ),
     "timm.layers.non_local_attn.NonLocalAttn": replace(

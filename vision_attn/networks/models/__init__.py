@@ -1,8 +1,7 @@
-"""Networks of our own, registered with timm: importing this room makes ``timm.create_model`` know them.
+"""Networks of this library. Importing this package registers them with timm, for use in ``timm.create_model``.
 
-Each is a function of ``pretrained``, whether the weights that come with the name are loaded, and of further keyword
-arguments: those of the network, ``num_classes`` and ``in_chans`` among them, and those that timm takes for any, such as
-``pretrained_cfg``.
+Each function accepts ``pretrained=True`` to load the weights of the library, the arguments of the network, such as
+``num_classes`` and ``in_chans``, and the common arguments of timm, such as ``pretrained_cfg``.
 
 >>> import timm
 >>> timm.create_model("resnet20", num_classes=100).num_features
@@ -15,6 +14,6 @@ from vision_attn.networks.models.cifar_resnet import *  # noqa: F403
 from vision_attn.networks.models.recall_net import RecallNet, recall, recall_attention
 from vision_attn.networks.models.registry import create_model
 
-# The classes, and what timm adds when it registers a network.
+# Classes, create_model, and the functions that timm adds when a network is registered.
 __all__ = ["RecallNet", "create_model", "recall", "recall_attention"]
 __all__ += attention_networks.__all__ + cifar_resnet.__all__

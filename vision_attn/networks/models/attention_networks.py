@@ -1,17 +1,17 @@
-"""Networks with attention: a ResNet-20 for CIFAR with blocks inserted, and two ResNet-50 from papers.
+"""Networks with attention: a ResNet-20 for CIFAR with inserted blocks, and two variants of ResNet-50.
 
 ``resnet20_attention`` has an attention block after each residual block of its last stage, and weights for CIFAR-100.
-The ResNet-50 have attention in place of 3×3 convolutions, or beside them, and no weights:
+The variants of ResNet-50 replace or extend 3×3 convolutions by attention. They have no pretrained weights:
 
 =================  ========================  ===============================  ======================================
-model              stages                    layer for 3×3 convolutions       paper
+model              stages                    replacement of 3×3 convolutions  paper
 =================  ========================  ===============================  ======================================
 ``botnet50``       the last                  :class:`StridedAttention2d`      https://arxiv.org/abs/2101.11605
 ``aa_resnet50``    the last three            :class:`AugmentedConv2d`         https://arxiv.org/abs/1904.09925
 =================  ========================  ===============================  ======================================
 
-Both have tables of relative positions for the feature maps of an image of ``img_size``, which are resized for other
-images. Otherwise they are timm's ResNet-50, and take its arguments.
+Both have tables of relative positions for images of size ``img_size``. The tables are resized for other images. All
+other layers and arguments are the same as for timm's ResNet-50.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vision_attn.networks.models.registry import register_network, weights_folde
 
 __all__: list[str] = []  # timm adds the names of the networks
 
-_CFG = {"pool_size": (7, 7), "first_conv": "conv1", "classifier": "fc"}  # otherwise timm's defaults
+_CFG = {"pool_size": (7, 7), "first_conv": "conv1", "classifier": "fc"}  # other entries are timm's defaults
 
 _TRAINED = CIFAR100 | {"file": str(weights_folder() / "resnet20_attention_cifar100" / "model.safetensors")}
 
@@ -51,25 +51,28 @@ class CifarAttentionNet(CifarResNet):
         insert_(self, names="layer3.*", num_heads=4, example_input=(1, in_chans, 32, 32))
 
 
-_DOC = "CIFAR ResNet-20 with three attention blocks; ``pretrained=True`` loads weights for CIFAR-100."
+_DOC = "ResNet-20 for CIFAR with three attention blocks; ``pretrained=True`` loads weights for CIFAR-100."
 resnet20_attention: Callable[..., CifarAttentionNet] = register_network(
     __name__, "resnet20_attention", _DOC, CifarAttentionNet, FEATURES, depth=20
 )
 
-#: Takes a 3×3 convolution and the (height, width) of its input.
+#: Function of a 3×3 convolution and the (height, width) of its input.
 MakeLayer = Callable[[nn.Conv2d, tuple[int, int]], nn.Module]
 
 
 def botnet_layer(conv: nn.Conv2d, size: tuple[int, int]) -> nn.Module:
-    """Build BoTNet's attention: four heads, averaged where the convolution strides."""
+    """Build the attention of BoTNet: four heads, with average pooling if the convolution has a stride."""
     options: dict[str, Any] = {"stride": conv.stride[0], "qkv_bias": False, "proj_bias": False}
     return StridedAttention2d(conv.in_channels, 4, feat_size=size, **options).to(conv.weight)
 
 
 def augmented_layer(conv: nn.Conv2d, size: tuple[int, int]) -> nn.Module:
-    """Build Bello's layer: of ``c`` channels, ``c / 5`` are keys, but at least 20 per head, and ``c / 10`` values."""
+    """Build an attention-augmented convolution: of ``c`` channels, ``c / 5`` are keys and ``c / 10`` are values.
+
+    There are at least 20 keys per head.
+    """
     if conv.dilation != (1, 1) or conv.groups != 1:
-        raise ValueError("aa_resnet50: output_stride must be 32 and cardinality 1, without dilation and groups")
+        raise ValueError("aa_resnet50: output_stride must be 32 and cardinality must be 1")
     heads, width, stride = 8, conv.out_channels, conv.stride[0]
     keys, values = heads * max(20, round(width / 5 / heads)), heads * max(1, round(width / 10 / heads))
     options: dict[str, Any] = {"num_heads": heads, "key_channels": keys, "value_channels": values, "stride": stride}
@@ -82,7 +85,7 @@ def augmented_layer(conv: nn.Conv2d, size: tuple[int, int]) -> nn.Module:
 def build_resnet50(
     make_layer: MakeLayer, stages: tuple[str, ...], img_size: int | tuple[int, int] = 224, **kwargs: Any
 ) -> ResNet:
-    """Build timm's ResNet-50 with other layers for the 3×3 convolutions of some stages."""
+    """Build timm's ResNet-50, and replace the 3×3 convolutions of some stages."""
     model: ResNet = timm.model_entrypoint("resnet50")(**kwargs)
     size = divide_size(to_2tuple(img_size), 4)
     for stage in ("layer1", "layer2", "layer3", "layer4"):
@@ -100,15 +103,15 @@ def divide_size(size: tuple[int, int], stride: int) -> tuple[int, int]:
 
 @register_model
 def botnet50(pretrained: bool = False, **kwargs: object) -> ResNet:
-    """BoTNet-50: 20.8 M parameters as in the paper, plus 0.8 M of projections after attention.
+    """BoTNet-50: 20.8 M parameters as in the paper, plus 0.8 M parameters of output projections.
 
     Args:
-        pretrained: there are no weights to load.
-        **kwargs: ``img_size``, side of the images or their (height, width), in pixels, 224 by default; and the
+        pretrained: must be False, because there are no pretrained weights.
+        **kwargs: ``img_size``, the image size in pixels as an integer or (height, width), 224 by default, and the
             arguments of timm's ResNet-50.
 
     Returns:
-        timm's ``ResNet`` with :class:`vision_attn.StridedAttention2d` for the 3×3 convolutions of its last stage.
+        timm's ``ResNet`` with :class:`vision_attn.StridedAttention2d` instead of 3×3 convolutions in the last stage.
 
     Raises:
         RuntimeError: ``pretrained`` is True.
@@ -126,16 +129,17 @@ def aa_resnet50(pretrained: bool = False, **kwargs: object) -> ResNet:
     """Attention-augmented ResNet-50, 25.8 M parameters.
 
     Args:
-        pretrained: there are no weights to load.
-        **kwargs: ``img_size``, side of the images or their (height, width), in pixels, 224 by default; and the
+        pretrained: must be False, because there are no pretrained weights.
+        **kwargs: ``img_size``, the image size in pixels as an integer or (height, width), 224 by default, and the
             arguments of timm's ResNet-50.
 
     Returns:
-        timm's ``ResNet`` with :class:`vision_attn.AugmentedConv2d` for the 3×3 convolutions of its last three stages.
+        timm's ``ResNet`` with :class:`vision_attn.AugmentedConv2d` instead of 3×3 convolutions in the last three
+        stages.
 
     Raises:
         RuntimeError: ``pretrained`` is True.
-        ValueError: arguments that make a 3×3 convolution dilated or grouped, such as ``output_stride=16``.
+        ValueError: an argument such as ``output_stride=16`` causes dilated or grouped 3×3 convolutions.
 
     Source: Bello et al., *Attention Augmented Convolutional Networks*, 2019, https://arxiv.org/abs/1904.09925
 

@@ -1,20 +1,21 @@
-"""ResNets for CIFAR's 32×32 images: three stages on maps of 32, 16 and 8 cells a side, averaged and read out linearly.
+"""ResNets for the 32×32 images of CIFAR: three stages (32×32, 16×16 and 8×8), average pooling and a linear classifier.
 
-Those of He et al. have 16, 32 and 64 channels and depth 6n + 2. The paper's two ways across a change of width are
-the two families of checkpoints that circulate:
+The ResNets of He et al. have 16, 32 and 64 channels and depth 6n + 2. The paper has two options for the shortcut where
+the width changes. Checkpoints exist for both options:
 
-=========  ===========================================  ==========================  ============
+=========  ===========================================  ==========================  =================
 option     shortcut where the width changes             keys                        models
-=========  ===========================================  ==========================  ============
-A          every second cell, channels padded by zeros  ``linear.*``                ``resnet20_a``, …
+=========  ===========================================  ==========================  =================
+A          stride 2, channels padded with zeros         ``linear.*``                ``resnet20_a``, …
 B          1×1 convolution and batch norm               ``downsample.*``, ``fc.*``  ``resnet20``, …
-=========  ===========================================  ==========================  ============
+=========  ===========================================  ==========================  =================
 
-Checkpoints of family A (akamaster/pytorch_resnet_cifar10) expect ImageNet's mean and standard deviation, those of
-family B (chenyaofo/pytorch-cifar-models) the ones of their data set: ``resnet20.cifar10``, ``resnet20.cifar100``.
+Checkpoints for option A (akamaster/pytorch_resnet_cifar10) require the mean and standard deviation of ImageNet.
+Checkpoints for option B (chenyaofo/pytorch-cifar-models) require the mean and standard deviation of their data set
+(``resnet20.cifar10``, ``resnet20.cifar100``).
 
-Those of Zagoruyko and Komodakis have k times as many channels and depth 6n + 4. Norm and activation come before each
-convolution, and the map that the stages hand on is normalised once, at the end.
+The Wide ResNets of Zagoruyko and Komodakis have k times as many channels and depth 6n + 4. Norm and activation precede
+each convolution, and a norm follows the last stage.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class CifarNetwork(StagedNetwork):
     """A 3×3 convolution and three stages ``layer1``, ``layer2`` and ``layer3``.
 
     Args:
-        widths: channels of the stages.
-        blocks: residual blocks in each stage.
-        block: makes one, from the channels it takes and gives, its stride and its drop path.
-        norm_first: whether norm and activation come before the convolutions of a block, and so once after the stages.
-        num_classes: classes; 0 leaves the pooled features.
-        in_chans: channels of the image.
-        drop_path_rate: probability of dropping the branch of the last block, in training; it grows from 0 at the first.
-        **head: what :meth:`StagedNetwork.add_head` takes.
+        widths: number of channels of each stage.
+        blocks: number of residual blocks in each stage.
+        block: function that builds a block, given input channels, output channels, stride and drop path.
+        norm_first: norm and activation precede the convolutions of a block, and a norm follows the last stage.
+        num_classes: number of classes; 0 returns the pooled features.
+        in_chans: number of image channels.
+        drop_path_rate: drop path rate of the last block; it increases linearly from 0 at the first block.
+        **head: arguments of :meth:`StagedNetwork.add_head`.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class CifarNetwork(StagedNetwork):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        """The regular expressions on parameters' names that timm tells layers apart by."""
+        """Return regular expressions on parameter names, from which timm groups layers."""
         return {"stem": r"^conv1|bn1", "blocks": r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)"}
 
 
@@ -88,7 +89,7 @@ class CifarNetwork(StagedNetwork):
 
 
 class PadShortcut(nn.Module):
-    """Option A: every second cell, and zeros for the channels that are new, half of them on either side."""
+    """Shortcut of option A: stride 2, with half of the new channels padded with zeros on each side."""
 
     def __init__(self, new_channels: int) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class PadShortcut(nn.Module):
 
 
 def basic_block(in_channels: int, channels: int, stride: int, option: str, drop_path: nn.Module | None) -> nn.Module:
-    """Two 3×3 convolutions and a shortcut."""
+    """Build a residual block of two 3×3 convolutions and a shortcut."""
     shortcut: nn.Module | None = None
     if stride != 1 and option == "A":
         shortcut = PadShortcut(channels - in_channels)
@@ -114,10 +115,10 @@ class CifarResNet(CifarNetwork):
     """A ResNet for 32×32 images.
 
     Args:
-        depth: 20, 32, 44, 56, … (6n + 2).
+        depth: number of layers: 20, 32, 44, 56, … (6n + 2).
         option: shortcut ``"A"`` (padding, classifier ``linear``) or ``"B"`` (projection, classifier ``fc``).
-        **options: ``num_classes`` (10; 0 leaves the pooled features), ``in_chans`` (3), ``global_pool``, ``drop_rate``
-            of features and ``drop_path_rate`` of blocks, as timm's networks have them.
+        **options: arguments as in timm: ``num_classes`` (10; 0 returns the pooled features), ``in_chans`` (3),
+            ``global_pool``, ``drop_rate`` and ``drop_path_rate``.
 
     Raises:
         ValueError: an argument is out of range.
@@ -147,7 +148,7 @@ class CifarResNet(CifarNetwork):
 
 
 class WideBlock(nn.Module):
-    """Norm, activation and 3×3 convolution, twice, and a shortcut."""
+    """Residual block of two 3×3 convolutions, each after a norm and an activation."""
 
     def __init__(
         self, in_channels: int, channels: int, stride: int, drop_rate: float, drop_path: nn.Module | None
@@ -176,11 +177,10 @@ class WideResNet(CifarNetwork):
     """A Wide ResNet for 32×32 images.
 
     Args:
-        depth: 16, 22, 28, 40, … (6n + 4).
-        width: how many times wider the stages are than 16, 32 and 64 channels.
-        block_drop_rate: probability of dropping an element between the two convolutions of a block; the paper has 0.3
-            where it has any.
-        **options: those of :class:`CifarResNet`.
+        depth: number of layers: 16, 22, 28, 40, … (6n + 4).
+        width: factor for the widths of 16, 32 and 64 channels.
+        block_drop_rate: dropout rate between the two convolutions of a block; the paper uses 0.3.
+        **options: arguments of :class:`CifarResNet`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -205,12 +205,12 @@ class WideResNet(CifarNetwork):
         return self.relu(self.bn(x))
 
 
-# --- as timm knows them -----------------------------------------------------------------------------------------------
+# --- registration with timm -------------------------------------------------------------------------------------------
 
 
-#: timm's ``feature_cfg``: the feature maps of all three stages.
+#: timm's ``feature_cfg`` with the feature maps of all three stages.
 FEATURES = {"out_indices": (0, 1, 2)}
-#: The configuration of a network for CIFAR as timm has it; without ``mean`` and ``std`` those of ImageNet.
+#: timm's configuration of a network for CIFAR; by default, with the ``mean`` and ``std`` of ImageNet.
 cifar_cfg = partial(make_cfg, input_size=(3, 32, 32), reduction=4, first_conv="conv1")
 CIFAR10 = cifar_cfg(10, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
 CIFAR100 = cifar_cfg(100, mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
@@ -228,12 +228,12 @@ default_cfgs: dict[str, Any] = generate_default_cfgs(
 
 def register_resnet(depth: int, option: str, millions: str) -> Callable[..., CifarResNet]:
     name = f"resnet{depth}{'_a' * (option == 'A')}"
-    doc = f"CIFAR ResNet-{depth}, option {option}, {millions} M parameters."
+    doc = f"ResNet-{depth} for CIFAR with shortcuts of option {option}, {millions} M parameters."
     return register_network(__name__, name, doc, CifarResNet, FEATURES, depth=depth, option=option)
 
 
 def register_wide(depth: int, width: int, millions: str) -> Callable[..., WideResNet]:
-    doc = f"Wide ResNet-{depth}, {width} times as wide, {millions} M parameters."
+    doc = f"Wide ResNet-{depth} for CIFAR with width factor {width}, {millions} M parameters."
     return register_network(__name__, f"wrn{depth}_{width}", doc, WideResNet, FEATURES, depth=depth, width=width)
 
 

@@ -1,16 +1,17 @@
-"""Save a timm network with its blocks as a folder in the layout of Hugging Face and timm, and load it.
+"""Save a timm network with its blocks to a folder in the layout of Hugging Face and timm, and load it.
 
-=====================  ===========================================================================================
-``config.json``        timm's configuration, and under ``vision_attn`` the format and the hash of the save
+=====================  =============================================================================================
+``config.json``        timm's configuration; the entry ``vision_attn`` has the format version and a hash of the save
 ``model.safetensors``  the weights and the records of the blocks
-``README.md``          a model card; an existing one is kept
-=====================  ===========================================================================================
+``README.md``          a model card; an existing file is kept
+=====================  =============================================================================================
 
-The metadata of ``model.safetensors`` have a copy of the configuration, and both have a hash that identifies the save.
-If ``config.json`` is from another save, because a process was killed or two saved at once, the copy is used.
+The metadata of ``model.safetensors`` contain a copy of the configuration, and both contain a hash that identifies the
+save. If ``config.json`` is from another save, because a process was killed or two processes saved at the same time, the
+copy is used.
 
-A folder may come from an untrusted source. It can only name networks that timm has, and blocks of this library: no code
-in it is run, and nothing is downloaded.
+A folder can come from an untrusted source. It can refer only to networks of timm and blocks of this library. Loading it
+runs no code from the folder and downloads nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import timm
@@ -47,30 +48,30 @@ from vision_attn.networks.safe.write import TEMPORARY, name_errors
 from vision_attn.text import escaped, shorten
 from vision_attn.version import __version__
 
-#: This library's section of the configuration.
+#: Entry of the configuration for this library.
 SECTION = "vision_attn"
-#: Where the folder of a training run keeps its best network.
+#: Subfolder of a training run with the best network.
 RUN_SUBFOLDER = "model"
 #: Largest number of bytes of a configuration.
 MAX_CONFIG_BYTES = 2**20
-#: The entries of timm's configuration that are read from a folder: sources of weights are not.
+#: Entries of timm's configuration that are read from a folder. Sources of weights are ignored.
 CFG_KEYS = {
     *("input_size", "fixed_input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std"),
     *("num_classes", "label_names", "pool_size", "first_conv", "classifier"),
 }
-#: Arguments with which timm reads or downloads files.
+#: Arguments that cause timm to read or download files.
 FILE_ARGS = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only"}
-#: Largest sum of all numbers in the arguments of a network.
+#: Largest sum of all numbers in the arguments of a network, which limits its size.
 MAX_ARGUMENT_SUM = 100_000
-#: Largest number of elements of an input.
+#: Largest number of elements of an input image.
 MAX_INPUT_NUMEL = 2**24
-#: Largest difference of outputs, relative to the largest output, that a different order of sums explains.
+#: Largest accepted difference of outputs, relative to the largest output, because of a different order of summation.
 TOLERANCE = 1e-3
 
-#: Held while a thread saves: comparing a network changes its mode and the random state for a moment.
-SAVING = Lock()
+#: Saving and loading temporarily change global state: the mode of the network, the random state and warning filters.
+LOCK = RLock()
 
-#: The model card; blocks and classes are in the other files.
+#: Model card.
 CARD = """---
 library_name: vision-attn
 pipeline_tag: image-classification
@@ -78,7 +79,8 @@ tags: [image-classification, timm, vision-attn]
 ---
 # {architecture}
 
-`vision_attn.load_model(folder)` makes the network of these files, with its blocks, classes and `model.transform`.
+Load this network with `vision_attn.load_model(folder)`. It includes the attention blocks, `model.classes` and
+`model.transform`.
 """
 
 
@@ -90,28 +92,28 @@ def save_model(
     architecture: str | None = None,
     model_args: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a network of timm's, with whatever blocks are in it, as a folder that :func:`load_model` reads.
+    """Save a timm network and its blocks to a folder that :func:`load_model` reads.
 
-    The network is read back and must give the same output for an image before a file in the folder changes. Then
-    ``model.safetensors`` and ``config.json`` are replaced, each atomically, and ``README.md`` is added if there is
-    none; the folder and all other files stay as they are. If the process is killed at any moment, or several save into
-    one folder, :func:`load_model` returns one of the networks as it was saved. Modules that ``replace_`` took out are
-    not in the files: a network that is loaded again has blocks in their place for good.
+    The network is written to a temporary folder and reloaded, and its output for an image is compared. Then
+    ``model.safetensors`` and ``config.json`` are replaced, each atomically, and ``README.md`` is added if it does not
+    exist. Other files do not change. If the process is killed, or several processes save to the same folder,
+    :func:`load_model` returns one of the saved networks. Modules that were replaced by ``replace_`` are not saved, so
+    ``remove_`` cannot restore them in a loaded network.
 
-    A network whose output is not finite is saved with a warning: it cannot be compared with what is read back.
+    A network whose output is not finite cannot be compared and is saved with a warning.
 
     Args:
-        model: what ``timm.create_model`` made, blocks inserted or not, in any wrapper.
-        folder: where it goes; created if it is missing.
-        classes: name of each class; by default ``model.classes``, which :func:`load_model` sets.
-        architecture: the name under which timm makes the network; by default the one it was made under.
-        model_args: what else it was made with, where timm does not know it any more.
+        model: a network that was created by ``timm.create_model``, with or without inserted blocks and wrappers.
+        folder: path of the folder, which is created if it does not exist.
+        classes: names of the classes; by default ``model.classes``, which :func:`load_model` sets.
+        architecture: name of the network in timm; by default, the name with which the network was created.
+        model_args: other arguments with which the network was created, if timm did not record them.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: timm makes no such network; a block cannot be written down.
+        ValueError: timm cannot create the network, or a block cannot be saved.
         OSError: the folder cannot be written.
 
     >>> import tempfile
@@ -126,20 +128,20 @@ def save_model(
     refuse_without_values(model)
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if not isinstance(architecture, str) or not timm.is_model(architecture):
-        known = "architecture must be a name that timm knows"
-        raise ValueError(f"{known}; got {architecture!r}: save_adapter saves blocks of other networks")
+        remedy = "For other networks, save the blocks with va.save_adapter"
+        raise ValueError(f"architecture must be a model name of timm; got {architecture!r}. {remedy}")
     if classes is None and len(vars(model).get("classes") or ()) == model.num_classes:
         classes = vars(model)["classes"]
     if classes is not None and len(classes) != model.num_classes:
-        raise ValueError(f"classes must name the {model.num_classes} classes of the model; got {len(classes)}")
+        raise ValueError(f"classes must be the names of the {model.num_classes} classes; got {len(classes)} names")
     arguments, blocks = get_arguments(model.state_dict()), file_format.blocks_to_save(model)
     state = {plain_key(key): gather(value) for key, value in model.state_dict().items()}
-    # All of timm's configuration, since a timm before 1.0.31 takes this in the place of the model's.
+    # The complete configuration, because timm before 1.0.31 uses it instead of the configuration of the model.
     about = filter_pretrained_cfg(get_model_cfg(model), remove_source=True) | {"architecture": architecture}
     config: dict[str, Any] = {"pretrained_cfg": about, "label_names": list(classes or ())}
     identity = file_format.compute_hash([config, arguments, file_format.fingerprint(state)])
     config[SECTION] = {"format": file_format.FORMAT, "library": __version__, "save": identity}
-    with SAVING, name_errors(Path(folder)):
+    with LOCK, name_errors(Path(folder)):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=TEMPORARY, dir=target if target.is_dir() else target.parent) as temporary:
             new = Path(temporary)
@@ -157,21 +159,22 @@ def save_model(
 
 
 def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = None) -> nn.Module:
-    """Load a network, ready to use: in evaluation mode on the CPU, with its classes and the transform for its images.
+    """Load a network with its blocks, classes and image transform, in evaluation mode on the CPU.
+
+    No code from the files is run, and nothing is downloaded.
 
     Args:
-        folder: a folder that :func:`save_model` wrote, or timm for a network without blocks; or the folder of a
-            training run, whose best network is loaded.
-        block: the class of the inserted blocks if it is not one of this library's.
+        folder: a folder of :func:`save_model`, of timm (for a network without blocks), or of a training run. For a
+            training run, the best network is loaded.
+        block: the class of the inserted blocks, if they are not blocks of this library.
 
     Returns:
-        The network with its blocks and weights. ``model.classes`` is a tuple of names, or None if the folder has
-        none; ``model.transform`` converts a Pillow image to an input ``(c, h, w)``, as timm does for evaluation. No
-        code in the files is run, and nothing is downloaded.
+        The network. ``model.classes`` is a tuple of names, or None if the folder contains no names. ``model.transform``
+        converts a Pillow image to an input ``(c, h, w)`` with timm's preprocessing for evaluation.
 
     Raises:
-        FileNotFoundError: there is no such folder, or not both files in it.
-        CheckpointError: it is damaged, names a network that timm does not know, or its weights are of another network.
+        FileNotFoundError: the folder or one of its files does not exist.
+        CheckpointError: the folder is damaged, the network does not exist in timm, or the weights do not match it.
 
     >>> from PIL import Image
     >>> from vision_attn.networks.models.registry import weights_folder
@@ -184,37 +187,38 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
         folder = folder / RUN_SUBFOLDER
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{escaped(path)}: there is no such file: give a folder that save_model or timm wrote")
+        raise FileNotFoundError(f"{escaped(path)}: file not found. Pass a folder of va.save_model, timm or a run")
     with open(path, "rb") as opened:
         config = check_config(path, opened.read(MAX_CONFIG_BYTES))
     file = read_file(folder / "model.safetensors")
     weights: Mapping[str, Any] = file.content
     saved = file_format.read_saved(file)
     if saved is not None and SECTION in saved.about and saved.about[SECTION] != config.get(SECTION):
-        remedy = "The configuration in model.safetensors is used; save the network again to renew config.json."
+        remedy = "The configuration in model.safetensors is used; save the network again to update config.json."
         warnings.warn(f"{folder}: config.json and model.safetensors are from different saves. {remedy}", stacklevel=2)
         config = check_config(file.path, json.dumps(dict(saved.about)))
 
     def build() -> nn.Module:
         model = create(config)
         if saved is not None:
-            if inserted_blocks(model):  # by the network's class: the file lists all blocks
+            if inserted_blocks(model):  # inserted by the class of the network; the file lists all blocks
                 remove_(model)
             file_format.insert_saved_(model, saved, file_format.find_makers(saved, folder, block))
         return model
 
     try:
-        with torch.device("meta"):  # no memory is allocated for tensors that the file does not have
+        # On the meta device first: no memory is allocated for tensors that the file does not contain.
+        with LOCK, torch.device("meta"), warnings.catch_warnings(action="ignore"):  # the second build repeats warnings
             shapes = {key: value.shape for key, value in build().state_dict().items()}
         other = [key for key in {**shapes, **weights} if key not in weights or weights[key].shape != shapes.get(key)]
         if other:
-            raise CheckpointError(f"{folder}: its weights are of another network than it names: {shorten(other)}")
+            raise CheckpointError(f"{folder}: the weights do not match the network in config.json: {shorten(other)}")
         with torch.random.fork_rng(devices=[]):
             model = build()
     except CheckpointError:
         raise
-    except Exception as error:  # a network with invalid arguments can fail in any way
-        raise CheckpointError(f"{folder}: its network cannot be made ({type(error).__name__}: {error})") from error
+    except Exception as error:  # invalid arguments can cause any exception
+        raise CheckpointError(f"{folder}: cannot create the network ({type(error).__name__}: {error})") from error
     kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
     if len(kinds) == 1:
         model.to(kinds.pop())
@@ -225,28 +229,30 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
 
 
 def create_eval_transform(model: nn.Module) -> Compose:
-    """Return timm's transform for the evaluation of a network, for images of any mode."""
+    """Return timm's evaluation transform for a network, which accepts Pillow images of any mode."""
     config = resolve_data_config(pretrained_cfg=get_model_cfg(model))
     return Compose([RGB() if config["input_size"][0] == 3 else Grayscale(), *create_transform(**config).transforms])
 
 
 def check_config(path: Path, text: str | bytes) -> dict[str, Any]:
-    """Return the configuration that a file holds as JSON; raise unless each part that is used is valid."""
+    """Return the configuration in a JSON text; raise an error if an entry is invalid."""
     try:
         config: dict[str, Any] = dict(json.loads(text))
         arguments, names = config.get("model_args") or {}, config.get("label_names")
         refused = sorted(FILE_ARGS & arguments.keys())
-        if not timm.is_model(str(config["architecture"])) or refused:
-            raise ValueError(f"architecture must be a network of timm's, and model_args have none of {refused}")
+        if not timm.is_model(str(config["architecture"])):
+            raise ValueError("architecture must be a model name of timm")
+        if refused:
+            raise ValueError(f"model_args must not contain {refused}")
         if SECTION in config:
             file_format.check_format(path, config[SECTION])
         if sum(map(abs, iterate_numbers(arguments))) > MAX_ARGUMENT_SUM:
-            raise ValueError("its model_args ask for a network of a size that there is none of")
+            raise ValueError("the numbers in model_args are too large for the size of a network")
         count = arguments.get("num_classes", config["num_classes"])
         if names is not None and not (isinstance(names, list) and [type(name) for name in names] == [str] * count):
-            raise ValueError(f"label_names must be the names of its {count} classes")
+            raise ValueError(f"label_names must be a list of names for {count} classes")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged, or of another version: {error}") from error
+        raise CheckpointError(f"{path} is damaged or has another version: {error}") from error
     return config
 
 
@@ -268,7 +274,7 @@ def create(config: Mapping[str, Any]) -> nn.Module:
     channels = arguments.get("in_chans", kept["input_size"][0])
     kept["input_size"] = (channels, *kept["input_size"][1:])
     if not 0 < math.prod(kept["input_size"]) <= MAX_INPUT_NUMEL or len(kept["input_size"]) != 3:
-        raise ValueError(f"input_size must be channels, rows and columns of an image; got {kept['input_size']}")
+        raise ValueError(f"input_size must be (channels, height, width) of an image; got {kept['input_size']}")
     for name in ("mean", "std"):
         if len(kept[name]) != channels:
             kept[name] = (sum(kept[name]) / len(kept[name]),) * channels
@@ -276,23 +282,24 @@ def create(config: Mapping[str, Any]) -> nn.Module:
 
 
 def verify(model: nn.Module, folder: Path, architecture: str) -> None:
-    """Raise unless the network in a folder gives the same output for an image as the model."""
+    """Raise an error unless the network in a folder and the model have the same output for an image."""
     classes = [type(unwrap(block)) for block in inserted_blocks(model).values()]
     try:
         copy = load_model(folder, block=next((cls for cls in classes if cls.__name__ not in BLOCKS), None))
         value = next(p for p in model.parameters() if p.is_floating_point())
-        # Blocks on tokens need the size that they were inserted for.
+        # Blocks for tokens require the image size with which they were inserted.
         size = next((block.input_shape[1:] for block in records(model)), get_model_cfg(copy)["input_size"])
         images = torch.rand(1, *size, generator=torch.Generator().manual_seed(0)).to(value)
         with torch.no_grad(), quiet_eval(model):
             expected, output = model(images), copy.to(value.device)(images)
         if not expected.isfinite().all():
-            warnings.warn("The output is not finite: training may have diverged. The copy is unverified.", stacklevel=3)
+            cause = "Training may have diverged. The saved network was not verified."
+            warnings.warn(f"The output of the network is not finite. {cause}", stacklevel=3)
             return
         if torch.allclose(output, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max())):
             return
-        reason = "it computes something else"
+        reason = "its output differs"
     except CheckpointError as error:
         reason = str(error).partition(": ")[2]
     what = f"timm's {architecture!r} is not this network ({reason})"
-    raise ValueError(f"architecture: {what}: pass its name, and as model_args the arguments it was created with")
+    raise ValueError(f"architecture: {what}. Pass its name, and the arguments of timm.create_model as model_args")

@@ -1,4 +1,7 @@
-"""A small network that sees each cell of a canvas by itself, and names a colour for each: it recalls nothing alone."""
+"""A small network for the recall task, which predicts a color for each cell of a canvas.
+
+Without attention, the network processes each cell independently and stays at chance.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,18 @@ __all__ = ["RecallNet"]  # timm adds the names of the networks
 
 
 def convolution(in_channels: int, channels: int, kernel: int) -> nn.Sequential:
-    """Of squares that do not overlap."""
+    """Build a convolution whose stride equals its kernel size, with batch norm and ReLU."""
     conv = nn.Conv2d(in_channels, channels, kernel, kernel, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
 
 
 class RecallNet(StagedNetwork):
-    """Convolutions over the 8×8 pixels of a cell, two 1×1 convolutions, and a linear classifier of every cell.
+    """Convolutions over the 8×8 pixels of a cell, two 1×1 convolutions, and a linear classifier for every cell.
 
     Args:
-        num_classes: classes; 0 leaves the features of the cells.
-        in_chans: channels of the image.
-        width: channels of the maps.
+        num_classes: number of classes; 0 returns the features of the cells.
+        in_chans: number of image channels.
+        width: number of channels of the feature maps.
         drop_rate: as in :meth:`StagedNetwork.add_head`.
         global_pool: as in :meth:`StagedNetwork.add_head`.
 
@@ -44,7 +47,7 @@ class RecallNet(StagedNetwork):
         self.add_head(num_classes, drop_rate, global_pool)
 
 
-#: What timm's ``features_only=True`` gives: the map after each of the three stages.
+#: timm's ``feature_cfg`` with the feature maps of all three stages.
 FEATURES = {"out_indices": (0, 1, 2)}
 
 _CFG = make_cfg(8, (3, 96, 96), 8, "stage1.0", mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
@@ -55,14 +58,14 @@ default_cfgs = generate_default_cfgs({"recall.untrained": _CFG, "recall_attentio
 
 
 class RecallAttentionNet(RecallNet):
-    """:class:`RecallNet` with an attention block inserted after ``stage2``, as the demo trains it."""
+    """:class:`RecallNet` with an attention block after ``stage2``; the demo trains this network."""
 
     def __init__(self, num_classes: int = 8, in_chans: int = 3, width: int = 64, **head: Any) -> None:
         super().__init__(num_classes, in_chans, width, **head)
         insert_(self, stages="stage2", num_heads=4, qk_norm="match", example_input=(1, in_chans, 96, 96))
 
 
-PLAIN = "The plain network: at chance, whatever it is trained with."
-ATTENTION = "The network with attention inserted; ``pretrained=True`` loads the weights that come with the library."
+PLAIN = "Network for the recall task without attention, which stays at chance."
+ATTENTION = "Network for the recall task with an attention block; ``pretrained=True`` loads weights of the library."
 recall = register_network(__name__, "recall", PLAIN, RecallNet, FEATURES)
 recall_attention = register_network(__name__, "recall_attention", ATTENTION, RecallAttentionNet, FEATURES)

@@ -1,4 +1,4 @@
-"""Base class of our networks, with stages and a head as in timm, and their registration with timm."""
+"""Base class of the networks of this library, and their registration with timm."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Model = TypeVar("Model", bound=nn.Module)
 class StagedNetwork(nn.Module):
     """Stages, global pooling and a linear classifier, with the interface of timm's networks.
 
-    A subclass creates its stages, which ``feature_info`` names, then its head with :meth:`add_head`. Layers before the
-    stages run in :meth:`stem`, layers after them in :meth:`norm_features`.
+    A subclass creates the stages that ``feature_info`` names, and then the head with :meth:`add_head`. It can override
+    :meth:`stem` for layers before the stages, and :meth:`norm_features` for layers after the stages.
     """
 
-    #: the name of the classifier, which differs between families of checkpoints
+    #: name of the classifier, which must match the checkpoints of the network
     classifier_name = "fc"
     global_pool: nn.Module
 
@@ -36,13 +36,13 @@ class StagedNetwork(nn.Module):
         ]
 
     def add_head(self, num_classes: int, drop_rate: float = 0.0, global_pool: str = "avg") -> None:
-        """Pooling, dropout and a classifier.
+        """Add pooling, dropout and a classifier.
 
         Args:
-            num_classes: classes; 0 leaves the pooled features.
-            drop_rate: probability of dropping a feature before the classifier, in training.
+            num_classes: number of classes; 0 returns the pooled features.
+            drop_rate: dropout rate before the classifier.
             global_pool: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` to classify every position of
-                the map.
+                the feature map.
         """
         self.drop_rate = drop_rate
         self.head_drop: nn.Dropout = nn.Dropout(drop_rate)
@@ -61,7 +61,7 @@ class StagedNetwork(nn.Module):
         return self.get_submodule(self.classifier_name)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Create a new classifier, with timm's pooling ``"avg"``, ``"max"``, ``"avgmax"``, …; by default the same."""
+        """Create a new classifier, and new pooling if ``global_pool`` is not None."""
         if global_pool is None:
             global_pool = str(self.global_pool.pool_type)
         weight = next(self.parameters())
@@ -78,7 +78,7 @@ class StagedNetwork(nn.Module):
         self.grad_checkpointing = enable
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Map images ``(b, in_chans, h, w)`` to features ``(b, num_features, h, w)``."""
+        """Return features ``(b, num_features, h, w)`` of images ``(b, in_chans, h, w)``."""
         x = self.stem(x)
         for entry in self.feature_info:
             stage = self.get_submodule(entry["module"])
@@ -86,7 +86,7 @@ class StagedNetwork(nn.Module):
         return self.norm_features(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Map features to logits; ``pre_logits`` leaves out the classifier."""
+        """Return logits of features; ``pre_logits=True`` omits the classifier."""
         x = self.head_drop(self.global_pool(x))
         return x if pre_logits else self.get_classifier()(x)
 
@@ -97,7 +97,7 @@ class StagedNetwork(nn.Module):
 def make_cfg(
     num_classes: int, input_size: tuple[int, int, int], reduction: int, first_conv: str, **other: Any
 ) -> dict[str, object]:
-    """Build timm's configuration of a network for images of one size, without cropping."""
+    """Build a timm configuration for images of one size without cropping."""
     _, height, width = input_size
     sizes = {"input_size": input_size, "pool_size": (height // reduction, width // reduction), "crop_pct": 1.0}
     names = {"interpolation": "bilinear", "first_conv": first_conv, "classifier": "fc"}
@@ -106,26 +106,26 @@ def make_cfg(
 
 def no_such_model(name: str, base: str, known: Sequence[str]) -> ValueError:
     close = ", ".join(difflib.get_close_matches(base, known, n=5))
-    return ValueError(f"model: there is no {name!r}; close to it: {close or 'none'}")
+    return ValueError(f"model: {name!r} does not exist. {f'Did you mean {close}?' if close else ''}".strip())
 
 
 def create_model(
     name: str, *, num_classes: int | None = None, in_chans: int = 3, pretrained: bool = False, **options: Any
 ) -> nn.Module:
-    """Create a network by a name that is registered with timm.
+    """Create a network by its name in timm.
 
-    For a name without a tag, ``resnet20``, the configuration for this number of classes is used if there is one,
-    ``resnet20.cifar100``, with the mean and standard deviation that such checkpoints were trained with.
+    For a name without a tag, such as ``resnet20``, the configuration with the same number of classes is used if it
+    exists (``resnet20.cifar100``). It contains the mean and standard deviation for checkpoints of that data set.
 
     Args:
-        name: ``"resnet20"``, ``"resnet20.cifar100"``, ``"resnet50"``, …
-        num_classes: classes; those of the name's configuration when None.
-        in_chans: channels of the images.
-        pretrained: load the weights of this name.
+        name: name of the network, such as ``"resnet20"``, ``"resnet20.cifar100"`` or ``"resnet50"``.
+        num_classes: number of classes; by default, from the configuration.
+        in_chans: number of image channels.
+        pretrained: load pretrained weights.
         **options: further arguments of the network, such as ``drop_path_rate=0.1``.
 
     Raises:
-        ValueError: there is no such model or tag, no weights come with it, or it cannot be made.
+        ValueError: the model, tag or weights do not exist, or the network cannot be created.
 
     >>> create_model("resnet20", num_classes=100).pretrained_cfg["tag"]
     'cifar100'
@@ -137,15 +137,15 @@ def create_model(
     if not tag:
         name = next((full for full, cfg in configurations.items() if cfg.num_classes == num_classes), name)
     elif name not in configurations:
-        raise ValueError(f"model: {base!r} has no tag {tag!r}; it has {', '.join(configurations) or 'none'}")
+        raise ValueError(f"model: {base!r} has no tag {tag!r}. Available: {', '.join(configurations) or 'none'}")
     try:
         return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_chans, **options)
     except TypeError as error:
         if not any(option in str(error) for option in options):
             raise
-        raise ValueError(f"model: {name!r} takes no {' or '.join(options)} ({error})") from error
+        raise ValueError(f"model: {name!r} does not accept {' or '.join(options)} ({error})") from error
     except (RuntimeError, FileNotFoundError) as error:
-        raise ValueError(f"model: {name!r} cannot be made ({str(error) or 'its weights are not there'})") from error
+        raise ValueError(f"model: {name!r} cannot be created ({str(error) or 'its weights are missing'})") from error
 
 
 def register_network(
@@ -153,15 +153,15 @@ def register_network(
 ) -> Callable[..., Model]:
     """Register a network with timm, and return the function that creates it.
 
+    The function accepts ``device`` and ``dtype``, and moves the created network to them.
+
     Args:
-        module: ``__name__`` of the calling module, whose ``default_cfgs`` has the network's configurations.
+        module: ``__name__`` of the calling module, whose ``default_cfgs`` contains the configurations of the network.
         name: name of the network and of the function.
         doc: docstring of the function.
         network: class of the network.
         features: timm's ``feature_cfg``, for ``features_only=True``.
         **options: arguments of ``network`` or of timm's ``build_model_with_cfg``.
-
-    The function takes ``device`` and ``dtype``, to which the finished network is moved.
     """
 
     def create(pretrained: bool = False, **kwargs: Any) -> Model:
@@ -175,11 +175,11 @@ def register_network(
 
 
 def weights_folder() -> Path:
-    """Return the folder of the library's checkpoints: inside an installed package, beside it in a checkout."""
+    """Return the folder of the pretrained weights, inside the installed package or next to it in a checkout."""
     package = Path(__file__).parents[2]
     return (package if (package / "weights").is_dir() else package.parent) / "weights"
 
 
 def get_model_cfg(model: nn.Module) -> dict[str, Any]:
-    """Return timm's configuration of a model: ``input_size``, ``mean``, ``std``, ``classifier`` and so on."""
+    """Return the timm configuration of a model: ``input_size``, ``mean``, ``std``, ``classifier`` and others."""
     return vars(model)["pretrained_cfg"]

@@ -1,7 +1,4 @@
-"""Read files from untrusted sources without running code, and write files completely or not at all.
-
-This package knows nothing of networks.
-"""
+"""Read files from untrusted sources without running code, and write files atomically."""
 
 from vision_attn.networks.safe.read import CheckpointFile, read_checkpoint, read_file
 from vision_attn.networks.safe.write import check_writable, write_atomically

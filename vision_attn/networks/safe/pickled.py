@@ -1,9 +1,9 @@
-"""Read the pickle in a checkpoint: only tensors and plain values, of a limited number.
+"""Read the pickle in a checkpoint: only tensors and plain values, up to a maximum number.
 
-``pickle`` calls any function that a file names with any arguments. torch's ``weights_only`` does the same for a list of
-names: ``bytearray(2**31)`` is a file of 400 bytes, and the constructors of NumPy that must be allowed for the scores in
-old files follow pointers that a file can choose. Here each name stands for one of the functions below or the file is
-refused, and values are counted.
+``pickle`` calls any function that a file names, with any arguments. torch's ``weights_only`` does this for a list of
+allowed names. This is not sufficient: a file of 400 bytes can call ``bytearray(2**31)``, and the constructors of NumPy,
+which old files with NumPy scores need, follow pointers in the file. This reader replaces each supported name by a
+function of its own, rejects files with other names, and counts values.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.storage import _storage_type_to_dtype_map
 
-#: Largest number of instructions and values, of about 100 bytes each: it bounds the memory that a small file can take.
+#: Largest number of instructions and values, of about 100 bytes each. It limits the memory for a small file.
 BUDGET = 1_000_000
 
-#: Types of tensors, by their names in files.
+#: Tensor dtypes by name in files.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype): dtype
     for dtype in vars(torch).values()
@@ -32,59 +32,59 @@ DTYPES: dict[str, torch.dtype] = {
     and (dtype.is_floating_point or dtype.is_complex or str(dtype)[6:].strip("uint") in ("bool", "8", "16", "32", "64"))
 }
 
-#: Types of storages, by their names in files.
+#: Storage dtypes by name in files.
 STORAGES: dict[str, torch.dtype] = {
     f"torch.{name}": dtype for name, dtype in _storage_type_to_dtype_map().items() if dtype in DTYPES.values()
 } | {"torch.storage.UntypedStorage": torch.uint8}
 
-#: NumPy's numbers of fixed size.
+#: NumPy scalar types of fixed size.
 NUMPY_TYPES = {"b1", "f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
 
-#: Instructions that push their argument, and those that push a constant.
+#: Instructions that push their argument, and instructions that push a constant.
 ARGUMENTS = {"BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "LONG1", "SHORT_BINSTRING"}
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
 class NotAllowedError(ValueError):
-    """A pickle asks for something that no checkpoint needs."""
+    """A file contains something that checkpoints do not need; the message is a noun phrase."""
 
 
 class Name(str):
-    """Name of a function or class in a file: it is compared, and never looked up."""
+    """Name of a function or class in a file. It is only compared, not imported."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory of tensors."""
+    """Storage of one or more tensors."""
 
-    #: the bytes, of type ``uint8``
+    #: the bytes, with dtype ``uint8``
     content: Tensor
-    #: type of the elements
+    #: dtype of the elements
     dtype: torch.dtype
 
 
 @dataclass
 class NumpyType:
-    """Stands for a ``numpy.dtype``."""
+    """Replacement for ``numpy.dtype``."""
 
     name: str
     byte_order: str = "<"
 
     def __post_init__(self) -> None:
         if check(self.name, str) not in NUMPY_TYPES:
-            raise NotAllowedError("for another number of NumPy's")
+            raise NotAllowedError("an unsupported NumPy type")
 
 
 class PickleReader:
-    """Reads the pickles of one file.
+    """Reader for the pickles of one file.
 
     Args:
-        size: bytes of the file, which no tensor may exceed.
-        new_storage: returns the bytes of a storage for its key and length in bytes.
+        size: size of the file in bytes, which is the maximum size of a tensor.
+        new_storage: function that returns the bytes of a storage, given its key and length in bytes.
     """
 
     def __init__(self, size: int, new_storage: Callable[[object, int], Tensor]) -> None:
-        self.max_bytes = max(size, 2**20)  # some tensors are one number, expanded
+        self.max_bytes = max(size, 2**20)  # small files can contain expanded tensors
         self.new_storage = new_storage
         self.storages: dict[object, Tensor] = {}
         self.budget = BUDGET
@@ -105,7 +105,7 @@ class PickleReader:
         }
 
     def load(self, file: IO[bytes]) -> Any:
-        """Read the pickle at the position of a file, and leave the file at its end."""
+        """Read the pickle at the current position of a file; the new position is the end of the pickle."""
         stack: list[Any] = []
         marks: list[int] = []
         memo: dict[int, object] = {}
@@ -152,19 +152,19 @@ class PickleReader:
                 stack[-1] = self.makers[check(stack[-1], Name)](*arguments)
             elif name == "NEWOBJ":
                 if stack.pop() != () or stack[-1] != "argparse.Namespace":
-                    raise NotAllowedError("for a new object")
+                    raise NotAllowedError("a new object of an unsupported class")
                 stack[-1] = argparse.Namespace()
             elif name == "BUILD":
                 state = stack.pop()
                 self.build(stack[-1], state)
             elif name not in ("PROTO", "STOP"):
-                raise NotAllowedError(f"for pickle's instruction {name}")
+                raise NotAllowedError(f"the pickle instruction {name}")
         return stack.pop()
 
     def spend(self, number: int) -> None:
         self.budget -= number
         if self.budget < 0:
-            raise NotAllowedError(f"for more than {BUDGET:,} values beside its tensors")
+            raise NotAllowedError(f"more than {BUDGET:,} values besides tensors")
 
     def find_name(self, name: str) -> object:
         if name in DTYPES:
@@ -172,48 +172,48 @@ class PickleReader:
         if name in self.makers or name in STORAGES or name == "argparse.Namespace":
             return Name(name)
         hint = " for shards (save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))"
-        raise NotAllowedError(f"to run {name!r}" + hint * name.startswith("torch._tensor."))
+        raise NotAllowedError(f"a reference to {name!r}" + hint * name.startswith("torch._tensor."))
 
     def find_storage(self, kind: str, name: str, key: object, location: str, numel: int, view: None = None) -> Storage:
         if kind != "storage" or view is not None or type(numel) is not int or numel < 0:
-            raise NotAllowedError("for another kind of storage")
+            raise NotAllowedError("an unsupported storage")
         dtype = STORAGES[check(name, Name)]
         if as_key(key) not in self.storages:
             self.storages[key] = self.new_storage(key, numel * dtype.itemsize)
         if len(self.storages[key]) != numel * dtype.itemsize:
-            raise ValueError("a storage has another length than declared")
+            raise ValueError("a storage does not have the declared length")
         return Storage(self.storages[key], dtype)
 
     def build(self, target: object, state: Any) -> None:
         """Set the attributes of an object."""
         self.spend(len(state))
         if isinstance(target, OrderedDict) and check(state, dict).keys() == {"_metadata"}:
-            vars(target).update(state)  # of a state dict
+            vars(target).update(state)  # metadata of a state dict
         elif isinstance(target, NumpyType):
             order = check(check(state, tuple)[1], str)
             if order not in ("<", ">", "|") or state[2:] != (None, None, None, -1, -1, 0):
-                raise NotAllowedError("for another number of NumPy's")
+                raise NotAllowedError("an unsupported NumPy type")
             target.byte_order = order.replace("|", "<")
         elif isinstance(target, argparse.Namespace) and not any(str(name)[:2] == "__" for name in check(state, dict)):
             vars(target).update(state)
         else:
-            raise NotAllowedError(f"for attributes of a {type(target).__name__}")
+            raise NotAllowedError(f"attributes of a {type(target).__name__}")
 
     def make_tensor(self, *arguments: Any) -> Tensor:
-        """Rebuild a tensor; ``options`` are the hooks, the type if the storage has none, and metadata."""
+        """Rebuild a tensor; ``options`` are hooks, the dtype if the storage has none, and metadata."""
         self.spend(10)
         storage, offset, size, stride, grad, *options = (*arguments, False)
         dtypes = [option for option in options if isinstance(option, torch.dtype)]
         dtype: torch.dtype = (*dtypes, check(storage, Storage).dtype)[0]
         integers = (offset, *check(size, tuple)[:65], *check(stride, tuple)[:65])
         if len(size) > 64 or any(type(number) is not int or number < 0 for number in integers):
-            raise ValueError("a tensor has at most 64 axes, and its sizes, strides and offset are integers")
+            raise ValueError("a tensor has more than 64 axes, or sizes, strides or offset that are not counts")
         numel = math.prod(size)
         end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if numel else 0
         if any(option for option in options if not isinstance(option, torch.dtype)):
-            raise NotAllowedError("for a tensor with hooks, or conjugate or negative bits")
+            raise NotAllowedError("a tensor with hooks, a conjugate bit or a negative bit")
         if end * dtype.itemsize > len(storage.content) or numel * dtype.itemsize > self.max_bytes:
-            raise NotAllowedError("for a tensor of more numbers than the file has")
+            raise NotAllowedError("a tensor that is larger than the file")
         tensor = torch.empty(0, dtype=dtype).set_(storage.content.untyped_storage(), offset, size, stride)
         return tensor.requires_grad_(grad is True)
 
@@ -232,23 +232,23 @@ class PickleReader:
     def encode(self, text: str, encoding: str) -> bytes:
         self.spend(len(text) // 50)
         if encoding not in ("latin1", "latin-1"):
-            raise NotAllowedError("for another encoding")
+            raise NotAllowedError("text in an unsupported encoding")
         return check(text, str).encode("latin-1")
 
 
 def make_number(kind: NumpyType, raw: bytes) -> bool | int | float:
-    """Return a number of NumPy's as one of Python's; it has exactly the bytes of its type, and nothing follows them."""
+    """Convert a NumPy scalar to a Python number; raise an error unless the length matches the type."""
     return np.frombuffer(check(raw, bytes), check(kind, NumpyType).byte_order + kind.name).item()
 
 
 def as_key(value: Any) -> Any:
-    """Return a value that may be a key: hashing any other can take as much time or stack as a file chooses."""
+    """Return a value if it is allowed as a key; hashing of other values can take unlimited time or stack."""
     if value is None or isinstance(value, (str, bool)) or (type(value) is int and abs(value) < 2**60):
         return value
-    raise NotAllowedError(f"for a key of type {type(value).__name__}")
+    raise NotAllowedError(f"a key of type {type(value).__name__}")
 
 
 def check(value: Any, *kinds: type) -> Any:
     if not isinstance(value, kinds):
-        raise NotAllowedError(f"for a {type(value).__name__} in the place of a {kinds[0].__name__}")
+        raise NotAllowedError(f"a {type(value).__name__} instead of a {kinds[0].__name__}")
     return value

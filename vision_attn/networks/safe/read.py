@@ -1,6 +1,6 @@
-"""Read checkpoint files without running any code from them.
+"""Read checkpoint files without running code from them.
 
-The sizes that a file of ``torch.save`` declares, in the old or new format, are compared with its size before reading.
+The sizes that a file of ``torch.save`` declares are compared with the size of the file before memory is allocated.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks.safe.pickled import NotAllowedError, PickleReader, as_key
 from vision_attn.text import escaped, shorten
 
-#: File names in folders that transformers, accelerate, timm and diffusers write, the safer ones first.
+#: File names in folders of transformers, accelerate, timm and diffusers, with safer formats first.
 FILE_NAMES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
-#: Ending of an index of shards.
+#: Suffix of an index of shards.
 INDEX = ".index.json"
 
-#: torch.hub puts first digits of a file's SHA-256 before its ending: resnet18-f37072fd.pth, resnet20-12fca82f.th.
+#: The first digits of the SHA-256 hash in names of torch.hub: resnet18-f37072fd.pth, resnet20-12fca82f.th.
 NAMED_HASH = re.compile(r"-([0-9a-f]{8,64})(?:\.[A-Za-z]\w*)+$")
 
-#: Largest number of bytes of a list of tensors or parts: that of about 80,000 tensors.
+#: Largest number of bytes of a list of tensors or archive entries, enough for about 80,000 tensors.
 MAX_LIST = 2**23
-#: Largest number of bytes of an index of shards, of about 20,000 tensors: JSON values take up to fifty times as many.
+#: Largest number of bytes of an index of shards, enough for about 20,000 tensors. Parsed JSON can be 50 times larger.
 MAX_INDEX = 2**21
 #: Largest number of bytes of a pickle.
 MAX_PICKLE = 2**26
-#: Number of bytes that are read at once.
+#: Number of bytes per read.
 CHUNK = 2**20
-#: Values before the content of a file in torch's old format.
+#: First values of a file in the old format of torch.
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
 
 
@@ -50,25 +50,25 @@ class CheckpointFile:
     """Content of a checkpoint file."""
 
     path: Path
-    #: tensors by name, or the entries of a training script
+    #: tensors by key, or entries of a training script
     content: Mapping[str, object]
     #: metadata of a ``.safetensors`` file
     metadata: Mapping[str, str]
 
 
 def read_checkpoint(path: str | Path) -> dict[str, object]:
-    """Read a checkpoint file, on the CPU, without running any code from it.
+    """Read a checkpoint file on the CPU, without running code from it.
 
-    Numbers of NumPy become Python's. Memory and time are bounded by the size of the file: it is refused if it declares
-    more.
+    NumPy scalars are converted to Python numbers. Memory and time are limited by the size of the file. A file that
+    declares larger tensors is rejected.
 
     Args:
-        path: the file, the index of its shards, or a folder with ``model.safetensors`` or ``pytorch_model.bin``.
+        path: a file, an index of shards, or a folder with ``model.safetensors`` or ``pytorch_model.bin``.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: the file is damaged, has another hash than its name, or is a pickle that asks for more than
-            tensors and plain values.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: the file is damaged, does not match the hash in its name, or is a pickle with objects other
+            than tensors and plain values.
 
     >>> import tempfile, torch
     >>> file = Path(tempfile.mkdtemp()) / "net.pth"
@@ -80,7 +80,7 @@ def read_checkpoint(path: str | Path) -> dict[str, object]:
 
 
 def read_file(path: str | Path, *, by_name: bool = True) -> CheckpointFile:
-    """Read a file, or all shards of an index; ``by_name`` verifies a hash in the name of a file."""
+    """Read a file, or all shards of an index; ``by_name`` verifies a hash in the file name."""
     path = find_file(Path(path))
     if not path.name.endswith(INDEX):
         return read_one(path, by_name)
@@ -98,7 +98,7 @@ def read_file(path: str | Path, *, by_name: bool = True) -> CheckpointFile:
                 raise ValueError(f"{name!r} and the index differ in {shorten(sorted(other))}")
             content |= shard
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} lists no complete checkpoint: {error}. Fetch all of its files again") from error
+        raise CheckpointError(f"{path} lists no complete checkpoint: {error}. Download all files again") from error
     return CheckpointFile(path, content, {})
 
 
@@ -107,53 +107,53 @@ def read_one(path: Path, by_name: bool) -> CheckpointFile:
         try:
             content, metadata = (read_safetensors if path.suffix == ".safetensors" else read_torch)(file)
         except NotAllowedError as error:
-            remedy = "If you trust its source, load it there and save the state dict alone, best as .safetensors"
-            raise CheckpointError(f"{path} asks {error} on loading, and was not loaded. {remedy}") from error
-        except Exception as error:  # a damaged file can make the reader fail in any way
-            raise CheckpointError(f"{path} is truncated or no checkpoint: fetch or save it again") from error
-        # After reading: a hash over a large file that is no checkpoint takes minutes.
+            remedy = "If you trust its source, load it with torch and save only the state dict, as .safetensors"
+            raise CheckpointError(f"{path} was not loaded, because it contains {error}. {remedy}") from error
+        except Exception as error:  # a damaged file can cause any exception
+            raise CheckpointError(f"{path} is truncated or not a checkpoint. Download or save it again") from error
+        # The hash is verified last, because for a large file that is not a checkpoint it would take minutes.
         if by_name:
             verify_hash(file, path)
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dictionary of tensors")
+        raise CheckpointError(f"{path} contains a {type(content).__name__}; expected a dictionary of tensors")
     return CheckpointFile(path, content, metadata)
 
 
 def find_file(path: Path) -> Path:
-    """Return the path of a checkpoint file, or of the one in a folder that Hugging Face or timm wrote."""
+    """Return the path of a checkpoint file, given the file or a folder in the layout of Hugging Face or timm."""
     if path.is_file():
         return path
     for name in (name + ending for name in FILE_NAMES for ending in ("", INDEX)):
         if (path / name).is_file():
             return path / name
-    where = f", nor {' or '.join(FILE_NAMES)} in it" if path.is_dir() else ""
-    raise FileNotFoundError(f"{escaped(path)}: there is no such checkpoint file{where}")
+    where = f" in the folder; expected {' or '.join(FILE_NAMES)}" if path.is_dir() else ""
+    raise FileNotFoundError(f"{escaped(path)}: checkpoint file not found{where}")
 
 
 def read_safetensors(file: ShortReads) -> tuple[object, dict[str, str]]:
     if int.from_bytes(file.read(8), "little") > MAX_LIST:
-        raise NotAllowedError("for too many tensors")
+        raise NotAllowedError("too many tensors")
     with safe_open(file.name, framework="pt") as mapped:
         return {key: mapped.get_tensor(key) for key in mapped.keys()}, mapped.metadata() or {}  # noqa: SIM118
 
 
 def verify_hash(file: ShortReads, path: Path) -> None:
-    """Raise for a file with another SHA-256 than its name; decimal digits are a date or a number of steps."""
+    """Raise an error if the SHA-256 hash differs from the file name; decimal digits are a date or number of steps."""
     match = NAMED_HASH.search(path.name)
     if match is None or match[1].isdecimal():
         return
     file.seek(0)
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     if not digest.startswith(match[1]):
-        what = f"{path}: expected a SHA-256 that begins with {match[1]}, as in the name, got {digest[:8]}"
-        raise CheckpointError(f"{what}. Fetch it again, or rename it if -{match[1]} is no hash")
+        what = f"{path}: expected a SHA-256 hash that starts with {match[1]}, as in the file name, got {digest[:8]}"
+        raise CheckpointError(f"{what}. Download it again, or rename it if -{match[1]} is not a hash")
 
 
-# --- files of torch.save --------------------------------------------------------------------------------------------
+# --- files of torch.save ----------------------------------------------------------------------------------------------
 
 
 class ShortReads(io.FileIO):
-    """A file that refuses to read much at once: zipfile reads the complete list of entries, however long it is."""
+    """A file with a limit for the size of one read, because zipfile reads a list of entries of any length."""
 
     @property
     def size(self) -> int:
@@ -163,7 +163,7 @@ class ShortReads(io.FileIO):
         left = self.size - self.tell()
         size = left if size is None or size < 0 else min(size, left)
         if size > MAX_LIST:
-            raise NotAllowedError("for too many parts")
+            raise NotAllowedError("too many archive entries")
         return super().read(size)
 
 
@@ -177,14 +177,14 @@ def read_zip(file: ShortReads) -> object:
     with zipfile.ZipFile(file) as archive:
         listed = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in listed):
-            raise NotAllowedError("for compressed parts, of which torch writes none,")
+            raise NotAllowedError("compressed data, which torch does not write")
         if sum(entry.file_size for entry in listed) > file.size:
-            raise ValueError("its parts are longer than the file")
+            raise ValueError("the archive entries are larger than the file")
         entries = {entry.filename: entry for entry in listed}
         folder = listed[0].filename.partition("/")[0]
         order = entries.get(f"{folder}/byteorder")
         if order is not None and archive.read(order) != sys.byteorder.encode():
-            raise NotAllowedError("for numbers in the order of bytes of other machines")
+            raise NotAllowedError(f"numbers that are not in {sys.byteorder}-endian byte order")
 
         def read_storage(key: object, length: int) -> Tensor:
             entry = entries[f"{folder}/data/{key}"]
@@ -204,32 +204,32 @@ def read_legacy(file: ShortReads) -> object:
         nonlocal left
         left -= length
         if left < 0:
-            raise ValueError("its storages are longer than the file")
+            raise ValueError("the storages are larger than the file")
         return torch.empty(length, dtype=torch.uint8)
 
     reader, pickles = PickleReader(file.size, allocate_storage), read_pickle(file)
     if (reader.load(pickles), reader.load(pickles)) != (MAGIC, VERSION):
-        raise ValueError("it is not a file of torch.save")
+        raise ValueError("the file was not written by torch.save")
     if reader.load(pickles)["little_endian"] is not (sys.byteorder == "little"):
-        raise NotAllowedError("for numbers in the order of bytes of other machines")
+        raise NotAllowedError(f"numbers that are not in {sys.byteorder}-endian byte order")
     result, keys = reader.load(pickles), reader.load(pickles)
     if len(keys) != len(reader.storages):
-        raise ValueError("a storage has no content")  # and would have the previous content of its memory
+        raise ValueError("a storage has no content")  # the tensor would expose uninitialized memory
     file.seek(pickles.tell())
     for key in keys:
         content, numbers = reader.storages.pop(as_key(key)), int.from_bytes(file.read(8), "little")
         if len(content) % max(numbers, 1) or numbers > len(content):
-            raise ValueError("a storage has another length than declared")
+            raise ValueError("a storage does not have the declared length")
         fill(content, file)
     return result
 
 
 def read_pickle(file: IO[bytes] | ShortReads) -> io.BytesIO:
-    """Read from the position of a file, at most as much as a pickle may be long."""
+    """Read from the current position of a file, up to the maximum size of a pickle."""
     return io.BytesIO(b"".join(iter(lambda: file.read(CHUNK) if file.tell() < MAX_PICKLE else b"", b"")))
 
 
 def fill(storage: Tensor, file: IO[bytes] | ShortReads) -> None:
     for start in range(0, len(storage), CHUNK):
         chunk = storage[start : start + CHUNK].numpy().data
-        chunk[:] = file.read(len(chunk))  # raises if the file ends before
+        chunk[:] = file.read(len(chunk))  # raises ValueError if the file is too short

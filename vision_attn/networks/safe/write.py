@@ -1,4 +1,4 @@
-"""Write files and folders completely or not at all."""
+"""Write files and folders atomically."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-#: Beginning of the name of a hidden folder for files that are not complete yet. It does not depend on their names.
+#: Prefix of hidden temporary folders for incomplete files.
 TEMPORARY = ".vision_attn-"
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Write a file so that at every moment it is either the old one or the new one, on disk and complete.
+    """Write a file atomically: at any time, either the complete old file or the complete new file is on disk.
 
-    A symbolic link stays, and the file that it points to is written; an existing file keeps its mode. Pipes, devices
-    and standard streams such as ``/dev/stdout`` are written through.
+    Symbolic links are followed, and an existing file keeps its permissions. Pipes, devices and standard streams such as
+    ``/dev/stdout`` are written to directly.
 
     Args:
-        path: the file.
-        content: all of it.
+        path: path of the file.
+        content: content of the file.
 
     Raises:
-        OSError: the file cannot be written; the old file, if any, is untouched.
+        OSError: the file cannot be written; an existing file is unchanged.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "results.json"
@@ -44,7 +44,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         target = Path(os.path.realpath(path))
         with TemporaryDirectory(prefix=TEMPORARY, dir=target.parent) as folder:
             partial = Path(folder) / target.name
-            partial.write_bytes(content)  # with the mode of a new file, which a file of tempfile would not have
+            partial.write_bytes(content)  # with default permissions; files of tempfile have others
             sync(partial)
             if target.exists():
                 partial.chmod(target.stat().st_mode)
@@ -52,10 +52,10 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise unless a file can be written here; call it before the work whose result the file will hold.
+    """Raise an error unless a file can be written to a path; call this before a long computation.
 
     Raises:
-        OSError: the folder is missing or cannot be written to, or the path is a folder or a write-protected file.
+        OSError: the folder does not exist or is not writable, or the path is a folder or a write-protected file.
     """
     with name_errors(path):
         if path.is_file() or path.is_dir():
@@ -65,12 +65,12 @@ def check_writable(path: Path) -> None:
 
 
 def find_stream(path: Path) -> Path | int | None:
-    """Return a pipe or device, or the descriptor of a standard stream, to write through; None for a file or nothing.
+    """Return a path or descriptor to write to directly: a pipe, a device or a standard stream; None for other paths.
 
-    The file that a shell redirects a standard stream to must not be replaced: later output would be lost.
+    A file to which the shell redirects a standard stream must not be replaced, because later output would be lost.
     """
     for descriptor in (1, 2):
-        with suppress(OSError):  # the file is missing, or the stream is closed
+        with suppress(OSError):  # the file does not exist, or the stream is closed
             if os.path.samestat(os.stat(path), os.fstat(descriptor)):
                 return descriptor
     return path if path.exists() and not path.is_file() else None
@@ -78,7 +78,7 @@ def find_stream(path: Path) -> Path | int | None:
 
 @contextmanager
 def name_errors(path: Path) -> Iterator[None]:
-    """Make errors of the operating system name this path instead of a temporary file, or of no file."""
+    """Replace the path in errors of the operating system, which can be missing or the path of a temporary file."""
     try:
         yield
     except OSError as error:
@@ -92,14 +92,14 @@ def sync(path: Path) -> None:
 
 
 def rename_folder(complete: Path, folder: Path) -> None:
-    """Give a complete folder its final name, under which there is nothing yet, once its files are on disk."""
+    """Rename a complete folder after all of its files are on disk; the new name must not exist."""
     for path in filter(Path.is_file, complete.rglob("*")):
         sync(path)
     os.replace(complete, folder)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a ``.safetensors`` file. The same content with one entry of metadata is the same file."""
-    # Each in a storage of its own, since safetensors takes no two names of one storage.
+    """Write a ``.safetensors`` file; with one metadata entry, equal content gives identical files."""
+    # Tensors are copied to separate storages, because safetensors does not support shared storages.
     copies = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
     write_atomically(path, save(copies, dict(metadata)))

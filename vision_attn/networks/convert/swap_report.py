@@ -1,0 +1,91 @@
+"""Report of the attention modules that ``swap_`` found in a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vision_attn.text import Report, Table, shorten
+
+#: Reasons for modules that need no swap.
+SWAPPED, VISION_ATTN = "already swapped", "already a vision_attn block"
+
+
+@dataclass(frozen=True)
+class SwappedModule:
+    """Result of :func:`vision_attn.swap_` for one attention module.
+
+    >>> from torch import nn
+    >>> from vision_attn import swap_
+    >>> report = swap_(nn.TransformerEncoderLayer(8, 2), dry_run=True)
+    >>> report.modules[0].path, report.modules[0].block
+    ('self_attn', "Attention1d, pattern='full'")
+    """
+
+    #: path of the module in the model
+    path: str
+    #: name of its class
+    kind: str
+    #: the block that computes its attention; empty if the module is not swapped
+    block: str = ""
+    #: largest difference between module and block on random weights, relative to the largest value
+    difference: float = 0.0
+    #: reason why the module is not swapped; empty if it is swapped
+    reason: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class SwapReport(Report):
+    """Report of the attention modules that were swapped and not swapped; prints as a table.
+
+    >>> from torch import nn
+    >>> from vision_attn import swap_
+    >>> print(swap_(nn.TransformerEncoderLayer(8, 2), dry_run=True))  # doctest: +ELLIPSIS
+    1 module would be swapped
+    where      module              block                        difference
+    self_attn  MultiheadAttention  Attention1d, pattern='full'  ...
+    >>> print(swap_(nn.Conv2d(3, 8, 1)))
+    0 modules swapped; no attention modules found
+    Call va.insert_ to add attention blocks.
+    """
+
+    #: the attention modules that were found, in the order of the model
+    modules: tuple[SwappedModule, ...]
+    #: the action: "swapped", "would be swapped" or "swapped back"
+    verb: str = "swapped"
+
+    @property
+    def swapped(self) -> tuple[SwappedModule, ...]:
+        """The modules that were swapped."""
+        return tuple(module for module in self.modules if not module.reason)
+
+    @property
+    def left(self) -> tuple[SwappedModule, ...]:
+        """The modules that were not swapped."""
+        return tuple(module for module in self.modules if module.reason)
+
+    def __len__(self) -> int:
+        return len(self.swapped)
+
+    def parts(self) -> list[str | Table]:
+        headline, found, hint = f"{len(self)} module{'s' * (len(self) != 1)} {self.verb}", len(self.modules), ""
+        parts: list[str | Table] = []
+        if self.swapped:
+            rows = [(x.path, x.kind, x.block, f"{x.difference:.1e}") for x in self.swapped]
+            parts.append(Table([("where", "module", "block", "difference"), *rows], left=(0, 1, 2)))
+        elif self.verb == "swapped back":
+            headline += "; no swapped modules found"
+        else:
+            headline += f"; {found or 'no'} attention module{'s' * (found != 1)} found"
+            hint = self.suggest()
+        for kind, reason in dict.fromkeys((x.kind, x.reason) for x in self.left):
+            paths = [x.path or "the model" for x in self.left if (x.kind, x.reason) == (kind, reason)]
+            parts.append(f"not swapped: {len(paths)} {kind} ({shorten(paths)}): {reason}")
+        return [headline, *parts, *filter(None, [hint])]
+
+    def suggest(self) -> str:
+        """Return what to do if no module was swapped."""
+        if not self.modules:
+            return "Call va.insert_ to add attention blocks."
+        if all(module.reason in (SWAPPED, VISION_ATTN) for module in self.modules):
+            return "va.set_impl_ and va.capture already support these modules."
+        return "See docs/convert.md for the supported layers, or call va.insert_ to add attention blocks."
