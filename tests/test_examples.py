@@ -43,7 +43,7 @@ EXAMPLES = {
     "one_shot_video.py": "--seeds 0 --steps 1 --jobs 1 --device cpu",
     "denoise.py": "--sigmas 50 --seeds 0 1 --steps 1 --variants plain convolution",
     "finetuning.py": "--variants plain attention --regimes frozen --seeds 0 --steps 1 --jobs 1 --device cpu",
-    "colour_by_reference.py": "--steps 1 --jobs 1 --seeds 0",
+    "color_by_reference.py": "--steps 1 --jobs 1 --seeds 0",
     "readme_picture.py": "",
     "street_segmentation.py": "--variants plain attention --seeds 0 --steps 1 --jobs 1 --scratch --device cpu",
 }
@@ -156,11 +156,11 @@ def test_denoising_is_noted_run_by_run(tmp_path, monkeypatch):
 
 def test_colours_are_given_by_reference(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    reference, draw = importlib.import_module("colour_by_reference"), np.random.default_rng(0)
+    reference, draw = importlib.import_module("color_by_reference"), np.random.default_rng(0)
     monkeypatch.setattr(reference, "photograph", lambda name: draw.integers(0, 256, (120, 130, 3), dtype=np.uint8))
     monkeypatch.setattr(reference, "CANVASES", 2)
     monkeypatch.setattr(reference, "photographs", cache(reference.photographs.__wrapped__))
-    arguments = [*EXAMPLES["colour_by_reference.py"], "--output", str(tmp_path)]
+    arguments = [*EXAMPLES["color_by_reference.py"], "--output", str(tmp_path)]
     reference.main([*arguments, "--variants", "plain", "attention"])
     assert "| attention |" in (tmp_path / "comparison.md").read_text()
     reference.main([*arguments, "--picture", str(tmp_path / "colours.png")])
