@@ -5,7 +5,7 @@
     python examples/evidence.py adapters --data cifar100 --weights cifar10_resnet20.pth   # with train/ and test/
 
 Each command resumes if it is interrupted. On two idle cores, the first takes about seven hours and the others about one
-hour each, with the two environment variables of docs/speed.md. The recorded runs are in the folder `results`.
+hour each, with the two environment variables of docs/performance.md. The recorded runs are in the folder `results`.
 
 The plans, written before the runs:
 
