@@ -1,6 +1,8 @@
-"""Say what is on images, by a network that `vision-attn export` wrote as ONNX; needs onnxruntime and Pillow, no torch.
+"""Classify images with an ONNX network that `vision-attn export` wrote. Needs onnxruntime and Pillow, but not torch.
 
-python examples/classify.py model.onnx photo.jpg another.png
+    python examples/classify.py model.onnx photo.jpg another.png
+
+The script prints one line per image, with the three most probable classes and their probabilities.
 """
 
 import argparse
@@ -14,54 +16,55 @@ from PIL import Image, ImageOps
 
 
 def decode(path):
-    """An image as training sees it: upright, of 16 bits the upper 8."""
+    """Read an image as in training: rotated as its EXIF data says, 16-bit values reduced to their upper 8 bits."""
     with Image.open(path) as file:
         image = ImageOps.exif_transpose(file)
         if image.mode == "F" or (image.mode == "I" and file.format not in ("PNG", "PPM")):
-            raise ValueError("32 bits a pixel, whose range is not known")
+            raise ValueError("images with 32 bits per pixel are not supported: their value range is unknown")
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
     return image.convert("RGB")
 
 
-def cropped(image, size, crop_pct, crop_mode, interpolation):
-    """The centre of an image, as timm resizes and crops for evaluation; sizes are columns and rows."""
-    whole = [math.floor(side / crop_pct) for side in size]
+def resize_and_crop(image, size, crop_pct, crop_mode, interpolation):
+    """Resize an image and crop its center, as timm does for evaluation. Sizes are (width, height)."""
+    scaled = [math.floor(side / crop_pct) for side in size]
     if crop_mode == "squash":
-        resized = whole
-    elif whole[0] == whole[1]:
-        resized = [whole[0] * side // min(image.size) for side in image.size]
+        resized = scaled
+    elif scaled[0] == scaled[1]:
+        resized = [scaled[0] * side // min(image.size) for side in image.size]
     else:
-        ratio = min(side / wanted for side, wanted in zip(image.size, whole, strict=True))
+        ratio = min(side / target for side, target in zip(image.size, scaled, strict=True))
         resized = [round(side / ratio) for side in image.size]
     if resized != list(image.size):
         image = image.resize(resized, Image.Resampling[interpolation.upper()])
-    left, top = (round((side - wanted) / 2) for side, wanted in zip(image.size, size, strict=True))
+    left, top = (round((side - target) / 2) for side, target in zip(image.size, size, strict=True))
     return image.crop((left, top, left + size[0], top + size[1]))
 
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-parser.add_argument("network", help=".onnx")
-parser.add_argument("images", nargs="+")
+parser.add_argument("network", help="ONNX file that vision-attn export wrote")
+parser.add_argument("images", nargs="+", help="image files to classify")
 options = parser.parse_args()
 
 try:
     session = onnxruntime.InferenceSession(options.network)
-    about = json.loads(session.get_modelmeta().custom_metadata_map["classifier"])
-except Exception as error:  # onnxruntime's own have nothing in common
-    sys.exit(f"{options.network}: no network that vision-attn export wrote ({error!r})")
-channels, height, width = about["input_size"]
-crop = about["crop_pct"], about["crop_mode"], about["interpolation"]
+    metadata = json.loads(session.get_modelmeta().custom_metadata_map["classifier"])
+except Exception as error:  # the exceptions of onnxruntime have no common base class
+    sys.exit(f"{options.network}: expected an ONNX file that vision-attn export wrote ({error!r})")
+channels, height, width = metadata["input_size"]
+crop = metadata["crop_pct"], metadata["crop_mode"], metadata["interpolation"]
 for path in options.images:
     try:
-        image = cropped(decode(path), (width, height), *crop).convert("L" if channels == 1 else "RGB")
-    except Exception as error:  # a decoder may raise any
-        sys.exit(f"{path}: a damaged or no image ({error})")
+        image = resize_and_crop(decode(path), (width, height), *crop).convert("L" if channels == 1 else "RGB")
+    except Exception as error:  # an image decoder may raise any exception
+        sys.exit(f"{path}: cannot read this image ({error})")
     pixels = np.asarray(image, dtype=np.float32).reshape(height, width, channels).transpose(2, 0, 1) / 255
-    if about["pixels"] != "0…1":  # exported with --no-normalize
-        mean, std = (np.float32(about[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+    if metadata["pixels"] != "0…1":  # exported with --no-normalize
+        mean, std = (np.float32(metadata[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
         pixels = (pixels - mean) / std
     logits = session.run(["logits"], {"images": pixels[None]})[0][0]
-    shares = np.exp(logits - logits.max())
-    best = np.argsort(-shares)[:3]
-    print(path, *(f"{about['classes'][i]} {100 * shares[i] / shares.sum():.1f} %" for i in best), sep="  ")
+    probabilities = np.exp(logits - logits.max())
+    probabilities /= probabilities.sum()
+    best = np.argsort(-probabilities)[:3]
+    print(path, *(f"{metadata['classes'][i]} {100 * probabilities[i]:.1f} %" for i in best), sep="  ")

@@ -1,29 +1,33 @@
-"""When attention helps: plans of comparisons, written before their runs. Each goes on where it was interrupted.
+"""Compare ways to insert attention in three planned experiments.
 
-    python examples/evidence.py cifar --data cifar100                                        # train/ and test/ in it
-    python examples/evidence.py positions --data cifar10 --weights cifar10_resnet20.pth      # test/CLASS/IMAGE in it
-    python examples/evidence.py adapters --data cifar100 --weights cifar10_resnet20.pth
+    python examples/evidence.py cifar --data cifar100                                     # with train/ and test/
+    python examples/evidence.py positions --data cifar10 --weights cifar10_resnet20.pth   # with test/CLASS/IMAGE
+    python examples/evidence.py adapters --data cifar100 --weights cifar10_resnet20.pth   # with train/ and test/
 
-**cifar.** ResNet-20 on CIFAR-100 from scratch. Seven ways to put attention in are trained on nine tenths of the
-training images, ten epochs with seeds 0, 1 and 2, and scored on the tenth that is left. The one with the highest mean
-is then compared with the plain network, convolution, squeeze and excitation as in its paper, and the normalised
-shortcut: all training images, ten epochs, seeds 10 to 14, scored on the test images. Two more controls were added
-when these runs had been seen: squeeze and excitation as a residual block, which led an earlier comparison, and
-averaging, which tells whether it matters where attention looks.
+Each command resumes if it is interrupted. On two idle cores, the first takes about seven hours and the others about one
+hour each, with the two environment variables of docs/performance.md. The recorded runs are in the folder `results`.
 
-**positions.** Four photographs of two classes on one canvas: is the pair of one class in a row, in a column or on a
-diagonal? Chance is a third; which classes are there, and how often, never tells. The photographs are CIFAR-10's test
-images, 8,000 for training and 2,000 for evaluation, seen through a frozen ResNet-20 that was trained on CIFAR-10. One
-block after its last stage and a new classifier learn, eight epochs, seeds 0 to 4. Attention with positions is compared
-with eight others. **matching**, a later plan, is the same for attention with positions and `qk_norm="match"` beside it.
+The plans, written before the runs:
 
-**adapters.** The same frozen network, a new classifier for CIFAR-100, and adapters after each residual block of the
-first or the last stage: attention (in windows of 8×8 in the first), convolution, squeeze and excitation as a residual
-block, and the normalised shortcut alone. Two epochs, seeds 0 to 4, each pair compared.
+**cifar.** ResNet-20 is trained on CIFAR-100 from scratch. First, seven ways to insert attention are trained on nine
+tenths of the training images, for ten epochs with seeds 0, 1 and 2, and scored on the remaining tenth. Then the one
+with the highest mean is compared with the plain network, a convolution, squeeze-and-excitation as in its paper, and a
+normalized shortcut: all training images, ten epochs, seeds 10 to 14, scored on the test images. Two controls were added
+after these runs: squeeze-and-excitation as a residual block, which led an earlier comparison, and averaging, which
+shows whether the attention weights matter.
 
-Verdicts are by Games and Howell's intervals of 95 %, over all pairs of a table. On two idle cores the first takes
-about seven hours, the others one each, with the two variables of docs/performance.md. What each run came to is in
-the folder `results`.
+**positions.** A canvas contains four photographs of two classes. Are the two photographs of one class in a row, in a
+column or on a diagonal? Chance is one third, because the classes and their number contain no information about the
+answer. The photographs are test images of CIFAR-10, 8,000 for training and 2,000 for evaluation, processed by a frozen
+ResNet-20 that was trained on CIFAR-10. One block after its last stage and a new classifier are trained for eight epochs
+with seeds 0 to 4. Attention with positions is compared with eight other variants. **matching**, a later plan, compares
+attention with positions with the same block and `qk_norm="match"`.
+
+**adapters.** The same frozen network gets a new classifier for CIFAR-100, and an adapter after each residual block of
+the first or the last stage: attention (in windows of 8×8 in the first stage), a convolution, squeeze-and-excitation as
+a residual block, or a normalized shortcut. Two epochs, seeds 0 to 4; all pairs are compared.
+
+Verdicts are based on 95 % Games–Howell intervals over all pairs of a table.
 """
 
 import argparse
@@ -48,20 +52,20 @@ from vision_attn.tools.comparison.runs import compare
 from vision_attn.tools.comparison.variants import settings_for_variant
 from vision_attn.tools.training.data import Folder
 
-#: Settings name the block below by this module, which worker processes import too.
+#: The settings of runs refer to the block below by the name of this module, which worker processes import too.
 sys.modules.setdefault("evidence", sys.modules[__name__])
 CIFAR100 = {"img_size": 32, "mean": (0.5071, 0.4867, 0.4408), "std": (0.2673, 0.2564, 0.2761)}
 CIFAR10 = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.201)}
-#: What the best way to put attention in is compared with.
-FINAL = ("plain", "convolution", "se", "se-residual", "norm-shortcut", "averaging")
+#: controls that the best way to insert attention is compared with
+CONTROLS = ("plain", "convolution", "se", "se-residual", "norm-shortcut", "averaging")
 MACHINE = {"amp": "bfloat16", "channels_last": True}
-#: On a CPU the products of bmm are the fastest for these maps.
+#: options of attention; "bmm" is the fastest implementation on a CPU for these feature maps
 HEADS = ("num_heads=4", "impl=bmm")
 SIDE = 32
 
 
 class Gating(va.AttentionBlock2d):
-    """``x + gate · norm(x) · sigmoid(attention(norm(x)))``: attention that weighs channels, as excitation does."""
+    """Attention as a gate of channels: ``x + gate · norm(x) · sigmoid(attention(norm(x)))``."""
 
     def __init__(self, channels, *, gate_init=0.0, **options):
         super().__init__(channels, gate_init=gate_init, **options)
@@ -71,19 +75,19 @@ class Gating(va.AttentionBlock2d):
         return self.add(x, y * self.attn(y).sigmoid())
 
 
-def changed(name, change):
-    """Register ResNet-20 with something in it that is no block after a module."""
+def register_modified(name, modify):
+    """Register ResNet-20 with a modification other than blocks that are inserted after modules."""
 
-    def make(pretrained=False, **options):
+    def build(pretrained=False, **options):
         model = timm.create_model("resnet20", **options)
-        change(model, {"example_input": (1, model.conv1.in_channels, SIDE, SIDE)})
+        modify(model, {"example_input": (1, model.conv1.in_channels, SIDE, SIDE)})
         return model
 
-    make.__name__, make.__module__ = name, "evidence"
-    return register_model(make)
+    build.__name__, build.__module__ = name, "evidence"
+    return register_model(build)
 
 
-def augmented(channels, *, out_channels, **options):
+def augmented_conv(channels, *, out_channels, **options):
     sizes = {
         "num_heads": 4,
         "key_channels": 16,
@@ -94,11 +98,11 @@ def augmented(channels, *, out_channels, **options):
     return va.AugmentedConv2d(channels, out_channels, 3, **sizes, **options)
 
 
-def pooled(model, example):
+def use_attention_pool(model, example):
     model.global_pool = AttentionPool2d(64, SIDE // 4, num_heads=4, head_dim=None)
 
 
-#: Networks that differ by more than inserted blocks.
+#: modifications of ResNet-20 by name
 NETWORKS = {
     "botnet": lambda model, example: va.replace_(
         model,
@@ -110,14 +114,14 @@ NETWORKS = {
         **example,
     ),
     "augmented": lambda model, example: va.replace_(
-        model, augmented, names=["layer2.*.conv2", "layer3.*.conv2"], **example
+        model, augmented_conv, names=["layer2.*.conv2", "layer3.*.conv2"], **example
     ),
-    "excited": lambda model, example: va.insert_(model, SqueezeExcite, names="**.layer[123].*", at="branch", **example),
-    "attention_pool": pooled,
+    "se": lambda model, example: va.insert_(model, SqueezeExcite, names="**.layer[123].*", at="branch", **example),
+    "attention_pool": use_attention_pool,
 }
 if "resnet20_botnet" not in timm.list_models("resnet20_*"):
-    for name, change in NETWORKS.items():
-        changed(f"resnet20_{name}", change)
+    for name, modify in NETWORKS.items():
+        register_modified(f"resnet20_{name}", modify)
 
 
 def cifar(options):
@@ -126,99 +130,100 @@ def cifar(options):
         "compile": options.compile, "block_options": HEADS, **CIFAR100, **MACHINE,
     }  # fmt: skip
     table = {"block_options": (f"position=RelPosTable({SIDE // 2})",)}
-    ways = {
+    insertions = {
         "in the last stage": ("attention", {"insert": ("layer3.*",)}),
-        "at two ends": ("attention", {"insert": ("layer2", "layer3"), **table}),
+        "after two stages": ("attention", {"insert": ("layer2", "layer3"), **table}),
         "botnet": ("plain", {"model": "resnet20_botnet"}),
         "augmented": ("plain", {"model": "resnet20_augmented"}),
-        "beside se": ("attention", {"model": "resnet20_excited", "insert": ("layer3",)}),
+        "with se": ("attention", {"model": "resnet20_se", "insert": ("layer3",)}),
         "gating": ("attention", {"insert": ("layer3.*",), "block": "evidence:Gating", "block_options": HEADS}),
         "attention pool": ("plain", {"model": "resnet20_attention_pool"}),
     }
-    ways = {name: settings_for_variant(base, custom, recipe) for name, (base, custom) in ways.items()}
-    screened = {name: {**way, "val_share": 0.1, "epochs": options.epochs or 10} for name, way in ways.items()}
-    common = {**recipe, "insert": ("layer3.*",), "epochs": options.epochs or 10}
-    how = {"jobs": options.jobs, "command": f"python examples/evidence.py cifar --data {options.data}"}
-    found = compare(screened, seeds=options.seeds or (0, 1, 2), output=f"{options.output}/ways", **how)
-    means = {name: sum(one["top-1 %"] for one in by_seed.values()) for name, by_seed in found.items()}
-    best = max(means, key=means.get)
-    variants = {name: settings_for_variant(name, {}, common) for name in FINAL}
-    variants[best] = {**ways[best], "epochs": common["epochs"]}
+    insertions = {name: settings_for_variant(base, custom, recipe) for name, (base, custom) in insertions.items()}
+    epochs = options.epochs or 10
+    candidates = {name: {**settings, "val_share": 0.1, "epochs": epochs} for name, settings in insertions.items()}
+    common = {**recipe, "insert": ("layer3.*",), "epochs": epochs}
+    shared = {"jobs": options.jobs, "command": f"python examples/evidence.py cifar --data {options.data}"}
+    scores = compare(candidates, seeds=options.seeds or (0, 1, 2), output=f"{options.output}/ways", **shared)
+    totals = {name: sum(run["top-1 %"] for run in by_seed.values()) for name, by_seed in scores.items()}
+    best = max(totals, key=totals.get)
+    variants = {name: settings_for_variant(name, {}, common) for name in CONTROLS}
+    variants[best] = {**insertions[best], "epochs": epochs}
     seeds = [10 + seed for seed in options.seeds or range(5)]
-    compare(variants, seeds=seeds, output=options.output, **how)
+    compare(variants, seeds=seeds, output=options.output, **shared)
 
 
-#: Where the four photographs lie that are of the classes a, a, b and b.
-PLACES = {"row": "aabb", "column": "abab", "diagonal": "abba"}
+#: arrangements of two photographs of class a and two of class b, row by row
+ARRANGEMENTS = {"row": "aabb", "column": "abab", "diagonal": "abba"}
 
 
 def make_canvases(photographs, folder):
-    """Folders ``train`` and ``val`` of canvases, from photographs that are not in both."""
-    found = Folder(Path(photographs) / "test").samples
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
-    held = len(found) // 5
-    for half, rows in (("train", order[held:]), ("val", order[:held])):
+    """Write folders ``train`` and ``val`` of canvases; no photograph occurs in both."""
+    samples = Folder(Path(photographs) / "test").samples
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
+    held_out = len(samples) // 5
+    for split, rows in (("train", order[held_out:]), ("val", order[:held_out])):
         by_class = {}
         for row in rows:
-            by_class.setdefault(found[row][1], []).append(found[row][0])
-        draw = torch.Generator().manual_seed(len(rows))
+            by_class.setdefault(samples[row][1], []).append(samples[row][0])
+        generator = torch.Generator().manual_seed(len(rows))
         for index in range(len(rows)):
-            answer = list(PLACES)[index % 3]
-            two = dict(zip("ab", torch.randperm(len(by_class), generator=draw)[:2].tolist(), strict=True))
+            label = list(ARRANGEMENTS)[index % 3]
+            two = dict(zip("ab", torch.randperm(len(by_class), generator=generator)[:2].tolist(), strict=True))
             canvas = Image.new("RGB", (2 * SIDE, 2 * SIDE))
-            for place, letter in enumerate(PLACES[answer]):
+            for position, letter in enumerate(ARRANGEMENTS[label]):
                 paths = list(by_class.values())[two[letter]]
-                path = paths[int(torch.randint(len(paths), (), generator=draw))]
+                path = paths[int(torch.randint(len(paths), (), generator=generator))]
                 with Image.open(path) as image:
-                    canvas.paste(image, (place % 2 * SIDE, place // 2 * SIDE))
-            (folder / half / answer).mkdir(parents=True, exist_ok=True)
-            canvas.save(folder / half / answer / f"{index:05}.png")
+                    canvas.paste(image, (position % 2 * SIDE, position // 2 * SIDE))
+            (folder / split / label).mkdir(parents=True, exist_ok=True)
+            canvas.save(folder / split / label / f"{index:05}.png")
 
 
-#: Names the file of maps to the processes of the runs.
+#: environment variable with the file of feature maps, for the processes of the runs
 MAPS = "EVIDENCE_MAPS"
 
 
-class Remembering(CifarResNet):
-    """A frozen network, which makes the same maps of an image in every epoch of every run: here they are read."""
+class CachedResNet(CifarResNet):
+    """A frozen network whose feature maps are read from a file, because they are the same in every epoch and run."""
 
     def __init__(self, **options):
         super().__init__(20, **options)
-        self.seen = nn.Identity()
+        self.features = nn.Identity()
 
     def forward_features(self, x):
-        rows, maps = kept_maps(os.environ[MAPS])
-        found = [None if x.is_meta else rows.get(digest(image)) for image in x]
-        if None in found:  # what the network is measured with
-            return self.seen(super().forward_features(x))
+        rows, maps = load_maps(os.environ[MAPS])
+        indices = [None if x.is_meta else rows.get(digest(image)) for image in x]
+        if None in indices:  # example inputs, which the file does not contain
+            return self.features(super().forward_features(x))
         assert not any(parameter.requires_grad for parameter in self.layer3.parameters())
-        return self.seen(maps[found].to(x.device, memory_format=torch.channels_last))
+        return self.features(maps[indices].to(x.device, memory_format=torch.channels_last))
 
 
-default_cfgs = generate_default_cfgs({"remembering_resnet20.cifar10": cifar_cfg(10, **CIFAR10)})
-if "remembering_resnet20" not in timm.list_models("remembering_*"):
+default_cfgs = generate_default_cfgs({"cached_resnet20.cifar10": cifar_cfg(10, **CIFAR10)})
+if "cached_resnet20" not in timm.list_models("cached_*"):
 
     @register_model
-    def remembering_resnet20(pretrained=False, **options):
-        return build_model_with_cfg(Remembering, "remembering_resnet20", pretrained, **options)
+    def cached_resnet20(pretrained=False, **options):
+        return build_model_with_cfg(CachedResNet, "cached_resnet20", pretrained, **options)
 
 
 def digest(image):
-    """By the pixels of what a network is given."""
+    """Return a hash of the pixels of a normalized image."""
     mean, std = (torch.tensor(CIFAR10[name], device=image.device).view(3, 1, 1) for name in ("mean", "std"))
     pixels = ((image.detach() * std + mean) * 255).round().to("cpu", torch.uint8)
     return hashlib.blake2b(pixels.numpy().tobytes(), digest_size=16).hexdigest()
 
 
 @functools.cache
-def kept_maps(path):
-    kept = torch.load(path, mmap=True, weights_only=True)
-    return kept["rows"], kept["maps"]
+def load_maps(path):
+    content = torch.load(path, mmap=True, weights_only=True)
+    return content["rows"], content["maps"]
 
 
 @torch.no_grad()
-def keep_maps(weights, canvases, path):
-    """Write what the frozen network makes of each canvas, and of it flipped."""
+def save_maps(weights, canvases, path):
+    """Write the feature maps of the frozen network for each canvas and its mirror image."""
     model = timm.create_model("resnet20").eval().to(memory_format=torch.channels_last)
     va.load_checkpoint(model, weights)
     mean, std = (torch.tensor(CIFAR10[name]).view(3, 1, 1) for name in ("mean", "std"))
@@ -234,8 +239,8 @@ def keep_maps(weights, canvases, path):
     os.replace(f"{path}.new", path)
 
 
-def frozen(options):
-    """A network that knows CIFAR-10, of which what is new is trained."""
+def frozen_network(options):
+    """Return settings for a network trained on CIFAR-10, of which only the new layers are trained."""
     return {
         "model": "resnet20", "weights": options.weights, "reset_head": True, "freeze_backbone": True,
         "block_options": HEADS, "opt": "adamw", "lr": 3e-3, "weight_decay": 0.01, **CIFAR10, **MACHINE,
@@ -248,55 +253,56 @@ def positions(options):
         make_canvases(options.data, canvases)
     os.environ[MAPS] = str(canvases / "maps.pt")
     if not Path(os.environ[MAPS]).exists():
-        keep_maps(options.weights, canvases, os.environ[MAPS])
+        save_maps(options.weights, canvases, os.environ[MAPS])
     common = {
-        **frozen(options), "data": str(canvases), "model": "remembering_resnet20", "insert": ("seen",), "at": "after",
-        "img_size": 2 * SIDE, "crop_padding": 0, "epochs": options.epochs or 8,
+        **frozen_network(options), "data": str(canvases), "model": "cached_resnet20", "insert": ("features",),
+        "at": "after", "img_size": 2 * SIDE, "crop_padding": 0, "epochs": options.epochs or 8,
     }  # fmt: skip
     names = ("plain", "convolution", "se", "se-residual", "pooled-mlp", "large-kernel", "averaging", "attention")
     variants = {name: settings_for_variant(name, {}, common) for name in names}
-    where = f"position=RelPosDecomposed({SIDE // 2})"
-    with_positions = settings_for_variant("attention", {"block_options": (where,)}, common)
+    position = f"position=RelPosDecomposed({SIDE // 2})"
+    with_positions = settings_for_variant("attention", {"block_options": (position,)}, common)
     if options.plan == "matching":
-        variants = {"matching": settings_for_variant("attention", {"block_options": (where, "qk_norm=match")}, common)}
+        matching = {"block_options": (position, "qk_norm=match")}
+        variants = {"matching": settings_for_variant("attention", matching, common)}
     variants["attention with positions"] = with_positions
     command = f"python examples/evidence.py {options.plan} --data {options.data} --weights {options.weights}"
-    how = {"jobs": options.jobs, "command": command}
-    compare(variants, seeds=options.seeds or range(5), output=options.output, **how)
+    shared = {"jobs": options.jobs, "command": command}
+    compare(variants, seeds=options.seeds or range(5), output=options.output, **shared)
 
 
 def adapters(options):
-    common = {**frozen(options), "data": options.data, "img_size": SIDE, "epochs": options.epochs or 2}
+    common = {**frozen_network(options), "data": options.data, "img_size": SIDE, "epochs": options.epochs or 2}
     variants = {
         f"{name} in {stage}": settings_for_variant(name, {"insert": (f"{stage}.*",)}, common)
         for stage in ("layer1", "layer3")
         for name in ("norm-shortcut", "se-residual", "convolution", "attention")
     }
-    # On 32×32 positions in full a step takes 40 seconds.
-    near = {"insert": ("layer1.*",), "block_options": (f"pattern=Window({SIDE // 4})",)}
-    variants["attention in layer1"] = settings_for_variant("attention", near, common)
+    # With full attention on 32×32 positions, a step takes 40 seconds.
+    windows = {"insert": ("layer1.*",), "block_options": (f"pattern=Window({SIDE // 4})",)}
+    variants["attention in layer1"] = settings_for_variant("attention", windows, common)
     command = f"python examples/evidence.py adapters --data {options.data} --weights {options.weights}"
-    how = {"jobs": options.jobs, "command": command}
+    shared = {"jobs": options.jobs, "command": command}
     variants = {"head alone": settings_for_variant("plain", {}, common), **variants}
-    compare(variants, seeds=options.seeds or range(5), output=options.output, **how)
+    compare(variants, seeds=options.seeds or range(5), output=options.output, **shared)
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("plan", choices=("cifar", "positions", "matching", "adapters"))
-    parser.add_argument("--data", required=True, help="folder of images, as the header says")
-    parser.add_argument("--weights", help="of a ResNet-20 that was trained on CIFAR-10")
+    parser.add_argument("plan", choices=("cifar", "positions", "matching", "adapters"), help="experiment to run")
+    parser.add_argument("--data", required=True, help="folder of images: CIFAR-10 for positions, else CIFAR-100")
+    parser.add_argument("--weights", help="checkpoint of a ResNet-20 that was trained on CIFAR-10")
     parser.add_argument("--output", help="folder of the runs (default: runs/evidence-PLAN)")
-    parser.add_argument("--compile", action="store_true", help="pays on some CPUs; of cifar alone")
-    parser.add_argument("--jobs", type=int, help="runs side by side (default: as many as GPUs, or as cores)")
-    parser.add_argument("--epochs", type=int, help="fewer than planned, to try it")
-    parser.add_argument("--seeds", type=int, nargs="+", help="others than planned, to try it")
+    parser.add_argument("--compile", action="store_true", help="compile the networks of the plan cifar")
+    parser.add_argument("--jobs", type=int, help="runs at a time (default: number of GPUs, or of cores)")
+    parser.add_argument("--epochs", type=int, help="training epochs (default: as planned)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="random seeds (default: as planned)")
     options = parser.parse_args(arguments)
     if options.plan != "cifar" and options.weights is None:
-        parser.error("--weights must name the network that is frozen")
+        parser.error(f"--weights is required for the plan {options.plan}: a checkpoint of the frozen network")
     options.output = options.output or f"runs/evidence-{options.plan}"
     {"cifar": cifar, "positions": positions, "matching": positions, "adapters": adapters}[options.plan](options)
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("evidence", main, interrupted="interrupted: the same command goes on from here"))
+    sys.exit(cli.run_program("evidence", main, interrupted="interrupted: the same command resumes"))

@@ -1,24 +1,31 @@
-"""Labels from examples: five photographs of a mosaic have a label each, the twenty others have none. Which is whose?
+"""Few-shot labels in a mosaic: five photographs have a label, and the network labels the other twenty.
 
-    python examples/mosaic.py --data cifar100 --weights cifar10_resnet20.pth     # train/CLASS/IMAGE in the first
+    python examples/mosaic.py --data cifar100 --weights cifar10_resnet20.pth     # cifar100 has train/CLASS/IMAGE
     python examples/mosaic.py --data cifar100 --weights cifar10_resnet20.pth --thaw 300 --output runs/thawed
 
-A mosaic has 5×5 photographs of CIFAR-100, of five classes, at random places. One of each class has a label, which
-changes from mosaic to mosaic: it can only be copied from the example. A frozen ResNet-20, trained on CIFAR-10, makes
-one cell of a map of each photograph; a 1×1 convolution behind it adds the labels. Then come one block and a classifier
-of every cell. Eighty classes are for training, twenty for the test; guessing scores 20 %. Beside them is the nearest
-neighbour: the label of the example of the largest cosine. The same command goes on from what is kept in --output.
+A mosaic contains 5×5 photographs of five classes of CIFAR-100 in random order. One photograph of each class has a
+label. The labels are permuted in each mosaic, so they can only be copied from these examples. A frozen ResNet-20 that
+was trained on CIFAR-10 turns each photograph into one position of a feature map, and a 1×1 convolution adds the labels.
+One block and a classifier of every position follow. Eighty classes are for training and twenty for evaluation; chance
+is 20 %. For comparison, the variant nearest-neighbor copies the label of the example with the highest cosine
+similarity. Completed runs are saved in --output, and the same command resumes.
 
-The plan, written after a pilot of one seed with four blocks, before the runs: thirteen blocks, five seeds, 800 steps;
-attention is to be 15 points better than every other block. The pilot had attention at 42.1 %, linear attention at 40.8
-and the nearest neighbour at 41.7, so that is not expected of linear attention: five labels are few enough to be summed.
-With --thaw the last stage of the network learns too, in further steps; of the nearest neighbour it learns the cosines.
-The plan: 300 steps, five blocks, five seeds; attention is to be above the nearest neighbour on frozen features. A pilot
-on 20 of training classes had matching at 54 % and 56 (200 and 600 steps), the nearest neighbour at 58, frozen 41.
-As 300 left attention below what the nearest neighbour learns, 900 of these two are to say whether it only learns later.
-With --parts 4 a cell has the 4×4 parts of its photograph, side by side: 1,024 channels. The plan: attention in all of
-them (`whole`), in 512 as by default (`matching`) and in 256 (`narrow`), 400 and 800 steps, five seeds; no difference is
-expected but in time. A pilot on 20 of the training classes: `narrow` 46.1 and 49.3 %, the nearest neighbour 48.6.
+The plan, written after a pilot with one seed and four blocks, and before the runs: thirteen blocks, five seeds, 800
+steps. Attention is expected to be 15 points better than every other block except linear attention, because five labels
+are few enough to be stored in one sum: the pilot scored 42.1 % with attention, 40.8 % with linear attention, and 41.7 %
+with the nearest neighbor.
+
+With --thaw, the last stage of the network is also trained in additional steps; the nearest neighbor is then trained
+through its cosine similarities. The plan: 300 steps, five blocks, five seeds; attention is expected to be better than
+the nearest neighbor on frozen features. A pilot on 20 of the training classes scored 54 and 56 % with matching (200 and
+600 steps), 58 % with the nearest neighbor, and 41 % with the nearest neighbor on frozen features. After these runs,
+attention was below the trained nearest neighbor, so both were also trained for 900 steps, to find out whether attention
+only needs more steps.
+
+With --parts 4, each position contains the 4×4 parts of its photograph, concatenated to 1,024 channels. The plan:
+attention in all channels (`full-width`), in 512 as by default (`matching`) and in 256 (`narrow`), 400 and 800 steps,
+five seeds; only the time is expected to differ. A pilot on 20 of the training classes scored 46.1 and 49.3 % with
+`narrow`, and 48.6 % with the nearest neighbor.
 """
 
 import sys
@@ -39,53 +46,53 @@ from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.experiments import trials
 
-SIDE, LABELS, WIDTH, NOTHING, NEAREST = 5, 5, 64, -100, "nearest neighbour"
-BATCH, MOSAICS, THAWED_BATCH, THAWED_RATE = 64, 512, 16, 1e-3
-PHOTOGRAPHS, HELD_OUT = 200, 20  # of a class, and classes for the test
-#: Attention that begins by comparing, in a share of the channels; None is the default: in all up to 512.
-MATCHING = {"narrow": 0.25, "whole": 1, "matching": None}
+SIDE, LABELS, WIDTH, IGNORED, NEAREST = 5, 5, 64, -100, "nearest-neighbor"
+BATCH, MOSAICS, THAWED_BATCH, THAWED_LEARNING_RATE = 64, 512, 16, 1e-3
+PHOTOGRAPHS, HELD_OUT = 200, 20  # photographs per class, classes for evaluation
+#: attention with `qk_norm="match"` by fraction of the channels; None is the default, all channels but at most 512
+MATCHING = {"narrow": 0.25, "full-width": 1, "matching": None}
 BLOCKS = retrieval_blocks(SIDE)
 VARIANTS = (NEAREST, *BLOCKS, *MATCHING)
 
 
 @torch.no_grad()
-def keep(data, weights, file, parts):
-    """Write what the network makes of each photograph: maps before its last stage, and its features."""
-    model, kept = create_model("resnet20", num_classes=10).eval(), {"maps": [], "features": []}
+def save_features(data, weights, file, parts):
+    """Write the feature maps before the last stage and the final features of each photograph."""
+    model, saved = create_model("resnet20", num_classes=10).eval(), {"maps": [], "features": []}
     va.load_checkpoint(model, weights)
-    known = model.pretrained_cfg
-    model.layer3.register_forward_pre_hook(lambda _, inputs: kept["maps"].append(inputs[0].bfloat16()))
+    config = model.pretrained_cfg
+    model.layer3.register_forward_pre_hook(lambda _, inputs: saved["maps"].append(inputs[0].bfloat16()))
     for folder in sorted(path for path in Path(data, "train").iterdir() if path.is_dir()):
         paths = sorted(folder.iterdir())[:PHOTOGRAPHS]
         images = torch.stack([to_tensor(Image.open(path).convert("RGB")) for path in paths])
         with torch.autocast("cpu", torch.bfloat16):
-            features = model.forward_features(normalize(images, known["mean"], known["std"])).float()
-        kept["features"].append(F.adaptive_avg_pool2d(features, parts).flatten(1))
-    torch.save({name: torch.stack(values) for name, values in kept.items()}, f"{file}.new")
+            features = model.forward_features(normalize(images, config["mean"], config["std"])).float()
+        saved["features"].append(F.adaptive_avg_pool2d(features, parts).flatten(1))
+    torch.save({name: torch.stack(values) for name, values in saved.items()}, f"{file}.new")
     Path(f"{file}.new").replace(file)
 
 
-def photographs(file, train, thawed=False):
-    """By class and photograph: maps ``(…, 32, 16, 16)`` where the last stage learns, or features ``(…, c)``."""
-    kept = torch.load(file, weights_only=True, mmap=True)["maps" if thawed else "features"]
-    order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(0))
-    return kept[order[HELD_OUT:] if train else order[:HELD_OUT]]
+def load_features(file, train, thawed=False):
+    """Load features by class and photograph, ``(…, c)``, or feature maps before the last stage, ``(…, 32, 16, 16)``."""
+    saved = torch.load(file, weights_only=True, mmap=True)["maps" if thawed else "features"]
+    order = torch.randperm(len(saved), generator=torch.Generator().manual_seed(0))
+    return saved[order[HELD_OUT:] if train else order[:HELD_OUT]]
 
 
-def mosaics(count, pool, draw):
-    """Photographs ``(b, 25, …)`` of a pool, labels given ``(b, 25, 5)``, and those asked for ``(b, 25)``."""
-    classes = torch.rand(count, len(pool), generator=draw).argsort(1)[:, :LABELS]  # in the order of their labels
-    further = torch.randint(LABELS, (count, SIDE**2 - LABELS), generator=draw)
+def mosaics(count, pool, generator):
+    """Draw photographs ``(b, 25, …)`` from a pool, given labels ``(b, 25, 5)``, and target labels ``(b, 25)``."""
+    classes = torch.rand(count, len(pool), generator=generator).argsort(1)[:, :LABELS]  # class of each label
+    further = torch.randint(LABELS, (count, SIDE**2 - LABELS), generator=generator)
     label = torch.cat([torch.arange(LABELS).expand(count, -1), further], 1)
-    chosen = torch.rand(count, SIDE**2, pool.shape[1], generator=draw).argmax(2)
-    given, asked = F.one_hot(label, LABELS).float(), label.clone()
-    given[:, LABELS:], asked[:, :LABELS] = 0, NOTHING
-    at = torch.arange(count)[:, None], torch.rand(count, SIDE**2, generator=draw).argsort(1)  # cells in another order
-    return pool[classes.gather(1, label)[at], chosen[at]], given[at], asked[at]
+    chosen = torch.rand(count, SIDE**2, pool.shape[1], generator=generator).argmax(2)
+    given, target = F.one_hot(label, LABELS).float(), label.clone()
+    given[:, LABELS:], target[:, :LABELS] = 0, IGNORED
+    shuffle = torch.arange(count)[:, None], torch.rand(count, SIDE**2, generator=generator).argsort(1)
+    return pool[classes.gather(1, label)[shuffle], chosen[shuffle]], given[shuffle], target[shuffle]
 
 
-class Seen(nn.Module):
-    """What sees photographs in mosaics: their features as they are kept, or by a last stage that learns."""
+class FeatureExtractor(nn.Module):
+    """Return the saved features of photographs, or compute them from feature maps with a trainable last stage."""
 
     def __init__(self):
         super().__init__()
@@ -100,8 +107,8 @@ class Seen(nn.Module):
         return self.stage(photographs.flatten(0, 1).float()).unflatten(0, photographs.shape[:2])
 
 
-class Labelling(Seen):
-    """Scores of each label in each cell, ``(b, 5, 25)``, by a block on so many channels."""
+class Labeler(FeatureExtractor):
+    """Score the labels at each position, ``(b, 5, 25)``, with a block of so many channels."""
 
     def __init__(self, variant, channels):
         super().__init__()
@@ -109,44 +116,45 @@ class Labelling(Seen):
         self.labels = nn.Conv2d(LABELS, channels, 1, bias=False)
         self.block = nn.Sequential(nn.Identity())
         hidden = nn.Conv2d(channels, WIDTH, 1), nn.BatchNorm2d(WIDTH), nn.ReLU()
-        self.read = nn.Sequential(*hidden, nn.Conv2d(WIDTH, LABELS, 1))
+        self.classify = nn.Sequential(*hidden, nn.Conv2d(WIDTH, LABELS, 1))
         block, options = BLOCKS.get(variant, ("attention", {"qk_norm": "match"}))
         if block == "attention":
             options = {"num_heads": 4, **options}
-        if share := MATCHING.get(variant):
-            options |= dict.fromkeys(("key_dim", "value_dim"), int(share * channels) // 4)
+        if fraction := MATCHING.get(variant):
+            options |= dict.fromkeys(("key_dim", "value_dim"), int(fraction * channels) // 4)
         if block is not None:
             va.insert_(self.block, block, names="0", example_input=(1, channels, SIDE, SIDE), **options)
 
     def forward(self, photographs, given):
-        features, given = (one.mT.unflatten(2, (SIDE, SIDE)) for one in (self.features(photographs), given))
-        return self.read(self.block(self.norm(features) + self.labels(given))).flatten(2)
+        features, given = (x.mT.unflatten(2, (SIDE, SIDE)) for x in (self.features(photographs), given))
+        return self.classify(self.block(self.norm(features) + self.labels(given))).flatten(2)
 
 
-class Nearest(Seen):
-    """The cosine of each cell with the example of each label, ``(b, 5, 25)``, times a factor for the softmax."""
+class NearestNeighbor(FeatureExtractor):
+    """Score labels by the cosine similarity with their examples, ``(b, 5, 25)``, times a learned scale."""
 
     def __init__(self):
         super().__init__()
-        self.factor = nn.Parameter(torch.tensor(10.0))
+        self.scale = nn.Parameter(torch.tensor(10.0))
 
     def forward(self, photographs, given):
-        cells = F.normalize(self.features(photographs), dim=2)
-        return self.factor * given.mT @ cells @ cells.mT
+        features = F.normalize(self.features(photographs), dim=2)
+        return self.scale * given.mT @ features @ features.mT
 
 
-def begin(variant, seed, parts):
+def build_network(variant, seed, parts):
     torch.manual_seed(seed)
-    return Nearest() if variant == NEAREST else Labelling(variant, WIDTH * parts**2)
+    return NearestNeighbor() if variant == NEAREST else Labeler(variant, WIDTH * parts**2)
 
 
-def learning(model, pool, steps, draw, batch=BATCH, rate=3e-3):
-    optimizer = torch.optim.AdamW(va.parameter_groups(model.train(), rate, weight_decay=0.05))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, max(steps, 10))
+def training(model, pool, steps, generator, batch=BATCH, learning_rate=3e-3):
+    """Return a function that makes one training step."""
+    optimizer = torch.optim.AdamW(va.parameter_groups(model.train(), learning_rate, weight_decay=0.05))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, max(steps, 10))
 
     def step():
-        photographs, given, asked = mosaics(batch, pool, draw)
-        loss = F.cross_entropy(model(photographs, given), asked, ignore_index=NOTHING)
+        photographs, given, target = mosaics(batch, pool, generator)
+        loss = F.cross_entropy(model(photographs, given), target, ignore_index=IGNORED)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -155,32 +163,34 @@ def learning(model, pool, steps, draw, batch=BATCH, rate=3e-3):
     return step
 
 
-def right(model, pool, seed):
-    photographs, given, asked = mosaics(MOSAICS, pool, torch.Generator().manual_seed(seed))
+def accuracy(model, pool, seed):
+    photographs, given, target = mosaics(MOSAICS, pool, torch.Generator().manual_seed(seed))
     with quiet_eval(model):
-        found = model(photographs, given).argmax(1) == asked
-    return 100 * found[asked != NOTHING].double().mean().item()
+        correct = model(photographs, given).argmax(1) == target
+    return 100 * correct[target != IGNORED].double().mean().item()
 
 
 def run(variant, seed, steps, thaw, parts, file, weights):
-    model, draw = begin(variant, seed, parts), torch.Generator().manual_seed(seed)
-    step = learning(model, photographs(file, True), steps, draw)
+    model, generator = build_network(variant, seed, parts), torch.Generator().manual_seed(seed)
+    step = training(model, load_features(file, True), steps, generator)
     for _ in range(0 if variant == NEAREST else steps):
         step()
     parameters = 0 if variant == NEAREST else sum(p.numel() for p in model.parameters())
-    measured = {"parameters": parameters, "right %": right(model, photographs(file, False), seed)}
+    measured = {"parameters": parameters, "accuracy %": accuracy(model, load_features(file, False), seed)}
     if thaw:
         model.thaw(weights, parts)
-        step = learning(model, photographs(file, True, thawed=True), thaw, draw, THAWED_BATCH, THAWED_RATE)
+        pool = load_features(file, True, thawed=True)
+        step = training(model, pool, thaw, generator, THAWED_BATCH, THAWED_LEARNING_RATE)
         for _ in range(thaw):
             with torch.autocast("cpu", torch.bfloat16):
                 step()
-        measured["thawed %"] = right(model, photographs(file, False, thawed=True), seed)
+        measured["last stage trained %"] = accuracy(model, load_features(file, False, thawed=True), seed)
     return measured
 
 
-def timed(variant, file, parts):  # on frozen features
-    return learning(begin(variant, 0, parts), photographs(file, True), 100, torch.default_generator)
+def training_step(variant, file, parts):
+    """Return a function that makes one training step on frozen features, to be timed."""
+    return training(build_network(variant, 0, parts), load_features(file, True), 100, torch.default_generator)
 
 
 def main(arguments=None):
@@ -188,17 +198,17 @@ def main(arguments=None):
     parser.set_defaults(variants=[NEAREST, *BLOCKS, "matching"])
     parser.add_argument("--data", required=True, help="folder of CIFAR-100, with train/CLASS/IMAGE in it")
     parser.add_argument("--weights", required=True, help="checkpoint of a ResNet-20 for CIFAR-10")
-    parser.add_argument("--thaw", type=int, help="further steps, in which the last stage learns too")
-    parser.add_argument("--parts", type=int, default=1, help="of a photograph, by its side: 64 channels each")
-    told = vars(parser.parse_args(arguments))
-    data, parts = told.pop("data"), told["parts"]
-    check_counts(steps=told["steps"], thaw=told["thaw"], parts=parts)
-    file = Path(told["output"]) / f"photographs-{parts}.pt"  # as another command may have been interrupted there
+    parser.add_argument("--thaw", type=int, help="additional steps in which the last stage is also trained")
+    parser.add_argument("--parts", type=int, default=1, help="parts per side of a photograph, 64 channels each")
+    options = vars(parser.parse_args(arguments))
+    data, parts = options.pop("data"), options["parts"]
+    check_counts(steps=options["steps"], thaw=options["thaw"], parts=parts)
+    file = Path(options["output"]) / f"photographs-{parts}.pt"  # runs with other --parts may share the folder
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists():
-        keep(data, told["weights"], file, parts)
-    trials(run, step=lambda variant: timed(variant, str(file), parts), file=str(file), **told)
+        save_features(data, options["weights"], file, parts)
+    trials(run, step=lambda variant: training_step(variant, str(file), parts), file=str(file), **options)
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("mosaic", main, interrupted="interrupted: the same command goes on from here"))
+    sys.exit(cli.run_program("mosaic", main, interrupted="interrupted: the same command resumes"))

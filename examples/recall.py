@@ -1,19 +1,21 @@
-"""Recall: which colour has the twin of each glyph on black? Blocks that look it up, beside eleven that cannot.
+"""Recall: predict the color of the cell with the same glyph, for each glyph on a black cell of a canvas.
 
     python examples/recall.py                                   # all blocks, five seeds, 600 steps each
     python examples/recall.py --variants averaging attention --seeds 0 1 --steps 300
 
-The network (of `vision_attn.networks.models.recall_net`) sees each cell of a canvas alone. One block is inserted in its
-middle, with about as many parameters for all but timm's three and the narrow one, and everything learns from scratch
-on canvases with 4, 8, 16 or 32 pairs. Then 128 canvases for each number of pairs, of glyphs that were never seen, are
-asked. `steps` is how many it takes until nine tenths of 8 pairs are answered rightly, looked at every 20 steps; all
-steps where that is never.
+The script trains one network for each block and seed, and prints a table of their accuracies. Each run is saved to
+--output when it ends, and the same command resumes.
 
-The plan, written before the runs: attention answers at least 95 % of 32 pairs, every other block at most 35 % of 8 and
-25 % of 32. The last variants are attention with other options: narrow, with heads of 4 channels instead of 16, with
-layer norms or cosines of queries and keys, and with `qk_norm="match"`, which should take fewer steps.
+The convolutions of the network (`vision_attn.networks.models.recall_net`) process each cell separately. One block is
+inserted in the middle. All blocks have about as many parameters, except the three from timm and the narrow variant. The
+network is trained from scratch on canvases with 4, 8, 16 or 32 pairs of glyphs, and evaluated with held-out glyphs on
+128 canvases for each number of pairs. `steps` is the number of training steps until the accuracy with 8 pairs reaches
+90 %, evaluated every 20 steps, or the number of all steps if it does not.
 
-Each run is noted in --output as it ends, and the same command goes on from there.
+The plan, written before the runs: attention has an accuracy of at least 95 % with 32 pairs, and every other block at
+most 35 % with 8 pairs and 25 % with 32 pairs. The last variants are attention with other options: narrow, with 4
+instead of 16 channels per head; layer norm or cosine similarity of queries and keys; and `qk_norm="match"`, which is
+expected to need fewer steps.
 """
 
 import argparse
@@ -37,11 +39,11 @@ from vision_attn.tools.comparison.recall import CELLS, NOTHING, PAIRS, accuracy,
 
 
 def retrieval_blocks(side):
-    """The blocks that are compared on retrieval, with their options, for feature maps of side×side.
+    """Return the blocks to compare in retrieval tasks and their options, for feature maps of side×side.
 
-    All have about as many parameters as attention, except timm's.
+    All blocks have about as many parameters as attention, except those of timm.
     """
-    full = {"kernel_size": 2 * side - 1}  # covers the feature map from every position
+    full = {"kernel_size": 2 * side - 1}  # covers the complete feature map from every position
     return {
         "plain": (None, {}),
         "convolution": (ConvBlock2d, {}),
@@ -58,19 +60,19 @@ def retrieval_blocks(side):
     }
 
 
-def build_parser(about, variants, *, steps, output):
-    """A command line with the arguments of `trials`, and `--steps`."""
-    parser = argparse.ArgumentParser(description=about.partition("\n")[0], allow_abbrev=False)
+def build_parser(description, variants, *, steps, output):
+    """Build a parser for the arguments of `trials` and `--steps`."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--variants", nargs="+", choices=variants, default=list(variants), help="variants to compare")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="seeds of each variant")
-    parser.add_argument("--steps", type=int, default=steps, help="training steps")
-    parser.add_argument("--jobs", type=int, help="runs at a time (default: as many as cores)")
-    parser.add_argument("--backend", choices=("loky", "ray"), default="loky", help="processes, or a Ray cluster")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="random seeds of each variant")
+    parser.add_argument("--steps", type=int, default=steps, help="training steps of each run")
+    parser.add_argument("--jobs", type=int, help="runs at a time (default: number of cores)")
+    parser.add_argument("--backend", choices=("loky", "ray"), default="loky", help="local processes or a Ray cluster")
     parser.add_argument("--output", default=output, help="folder of the results")
     return parser
 
 
-#: Further variants: attention with custom options.
+#: further variants: attention with other options
 ATTENTION = {
     "narrow": {"key_dim": 4, "value_dim": 4},
     "layer-norm": {"qk_norm": True},
@@ -82,7 +84,7 @@ VARIANTS = (*BLOCKS, *ATTENTION)
 
 
 def network(variant, seed):
-    """The network with the block of a variant."""
+    """Build the network with the block of a variant."""
     torch.manual_seed(seed)
     model = RecallNet()
     block, options = BLOCKS.get(variant, ("attention", ATTENTION.get(variant)))
@@ -96,63 +98,64 @@ def network(variant, seed):
 def run(variant, seed, steps):
     model = network(variant, seed)
     step = training(model, steps, seed)
-    matched = steps
-    for done in range(1, steps + 1):
+    steps_to_90 = steps
+    for count in range(1, steps + 1):
         step()
-        if done % 20 == 0 and matched == steps and accuracy(model, 8, count=32) >= 90:
-            matched = done
-    found = {f"{pairs} pairs %": accuracy(model, pairs) for pairs in PAIRS}
-    return {"parameters": sum(p.numel() for p in model.parameters()), "steps": matched, **found}
+        if count % 20 == 0 and steps_to_90 == steps and accuracy(model, 8, count=32) >= 90:
+            steps_to_90 = count
+    scores = {f"{pairs} pairs %": accuracy(model, pairs) for pairs in PAIRS}
+    return {"parameters": sum(p.numel() for p in model.parameters()), "steps": steps_to_90, **scores}
 
 
-def timed(variant):
-    """One step of a variant, to be timed."""
+def training_step(variant):
+    """Return a function that makes one training step, to be timed."""
     return training(network(variant, seed=0), steps=100, seed=0)
 
 
-#: Variants that are named in the picture: colour, and by how many points their name is moved.
-NAMED = {"matching": ("tab:blue", 5), "attention": ("tab:cyan", -6), "narrow": ("tab:green", 0)}
-NAMED |= {"linear": ("tab:orange", 0), "cbam": ("tab:red", 5)}
+#: highlighted variants in the figure: color, and vertical offset of the label in points
+HIGHLIGHTED = {"matching": ("tab:blue", 5), "attention": ("tab:cyan", -6), "narrow": ("tab:green", 0)}
+HIGHLIGHTED |= {"linear": ("tab:orange", 0), "cbam": ("tab:red", 5)}
 
 
-def curve(found):
-    """Accuracy over the number of pairs: means over seeds, with the standard deviation."""
+def accuracy_figure(results):
+    """Draw the accuracy over the number of pairs: means over seeds, with standard deviations."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
-    for variant, runs in found.items():
-        scores = np.array([[one[f"{pairs} pairs %"] for pairs in PAIRS] for one in runs.values()])
-        color, moved = NAMED.get(variant, ("silver", 0))
-        spread = scores.std(0, ddof=1) if len(runs) > 1 else None
-        axis.errorbar(PAIRS, scores.mean(0), spread, color=color, capsize=2, linewidth=2 if variant in NAMED else 1)
-        if variant in NAMED:
-            at = (PAIRS[-1], scores.mean(0)[-1])
-            axis.annotate(variant, at, (8, moved), textcoords="offset points", va="center", color=color)
-    axis.annotate("the others", (PAIRS[-1], 12.5), (8, -8), textcoords="offset points", va="center", color="gray")
-    axis.set(xscale="log", xlim=(3.6, 56), ylim=(0, 106), xlabel="pairs on a canvas", ylabel="answered rightly, %")
+    for variant, runs in results.items():
+        scores = np.array([[run[f"{pairs} pairs %"] for pairs in PAIRS] for run in runs.values()])
+        color, offset = HIGHLIGHTED.get(variant, ("silver", 0))
+        deviation, width = scores.std(0, ddof=1) if len(runs) > 1 else None, 2 if variant in HIGHLIGHTED else 1
+        axis.errorbar(PAIRS, scores.mean(0), deviation, color=color, capsize=2, linewidth=width)
+        if variant in HIGHLIGHTED:
+            end = (PAIRS[-1], scores.mean(0)[-1])
+            axis.annotate(variant, end, (8, offset), textcoords="offset points", va="center", color=color)
+    axis.annotate("other blocks", (PAIRS[-1], 12.5), (8, -8), textcoords="offset points", va="center", color="gray")
+    axis.set(xscale="log", xlim=(3.6, 56), ylim=(0, 106), xlabel="pairs of glyphs per canvas", ylabel="accuracy, %")
     axis.set_xticks(PAIRS, map(str, PAIRS))
     axis.minorticks_off()
     axis.axhline(12.5, color="black", linewidth=0.7, linestyle=":")
     return figure
 
 
-def beginnings(steps):
-    """Where one cell that asks looks before training, after a hundred steps, and after all."""
-    images, colours = canvases(64, 12, train=False, generator=torch.Generator().manual_seed(0))
-    image = images[(colours[:, 4, 2] != NOTHING).nonzero()[0]]  # the first on which this cell asks
-    figure, variants, looks = Figure((8.4, 4.4), layout="constrained"), ("attention", "matching"), (0, 100, steps)
+def initialization_figure(steps):
+    """Draw the attention of one query cell before training, after 100 steps, and after all steps."""
+    images, colors = canvases(64, 12, train=False, generator=torch.Generator().manual_seed(0))
+    image = images[(colors[:, 4, 2] != NOTHING).nonzero()[0]]  # the first canvas with a glyph on black in this cell
+    figure, variants, drawn = Figure((8.4, 4.4), layout="constrained"), ("attention", "matching"), (0, 100, steps)
     for variant, row in zip(variants, figure.subplots(2, 4), strict=True):
         row[0].imshow(image[0].permute(1, 2, 0).numpy())
-        row[0].set_title(f"{variant}: the canvas", fontsize=9)
+        row[0].set_title(f"{variant}: canvas with query cell", fontsize=9)
         model, axes = network(variant, seed=0), iter(row[1:])
         step = training(model, steps, seed=0)
-        for done in range(steps + 1):
-            if done in looks:
+        for count in range(steps + 1):
+            if count in drawn:
                 with capture(model, queries=[(36, 20)], reduce="mean") as maps, quiet_eval(model):
                     model(image)
                 axis = next(axes)
                 axis.imshow(next(iter(maps.values())).weights[0, 0, 0].numpy(), extent=(0, 96, 96, 0), vmin=0)
-                axis.set_title(f"after {done} steps", fontsize=9)
-            if done < steps:
+                title = f"weights after {count} steps" if count else "weights before training"
+                axis.set_title(title, fontsize=9)
+            if count < steps:
                 step()
         for axis in row:
             axis.set_axis_off()
@@ -162,13 +165,14 @@ def beginnings(steps):
 
 def main(arguments=None):
     parser = build_parser(__doc__, VARIANTS, steps=600, output="runs/recall")
-    parser.add_argument("--beginnings", metavar="FILE", help="train attention and matching, and draw where they look")
-    told = vars(parser.parse_args(arguments))
-    if file := told.pop("beginnings"):
-        save_figure(beginnings(told["steps"]), file)
+    help_text = "train only attention and matching, and draw their attention maps during training to this file"
+    parser.add_argument("--initialization", metavar="FILE", help=help_text)
+    options = vars(parser.parse_args(arguments))
+    if file := options.pop("initialization"):
+        save_figure(initialization_figure(options["steps"]), file)
     else:
-        save_figure(curve(trials(run, step=timed, **told)), Path(told["output"]) / "curve.png")
+        save_figure(accuracy_figure(trials(run, step=training_step, **options)), Path(options["output"]) / "curve.png")
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("recall", main, interrupted="interrupted: the same command goes on from here"))
+    sys.exit(cli.run_program("recall", main, interrupted="interrupted: the same command resumes"))

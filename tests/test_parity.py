@@ -1,6 +1,6 @@
-"""The block against attention of torch and timm, with weights copied over: cases that no converter has.
+"""The blocks agree with attention of torch and timm after copying the weights.
 
-They are masks, contexts, strides and positions, in float64; the tests of the converters compare complete layers.
+They cover masks, contexts, strides and positions in float64. The tests of the converters compare complete layers.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ import vision_attn as va
 
 
 def randomized(module):
-    """Return a module in float64, with no parameter at its initial zeros or ones."""
+    """Return the module in float64, with random numbers in all parameters."""
     module = module.double()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -30,7 +30,7 @@ def random_map(*shape):
 
 
 def make_block(state, *arguments, block=va.Attention2d, **options):
-    """Return our block in float64 with all weights from `state`; those of linear layers become convolutions."""
+    """Return a block of the library in float64 that loads `state`, with linear weights reshaped to 1×1 kernels."""
     block = block(*arguments, dtype=torch.float64, **options)
     shapes = {key: value.shape for key, value in block.state_dict().items()}
     state = {
@@ -57,16 +57,16 @@ def test_torchs_multihead_attention_and_its_weights(context_channels, kind):
     bias, proj = theirs.in_proj_bias, {f"proj.{key}": value for key, value in theirs.out_proj.state_dict().items()}
     if width == 24:
         block = make_block({"qkv.weight": theirs.in_proj_weight, "qkv.bias": bias, **proj}, 24, 3)
-    else:  # where keys have another width than queries, torch has three weights but still one bias
+    else:  # if keys and queries differ in width, torch has three weight matrices, but one bias
         kv = {"kv.weight": torch.cat([theirs.k_proj_weight, theirs.v_proj_weight]), "kv.bias": bias[24:]}
         q = {"q.weight": theirs.q_proj_weight, "q.bias": bias[:24]}
         block = make_block({**q, **kv, **proj}, 24, 3, context_channels=width)
     maps = [random_map(2, 24, 3, 5)] + ([] if context_channels is None else [random_map(2, width, 4, 2)])
     allowed = torch.rand(2, 3, 15, maps[-1][0, 0].numel()) < 0.6
-    allowed[..., 0] = True  # a query without keys is NaN in torch
+    allowed[..., 0] = True  # torch returns NaN for a query without keys
     added = random_map(*allowed.shape).masked_fill(~allowed, -torch.inf)
     mask = {"none": None, "bool": allowed, "additive": added}[kind]
-    # In torch, True is not allowed, and masks by head are batch-major in one axis.
+    # In torch, True means blocked, and masks per head have one axis for batch and heads.
     their_mask = {"none": None, "bool": ~allowed.flatten(0, 1), "additive": added.flatten(0, 1)}[kind]
 
     def attend(x, context=None, **options):
@@ -82,11 +82,11 @@ def test_torchs_multihead_attention_and_its_weights(context_channels, kind):
 
 
 def test_timms_bottleneck_attention_with_a_stride():
-    size = (2, 6)  # even: at the border timm's average ends earlier
+    size = (2, 6)  # even sides: timm's average pooling drops the border of odd sides
     theirs = randomized(BottleneckAttn(24, feat_size=size, stride=2, num_heads=3, qkv_bias=True))
     tables = {f"position.{name}_rel": getattr(theirs.pos_embed, f"{name}_rel") for name in ("height", "width")}
     state = {"qkv.weight": theirs.qkv.weight, "qkv.bias": theirs.qkv.bias, **tables}
-    state["proj.weight"] = torch.eye(24, dtype=torch.float64)  # theirs has none
+    state["proj.weight"] = torch.eye(24, dtype=torch.float64)  # timm's layer has no output projection
     state = {f"attn.{key}": value for key, value in state.items()}
     block = make_block(state, 24, 3, block=va.StridedAttention2d, stride=2, feat_size=size, proj_bias=False)
     assert_same_function(block, theirs, random_map(2, 24, *size))
@@ -95,7 +95,7 @@ def test_timms_bottleneck_attention_with_a_stride():
 @pytest.mark.parametrize("feat_size", [None, (6, 4)])
 @pytest.mark.parametrize("pattern", ["full", "rows"])
 def test_timms_rotary_positions(pattern, feat_size):
-    temperature = 16.0  # its bands are powers of two, which timm's float32 holds, as it does the sides of 4 and 8
+    temperature = 16.0  # the bands are powers of two, as are the sides of 4 and 8, so timm's float32 is exact
     theirs = randomized(timm.layers.AttentionRope(48, 3, num_prefix_tokens=0))
     position = va.Rope2d(temperature, feat_size=feat_size)
     block = make_block(theirs.state_dict(), 48, 3, position=position, pattern=pattern)
