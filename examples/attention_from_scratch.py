@@ -26,7 +26,7 @@ from torch.utils.benchmark import Timer
 import vision_attn as va
 from vision_attn.attention import reference
 from vision_attn.networks.figures import Figure, save_figure
-from vision_attn.networks.insertion import count_multiply_adds
+from vision_attn.networks.insertion import count_macs
 
 OUTPUT = Path("examples-output")
 OUTPUT.mkdir(exist_ok=True)
@@ -495,7 +495,7 @@ for side, x in maps.items():
     tokens = side * side
     for (name, block), keys in zip(blocks.items(), (tokens, tokens, 64, d), strict=True):
         multiply_adds[name, side] = tokens * (4 * c**2 + 2 * c * keys)
-        assert multiply_adds[name, side] == count_multiply_adds(block, x.shape)
+        assert multiply_adds[name, side] == count_macs(block, x.shape)
 for side in sides:
     projections = side**2 * 4 * c**2
     assert (multiply_adds["full, fused", side] > 2 * projections) == (side**2 > 2 * c)

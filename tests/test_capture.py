@@ -130,7 +130,8 @@ def test_maps_with_one_axis_and_three(kind, size, point, axes):
 def test_large_maps_are_refused(monkeypatch):
     model = nn.Sequential(va.Attention2d(8, 2), va.Attention2d(8, 2)).bfloat16()
     x = torch.randn(1, 8, 16, 16, dtype=torch.bfloat16)
-    monkeypatch.setattr(recording, "LARGEST", 600_000)  # a map of all has 2 · 256 · 256 · 4 bytes, in float32 at least
+    # The map of all positions has 2 · 256 · 256 · 4 bytes, in at least float32.
+    monkeypatch.setattr(recording, "MAX_BYTES", 600_000)
     with pytest.raises(ValueError, match=r"'1' .*allow_large"), va.capture(model, "all"):
         model(x)
     for options in ({"queries": [(0, 0)]}, {"allow_large": True}, {"reduce": "mean"}, {"sites": "1"}):

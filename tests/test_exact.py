@@ -15,7 +15,7 @@ from vision_attn.networks.insertion import gates, inserted_blocks
 
 IMAGES = (1, 3, 14, 14)
 
-pytestmark = pytest.mark.filterwarnings("ignore:little to attend")
+pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
 
 @pytest.mark.parametrize(

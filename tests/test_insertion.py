@@ -32,7 +32,7 @@ def convolution(channels=16):
 
 
 @pytest.mark.parametrize(("name", "size"), [("resnet18", 64), ("resnet14t", 64), ("resnet20", 32)])
-@pytest.mark.filterwarnings("ignore:little to attend")
+@pytest.mark.filterwarnings("ignore:attention has little effect")
 def test_inserting_changes_no_output_and_no_key_and_is_undone(name, size):
     torch.manual_seed(0)
     model, x = timm.create_model(name).eval(), torch.randn(2, 3, size, size)

@@ -25,7 +25,7 @@ import vision_attn as va
 from vision_attn.networks.insertion import untrained
 from vision_attn.networks.insertion.hooks import CHECKS, LOCATION
 
-pytestmark = pytest.mark.filterwarnings("ignore:little to attend")
+pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
 IMAGE = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 

@@ -29,7 +29,7 @@ from vision_attn.networks.insertion import inserted_keys, records
 from vision_attn.tools.comparison.controls import ConvBlock2d
 
 #: The networks here are so small that some of their maps are 2×2.
-pytestmark = pytest.mark.filterwarnings("ignore:little to attend")
+pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
 IMAGES = (1, 3, 32, 32)
 

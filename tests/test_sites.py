@@ -80,7 +80,7 @@ def test_the_map_is_found_wherever_it_is_and_everything_else_is_left_alone(form)
     assert all(map(torch.equal, tensors(before), tensors(model(x))))
 
 
-@pytest.mark.filterwarnings("ignore:little to attend", "ignore:the output of the network")
+@pytest.mark.filterwarnings("ignore:attention has little effect", "ignore:the output of the network")
 @pytest.mark.parametrize(
     ("name", "options", "layout"),
     [
