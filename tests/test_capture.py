@@ -164,7 +164,7 @@ def test_wrong_arguments_are_refused():
     for arguments, message in (
         ({"queries": "each"}, "queries"),
         ({"reduce": "sum"}, "reduce"),
-        ({"heads": [4]}, "heads .*0 to 3"),
+        ({"heads": [4]}, "heads .* between 0 and 3"),
         ({"sites": "layer1"}, "sites .*'layer1'.* layer2"),
     ):
         with pytest.raises(ValueError, match=message), va.capture(model, **arguments):
@@ -221,5 +221,5 @@ def test_rollout_goes_through_blocks_and_sizes_of_map():
     # Of rows that may look at nothing the stream is all.
     closed = seen([[[0, 0], [0, 0]]], (1, 2), cells)
     assert Maps({"c": closed}).rollout()["c"].weights[0, 0, :, 0].tolist() == [[1, 0], [0, 1]]
-    with pytest.raises(ValueError, match="'a' is of 1 of 2"):
+    with pytest.raises(ValueError, match="'a' has 1 of 2"):
         Maps({"a": seen([[[1, 0]]], (1, 2), [(0, 0)])}).rollout()

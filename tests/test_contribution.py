@@ -69,8 +69,24 @@ def test_shares_and_effects_are_those_of_the_network_without_the_blocks(model, b
         rise = F.cross_entropy(scores, labels) - F.cross_entropy(whole, labels)
         assert found_here.loss == pytest.approx(rise.item(), rel=1e-4)
     assert found.together.changed > 0
-    words = ["together", str(found.together.changed), "of", "32", f"{found.together.loss:+.4f}"]
-    assert str(found).splitlines()[-1].split() == words
+    words = ["all", "blocks", str(found.together.changed), "of", "32", f"{found.together.loss:+.4f}"]
+    assert str(found).splitlines()[4].split() == words
+
+
+def test_the_report_recommends_a_remedy_only_if_the_loss_is_lower_without_the_blocks(model, batch):
+    images, _ = batch
+    with torch.no_grad(), disabled(model):
+        labels_without = model.eval()(images).argmax(1)
+    with torch.no_grad():
+        labels_with = model(images).argmax(1)
+    assert not torch.equal(labels_with, labels_without)
+    harmful, helpful = (va.contribution(model, (images, labels)) for labels in (labels_without, labels_with))
+    assert harmful.together.loss < 0 < helpful.together.loss
+    assert "lower with all blocks disabled" in str(harmful)
+    assert "va.remove_(model)" in str(harmful)
+    for report in (helpful, va.contribution(model, images)):
+        assert "disabled, so" not in str(report)
+        assert "remove_" not in str(report)
 
 
 def test_it_leaves_the_model_as_it_was(model, batch):
@@ -130,7 +146,7 @@ def test_a_list_of_images_is_no_pair_and_missing_scores_are_said_so():
     assert found.blocks[0].share > 0.01
     assert found.blocks[0].by_channel.shape == (8,)
     assert (found.together.changed, found.predictions) == (None, 0)
-    assert "gives no scores of classes" in str(found).splitlines()[-1]
+    assert "returns no class scores" in str(found).splitlines()[-1]
 
 
 def test_wrong_sites_and_batches_are_refused(model):

@@ -94,24 +94,24 @@ def both(channels, **options):
     return nn.Sequential(*(va.AttentionBlock2d(channels, pattern=name, **options) for name in ("full", "rows")))
 
 
-GATE = "a gate of zero, which learns first"
+GATE = "gate set to zero"
 #: block, dtype -> how it begins, and in what
 TRIED = {
-    ("se", "float32"): ("fc2 zero at first, its output times 2", {"scale": 2.0}),
-    ("cbam", "float32"): ("channel.fc2 and spatial.conv.bn zero at first, its output times 4", {"scale": 4.0}),
-    ("gca", "float32"): ("mlp_add.fc2 zero at first", {}),
+    ("se", "float32"): ("fc2 set to zero, output multiplied by 2", {"scale": 2.0}),
+    ("cbam", "float32"): ("channel.fc2 and spatial.conv.bn set to zero, output multiplied by 4", {"scale": 4.0}),
+    ("gca", "float32"): ("mlp_add.fc2 set to zero", {}),
     ("nl", "float32"): ("", {}),
     ("bat", "float32"): (GATE, {"gated": True}),
     ("se", "float16"): (GATE, {"gated": True}),  # halved, its smallest numbers are not what they were
-    (OwnSE, "float32"): ("up zero at first, its output times 2", {"scale": 2.0}),
-    (Grouped, "float32"): ("its own parameters zero at first, its output times 2", {"scale": 2.0, "copied": True}),
+    (OwnSE, "float32"): ("up set to zero, output multiplied by 2", {"scale": 2.0}),
+    (Grouped, "float32"): ("its own parameters set to zero, output multiplied by 2", {"scale": 2.0, "copied": True}),
     (SimAM, "float32"): (GATE, {"gated": True}),
     (QueriesAndKeys, "float32"): (GATE, {"gated": True}),
     (LowRank, "float32"): (GATE, {"gated": True}),  # of two factors that are zero, none learns
-    (HalfBiased, "float32"): ("its own parameters zero at first", {}),
+    (HalfBiased, "float32"): ("its own parameters set to zero", {}),
     (InPlace, "float32"): (GATE, {"gated": True, "copied": True}),
     (va.Attention2d, "float32"): (GATE, {"gated": True}),
-    (va.TransformerBlock2d, "float32"): ("attn.proj and fc2 zero at first", {}),
+    (va.TransformerBlock2d, "float32"): ("attn.proj and fc2 set to zero", {}),
     (va.AttentionBlock2d, "float32"): ("", {}),
     (both, "float32"): ("", {}),
 }

@@ -26,7 +26,7 @@ def test_it_shows_the_images_the_query_and_its_weights(channels):
     assert len(figure.axes) == 5  # two images, two panels each, and the scale
     assert all(axis.patches[0].get_xy() == (20, 20) for axis in figure.axes[:4])
     titles = [axis.get_title(loc="left") for axis in figure.axes[:4]]
-    assert titles == ["one", "where it looks, mean of 4 heads", "two", ""]
+    assert titles == ["one", "attention, mean of 4 heads", "two", ""]
     for (shares, _), weights in zip(overlays(figure), attention.weights[:, :, 1], strict=True):
         np.testing.assert_allclose(shares, 64 * weights.mean(0), rtol=1e-5)
 
@@ -54,7 +54,7 @@ def test_cells_are_those_of_the_queries_and_stay_cells():
     attention = AttentionMap(weights, ((7, 2),), (32, 32), map_size=(8, 8), heads=("rollout",))
     figure = figures.attention_figure(torch.rand(1, 3, 32, 32), attention)
     assert figure.axes[1].patches[0].get_xy() == (8, 28)
-    assert figure.axes[1].get_title(loc="left") == "where it looks, rollout"
+    assert figure.axes[1].get_title(loc="left") == "attention, rollout"
     assert figure.axes[1].images[1].get_interpolation() == "nearest"
 
 
@@ -75,7 +75,7 @@ def test_a_video_has_a_panel_for_each_frame_of_the_map():
     both = figures.attention_figure(video, attention, query=[0, 1], reduction="none")
     assert len(both.axes) == 4 * (1 + 4 * 4) + 1
     assert [axis.get_title(loc="left") for axis in both.axes[4:6]] == ["head 0, frame 7", "head 1, frame 1"]
-    with pytest.raises(ValueError, match=r"images must be .*; got \(2, 3, 16, 32\) for one with 3"):
+    with pytest.raises(ValueError, match=r"images must be .*; got \(2, 3, 16, 32\) for a map with 3 axes"):
         figures.attention_figure(video[:, :, 0], attention)
 
 

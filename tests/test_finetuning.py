@@ -53,7 +53,7 @@ def changed(model, before, blocks=False):
 
 def test_blocks_without_a_gate_are_passed_over_and_none_at_all_is_refused():
     model = network(stages=[-1])
-    with pytest.raises(ValueError, match="nothing is inserted"):
+    with pytest.raises(ValueError, match="it has no inserted block"):
         gates(nn.Conv2d(3, 3, 1))
     # The output gate of plain attention is a convolution: no gate of a residual.
     va.insert_(model, va.Attention2d, names="layer1", output_gate=True, exact=False, **BLOCK)

@@ -55,7 +55,7 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     with torch.device("meta"):
         report = va.insert_(timm.create_model("resnet50"), stages=[-2, -1])
     assert report.whole == (25_557_032, 4_089_184_256)
-    assert "\ntogether +24.7 % parameters, +16.1 % multiply-adds\n" in str(report)
+    assert "\ntotal +24.7 % parameters, +16.1 % MACs\n" in str(report)
     report = va.insert_(copy.deepcopy(resnet18()), stages=[2, -1], num_heads=4)
     small, large = report.blocks
     assert (small.site, small.channels, small.map_size, small.tokens) == ("layer2.1", 128, (28, 28), 784)
@@ -65,7 +65,7 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     assert small.multiply_adds == 4 * 128**2 * 784 + 2 * 128 * 784**2
     lines = str(report).splitlines()
     assert lines[2].split() == ["layer2.1", "AttentionBlock2d", "128", "28×28", "784", "66,432", "208,732,160"]
-    assert lines[4].split() == ["together", f"{report.parameters:,}", f"{report.multiply_adds:,}"]
+    assert lines[4].split() == ["total", f"{report.parameters:,}", f"{report.multiply_adds:,}"]
     assert large.tokens == 49
 
 
@@ -83,9 +83,11 @@ def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warne
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.AvgPool2d(2))
     with warnings.catch_warnings(record=True, action="always") as caught:
         report = va.insert_(model, names=["0", "1", "2"], num_heads=2, example_input=(1, 3, side, side), **options)
-    cost = f"{side**2:,} tokens, {sum(block.multiply_adds for block in report.blocks[:2]) / 1e9:,.1f} G multiply-adds: "
+    macs = sum(block.multiply_adds for block in report.blocks[:2]) / 1e9
+    cost = f"{side**2:,} tokens and costs {macs:,.1f} GMACs. "
     where = f"full attention at '0' ({side}×{side}), '1' ({side}×{side}) compares up to {cost}"
     assert [str(x.message) for x in caught] == list(report.warnings)
+    assert "warning" not in str(report)  # The warnings have been issued.
     assert [x.startswith(where) and "va.Window(7)" in x for x in report.warnings] == [True] * warned
 
 
@@ -153,19 +155,20 @@ def five_channels(channels, device, dtype):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": 9}, "stage 9; .* 0 'relu', 1 'layer1'"),
-        ({"names": re.compile("layr")}, "names: 'layr' .*layer1"),
+        ({"stages": 9}, "no stage 9. The stages are 0 'relu', 1 'layer1'"),
+        ({"names": re.compile("layr")}, "names: no module matches 'layr'. Top-level modules: conv1, bn1"),
         ({"where": lambda name, module: False}, "where"),
         ({"names": "unused"}, "'unused' is not called"),
         ({"names": "unused", "at": "branch"}, "'unused' is not called"),
         ({"names": "fc"}, r"'fc' returns \(1, 1000\)"),
-        ({"names": "fc", "at": "before"}, r"'fc' takes \(1, 512\)"),
-        ({"names": "layer1.0.bn1", "at": "branch"}, "'layer1.0.bn1' has no branch"),
+        ({"names": "fc", "at": "before"}, r"'fc' receives \(1, 512\)"),
+        ({"names": "layer1.0.bn1", "at": "branch"}, "'layer1.0.bn1' has no residual branch"),
         ({"stages": 1, "at": "beside"}, "at must be .* 'after', 'before', 'branch'"),
-        ({"names": ["layer1", "layer2"], "num_heads": 128}, r"'layer1\.1', for 64 channels: num_heads"),
+        ({"names": ["layer1", "layer2"], "num_heads": 128}, r"'layer1\.1' cannot be built for 64 channels: num_heads"),
         ({"block": five_channels, "stages": 1}, r"\(1, 64, 16, 16\) at 'layer1.1'; Conv2d returns \(1, 5, 16, 16\)"),
         ({"stages": 1, "block": lambda channels, **_: None}, "block"),
-        ({"stages": 1, "names": "fc"}, "stages, names and where"),
+        ({"stages": 1, "names": "fc"}, "exactly one of stages, names and where; got stages and names"),
+        ({}, "exactly one of stages, names and where; got none"),
         ({"names": []}, "names"),
         ({"names": 5}, "names"),
         ({"stages": 1, "example_input": (3, 32, 32)}, "example_input"),
@@ -222,7 +225,7 @@ def test_an_attribute_of_the_network_called_inserted_stays():
     va.remove_(model)
     assert not model.state_dict().keys() - {"0.weight", "0.bias"}
     model[1].other.inserted_1 = 5  # and no module inside it is free either
-    with pytest.raises(va.SiteError, match="'1' takes no child"):
+    with pytest.raises(va.SiteError, match="'1' cannot have a child 'inserted'"):
         va.insert_(model, names="1", **SMALL)
 
 
@@ -342,6 +345,6 @@ def test_a_module_that_counts_its_children_takes_a_block_further_inside_or_is_re
     assert list(model[0].conv._modules) == [f"{CHILD}_0"]
     model = nn.Sequential(Minding(nn.Module.parameters))
     before = anatomy(model)
-    with pytest.raises(va.SiteError, match="'0' takes no child"):
+    with pytest.raises(va.SiteError, match="'0' cannot have a block as its child"):
         va.insert_(model, names="0", **SMALL)
     assert anatomy(model) == before

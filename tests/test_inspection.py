@@ -110,13 +110,13 @@ def test_the_image_is_one_that_the_network_takes():
 
 def test_small_maps_and_what_does_not_fit_into_memory_are_warned_of():
     (small,) = look("resnet18", input_size=32).warnings
-    assert small.startswith("little to attend to at 'layer3' (2×2), 'layer4' (1×1): ")
+    assert small.startswith("attention has little effect on small feature maps: 'layer3' (2×2), 'layer4' (1×1). ")
     large = look("resnet18", batch_size=1).warnings
     assert [line.partition(" compares")[0] for line in large] == ["full attention at 'act1' (112×112)"]
     found = look("resnet20", impl="sdpa")
     assert dataclasses.replace(found, memory_limit=round(0.2 * 2**30)).warnings == ()
     (warning,) = dataclasses.replace(found, memory_limit=round(0.02 * 2**30)).warnings
-    assert warning.startswith("training keeps 0.06 GiB of layer1, 0.03 GiB of layer2, more than")
+    assert warning.startswith("in training, a block saves 0.06 GiB at 'layer1', 0.03 GiB at 'layer2', more than")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_stages_that_hold_a_block_are_not_proposed_and_it_prints_a_table():
     assert [proposal.arguments for proposal in found.proposals] == [{"stages": [0, -2]}]
     assert "layer3 (has a block)" in str(found)
     lines = str(look("resnet20")).splitlines()
-    assert lines[0] == "resnet20 on images of 3×32×32: 272,474 parameters, 40,813,184 multiply-adds an image"
+    assert lines[0] == "resnet20 on images of 3×32×32: 272,474 parameters, 40,813,184 MACs per image"
     row = "2 layer3 64 8×8 8 16,832 +6.2 % 1,572,864 +3.9 %"
     assert any(" ".join(line.split()).startswith(row) for line in lines)
     text = str(inspect_model("resnet20", num_heads=4, position=va.Rope2d(), batch_size=1))
@@ -168,7 +168,7 @@ def test_stages_that_hold_a_block_are_not_proposed_and_it_prints_a_table():
         ({"input_size": 0}, ValueError, "input_size"),
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"heads": 3}, TypeError, "heads"),
-        ({"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4}, va.SiteError, "declares none"),
+        ({"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4}, va.SiteError, "declares no stages"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments, error, message):

@@ -127,15 +127,15 @@ REFUSED = [
     (PRE_ACTIVATION, {"block": "cbam", "names": "branch", "at": "before"}, "^'branch.0' .*in place"),
     (aliased(nn.Dropout()), {"names": "side"}, "^'side' .*in place"),
     (aliased(nn.Unflatten(1, (8,))), {"block": "cbam", "names": "side"}, "^'side' .*in place"),
-    (ignoring(nn.ReLU(inplace=True), nn.Identity()), {"names": "side"}, "'side': the network ignores"),
-    (ignoring(convolution(8, 8), LABELS), {"names": "side"}, "'side': the network ignores"),
+    (ignoring(nn.ReLU(inplace=True), nn.Identity()), {"names": "side"}, "the network ignores the output of 'side'"),
+    (ignoring(convolution(8, 8), LABELS), {"names": "side"}, "the network ignores the output of 'side'"),
     (nn.Conv2d(3, 8, 1), {"names": "", "layout": "b h w"}, "layout .*got 'b h w'"),
     (TWO_GRIDS, AT_GRID, r"'encoder.blocks.0' is called 2 times.*va.insert_\(model.encoder"),
     (resnet(), {"stage": -1}, "'stage'. Did you mean 'stages'"),
-    (resnet(), {"stages": -1, "exmaple_input": IMAGE}, "did you mean 'example_input'"),
-    (resnet(), {"block": "se", "stages": -1, "gate_init": 0.1}, "gate_init(?!.*did you mean 'gate_init')"),
+    (resnet(), {"stages": -1, "exmaple_input": IMAGE}, "Did you mean 'example_input'"),
+    (resnet(), {"block": "se", "stages": -1, "gate_init": 0.1}, "gate_init(?!.*Did you mean 'gate_init')"),
     # mmdetection#9786
-    (with_block("layer2.1")[0], {"block": "se", "names": "layer2.1"}, "'layer2.1' already has a block"),
+    (with_block("layer2.1")[0], {"block": "se", "names": "layer2.1"}, "'layer2.1' already has an inserted block"),
 ]
 
 
@@ -242,7 +242,7 @@ def test_a_block_whose_module_was_replaced_is_an_error_that_names_the_remedy(nam
     # pytorch#187298: fuse_modules and hooks; ultralytics' fuse(); LoRA-like replacements by hand
     model = convert(with_block(["layer3.1", names])[0])
     for use in (lambda: model(IMAGE), lambda: va.inserted_blocks(model)):
-        with pytest.raises(va.SiteError, match=f"'{names}' is no longer run.*before inserting.*va.remove_"):
+        with pytest.raises(va.SiteError, match=f"'{names}' no longer runs.*before inserting.*va.remove_"):
             use()
     assert "layer3.1" in [block.site for block in va.remove_(model).blocks]
     assert not keys_of_blocks(model)
@@ -255,7 +255,7 @@ def test_reparameterized_branches_with_a_block_in_them_are_an_error():
     # timm.utils.reparameterize_model deletes the branches of RepVGG
     model = timm.create_model("repvgg_a0").eval()
     va.insert_(model, names="stages.0.0.conv_kxk.bn", example_input=IMAGE)
-    with pytest.raises(va.SiteError, match=r"'stages.0.0.conv_kxk.bn' is no longer run.* removed"):
+    with pytest.raises(va.SiteError, match=r"'stages.0.0.conv_kxk.bn' no longer runs.* removed"):
         timm.utils.reparameterize_model(model)(IMAGE)
 
 
@@ -387,10 +387,19 @@ def test_a_block_that_an_older_optimizer_does_not_update_is_warned_of_once(optio
     # fastai's Learner and mmengine's runner create the optimizer before callbacks and hooks run
     model, optimizer = late(torch.optim.AdamW, **options)
     network, step = (torch.compile(model, backend="eager"), partial(step, optimizer)) if step else (model, None)
-    with pytest.warns(UserWarning, match="'0' .* is not updated.*va.check_optimizer") as found:
+    with pytest.warns(UserWarning, match="does not update the blocks at '0': .*va.check_optimizer") as found:
         train(network, optimizer, step=step)
     assert len(found) == 1
     train_without_a_warning(network, optimizer, step=step)
+
+
+def test_one_warning_lists_all_blocks_that_an_older_optimizer_does_not_update():
+    model, optimizer = late()
+    va.insert_(model, names="1", num_heads=2, example_input=IMAGE)
+    with pytest.warns(UserWarning, match="does not update the blocks at '0', '1': ") as found:
+        train(model, optimizer)
+    assert len(found) == 1
+    train_without_a_warning(model, optimizer)
 
 
 #: how often the network and the block are updated: every so many steps
@@ -492,7 +501,7 @@ def test_the_branch_of_a_residual_block_is_found_however_it_is_added(last, add):
     report = va.insert_(model, names="0", at="branch", num_heads=1, example_input=IMAGE)
     (site,) = [block.site for block in report.blocks]
     assert site == f"0.branch.{len(branch) - 1}"
-    assert (f"{site!r}: freeze, fuse and quantize" in str(report)) != isinstance(last, nn.ReLU)
+    assert (f"blocks at norms and convolutions: {site!r}" in str(report)) != isinstance(last, nn.ReLU)
     assert torch.equal(model(IMAGE), before)
 
 

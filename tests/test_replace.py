@@ -104,7 +104,7 @@ def test_blocks_are_inserted_after_what_is_replaced():
     before = model(x)
     va.insert_(model, names="layer3")
     assert torch.equal(model(x), before)
-    with pytest.raises(va.SiteError, match=r"'layer3.2.conv2' is or holds an inserted block"):
+    with pytest.raises(va.SiteError, match=r"'layer3.2.conv2' cannot be replaced: it is or contains an inserted block"):
         va.replace_(model, names="layer3.2.conv?")
     assert sorted(va.inserted_blocks(model)) == ["layer3.2", "layer3.2.conv2"]
     assert len(va.remove_(model)) == 2
@@ -115,8 +115,8 @@ def test_blocks_are_inserted_after_what_is_replaced():
     ("make", "names", "message"),
     [
         (resnet18, "layer2", r"Sequential that returns \(1, 128, 28, 28\)"),
-        (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a map"),
-        (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' is or holds .* another site"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a feature map"),
+        (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' cannot be replaced: .* another selected module"),
         (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # a map in a list
     ],
 )

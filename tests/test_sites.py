@@ -70,7 +70,7 @@ def test_the_map_is_found_wherever_it_is_and_everything_else_is_left_alone(form)
     after = model(x)
     assert type(after) is type(before)
     if form == "tokens":
-        with pytest.raises(ValueError, match=r"'0' is for a grid of 6×10 tokens; got 36 tokens"):
+        with pytest.raises(ValueError, match=r"'0' expects a grid of 6×10 tokens; got 36 tokens"):
             model(torch.randn(1, 3, 6, 6))
     expected = tensors(model[0].form(va.inserted_blocks(model)["0"](model[0].conv(x))))
     for new, wanted in zip(tensors(after), expected, strict=True):
@@ -232,11 +232,11 @@ POOLED = (*(nn.Conv2d(3, 3, 3, 2, padding=1) for _ in range(5)), nn.AdaptiveAvgP
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Sequential(*UP), r"larger.*names=, as among '0' \(16×16\), '1' \(8×8\), '3' \(16"),
+        (lambda: nn.Sequential(*UP), r"get larger.*names=, for example '0' \(16×16\), '1' \(8×8\), '3' \(16"),
         # A way down and up inside of one module.
         (monai_unet, r"larger.*'model.0' \(16×16\), 'model.1.submodule.1' \(8×8\), .*'model.2.1' \(32×32\)"),
         # A stage of one position, or pooling.
-        (lambda: nn.Sequential(*POOLED), r"larger example_input=.* as among '0' .*, '3' \(2×2\)$"),
+        (lambda: nn.Sequential(*POOLED), r"larger example_input= or use names=, for example '0' .*, '3' \(2×2\)$"),
         (
             lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), nn.Linear(64, 64), nn.Linear(64, 64)),
             r"tokens.* '0' \(8×8\)",
@@ -253,7 +253,7 @@ def test_of_several_parts_that_declare_stages_none_is_chosen():
     with torch.device("meta"):
         model = nn.ModuleDict({"one": timm.create_model("resnet18"), "other": timm.create_model("resnet18")})
     model.forward = lambda x: model.one(x) + model.other(x)
-    with pytest.raises(va.SiteError, match="several parts declare them, one, other"):
+    with pytest.raises(va.SiteError, match="several parts of the model have stages: one, other"):
         va.insert_(model, stages=-1)
     assert va.insert_(model, names="other.layer4").blocks[0].site == "other.layer4.1"
 
@@ -291,7 +291,7 @@ def test_a_model_stays_in_its_state(state):
 def test_a_map_that_the_network_does_not_read_is_a_warning():
     torch.manual_seed(0)
     model = tiny_vit(num_classes=3)
-    with pytest.warns(UserWarning, match="does not depend on the map at 'blocks.1'"):
+    with pytest.warns(UserWarning, match="does not depend on the feature map at 'blocks.1'"):
         report = va.insert_(model, stages=[0, 1], num_heads=3, gate_init=1.0)
     assert [block.read for block in report.blocks] == [True, False]
     assert report.blocks[0].input_shape == (1, 3, 96, 96)
@@ -313,7 +313,7 @@ def test_of_several_maps_the_one_that_is_read_is_used_or_else_the_declared_one(b
     va.remove_(model)
     model.feature_info = []
     if both:
-        with pytest.raises(va.SiteError, match="'stage' returns 2 maps"):
+        with pytest.raises(va.SiteError, match="'stage' returns 2 feature maps"):
             va.insert_(model, names="stage", **options)
 
 
@@ -350,7 +350,7 @@ def test_as_many_tokens_in_another_grid_are_refused():
     model, images = tiny_vit(img_size=224, dynamic_img_size=True), torch.randn(1, 3, 112, 448)
     before = model(images)
     va.insert_(model, names="blocks.0", num_heads=3)
-    with pytest.raises(ValueError, match=r"14×14 tokens; got 7×28 for images of 112×448"):
+    with pytest.raises(ValueError, match=r"a grid of 14×14 tokens; got 7×28 for images of 112×448"):
         copy.deepcopy(model)(images)
     model(torch.randn(2, 3, 224, 224))
     va.remove_(model)
@@ -366,8 +366,8 @@ def test_the_user_declares_a_layout_and_excludes_sites():
     assert (block.site, block.layout, block.channels) == ("0", "b h w c", 8)
     for exclude, layout, message in (
         (None, "b (h w) c", "no feature map was found"),
-        ("layr", None, "exclude: 'layr'"),
-        ("*", None, "no module is chosen"),
+        ("layr", None, "exclude: no module matches 'layr'"),
+        ("*", None, "no module is selected: exclude"),
     ):
         with pytest.raises(va.SiteError, match=message):
             va.insert_(model, names="1", exclude=exclude, layout=layout, **options)
