@@ -100,5 +100,5 @@ def test_a_block_gets_the_arguments_that_it_can_use():
     made = va.timm_layer(partial(strided, qkv_bias=False))(16, stride=2, **options, block_size=8)
     expected = {"channels": 16, "stride": 2, "feat_size": (7, 7), "block_size": 8, "qkv_bias": False}
     assert made == {**expected, "device": None, "dtype": None}
-    with pytest.raises(ValueError, match=r"must take stride.* by 2"):
+    with pytest.raises(ValueError, match=r"must have the argument stride.*stride=2"):
         va.timm_layer()(16, stride=2)
