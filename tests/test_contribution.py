@@ -1,4 +1,4 @@
-"""What blocks contribute: against the same computed by hand, and against networks that they were taken out of."""
+"""Contributions of blocks, compared with manual computations and with networks without the blocks."""
 
 import copy
 
@@ -27,7 +27,7 @@ def model(batch):
     torch.manual_seed(0)
     model = timm.create_model("resnet20", num_classes=10)
     va.insert_(model, names=["layer2", "layer3"], num_heads=2, gate_init=1.0)
-    with torch.no_grad():  # an untrained network says the same class of everything
+    with torch.no_grad():  # An untrained network predicts the same class for all images.
         model.fc.bias -= model.eval()(batch[0]).mean(0)
     return model.train()
 
@@ -49,7 +49,7 @@ def test_shares_and_effects_are_those_of_the_network_without_the_blocks(model, b
         assert block.share == pytest.approx(float(rms(branch) / rms(stream)), rel=1e-4)
         assert block.share > 0.01
         torch.testing.assert_close(block.by_channel, rms(branch, (0, 2, 3)) / rms(stream, (0, 2, 3)), rtol=1e-4, atol=0)
-    # Without a block the output is that of the network without it.
+    # With a disabled block, the output equals that of the network without the block.
     images, labels = batch
     assert found.predictions == 32
     with torch.no_grad():
@@ -141,7 +141,8 @@ def test_scores_may_be_maps():
 def test_a_list_of_images_is_no_pair_and_missing_scores_are_said_so():
     detector = nn.Sequential(nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2, gate_init=1.0))
     body = nn.Sequential(*detector)
-    detector.forward = lambda images: [{"boxes": body(image).mean()} for image in images]  # without a batch
+    # The output has no batch axis.
+    detector.forward = lambda images: [{"boxes": body(image).mean()} for image in images]
     found = va.contribution(detector, [torch.rand(3, 8, 8), torch.rand(3, 8, 9)])
     assert found.blocks[0].share > 0.01
     assert found.blocks[0].by_channel.shape == (8,)

@@ -1,4 +1,4 @@
-"""Pictures of attention maps: what they show, where it stands, and the files that they are written to."""
+"""Figures of attention maps: panels, labels and files."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def seen():
 
 
 def overlays(figure):
-    """Values and opacities over the images, panel by panel."""
+    """Return the values and opacities of the overlays, panel by panel."""
     found = [axis.images[1] for axis in figure.axes if len(axis.images) == 2]
     return [(image.get_array().data, image.get_alpha()) for image in found]
 
@@ -23,7 +23,7 @@ def overlays(figure):
 def test_it_shows_the_images_the_query_and_its_weights(channels):
     attention = seen()
     figure = figures.attention_figure(torch.rand(2, channels, 32, 32), attention, query=1, titles=["one", "two"])
-    assert len(figure.axes) == 5  # two images, two panels each, and the scale
+    assert len(figure.axes) == 5  # There are two images with two panels each, and the scale.
     assert all(axis.patches[0].get_xy() == (20, 20) for axis in figure.axes[:4])
     titles = [axis.get_title(loc="left") for axis in figure.axes[:4]]
     assert titles == ["one", "attention, mean of 4 heads", "two", ""]
@@ -39,7 +39,7 @@ def test_heads_and_queries():
         assert len(figure.axes) == 2 * (1 + expected.shape[1]) + 1
         np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected.flatten(0, 1), rtol=1e-5)
     assert [axis.get_title(loc="left") for axis in figure.axes[1:3]] == ["head 0", "head 1"]
-    # Several queries have a row each and their numbers on the images.
+    # Each of several queries has a row, and its index is on the images.
     figure = figures.attention_figure(images, attention, query=[1, 0], titles=["one", "two"])
     titles = [axis.get_title(loc="left") for axis in figure.axes[:8:2]]
     assert titles == ["one 1 (5, 5)", "one 0 (1, 1)", "two 1 (5, 5)", "two 0 (1, 1)"]
@@ -81,11 +81,11 @@ def test_a_video_has_a_panel_for_each_frame_of_the_map():
 
 def test_what_is_near_an_even_share_does_not_cover_the_picture():
     image, even = torch.rand(1, 3, 32, 32), torch.full((1, 1, 1, 4, 4), 1 / 16)
-    for weights in (even, torch.zeros_like(even)):  # of a query that may attend to nothing, too
+    for weights in (even, torch.zeros_like(even)):  # The second case is a query that may not attend to any position.
         figure = figures.attention_figure(image, AttentionMap(weights, ((0, 0),), (32, 32)))
         assert (overlays(figure)[0][1] == 0).all()
     even[..., 0, :] *= torch.tensor([1.1, 1.5, 0.2, 2.0])
-    for brightest, top in ((16.0, 0.25), (2.0, 1.0)):  # the scale is not that of the largest weight
+    for brightest, top in ((16.0, 0.25), (2.0, 1.0)):  # The scale does not depend on the largest weight.
         figure = figures.attention_figure(image, AttentionMap(even, ((0, 0),), (32, 32)), brightest=brightest)
         np.testing.assert_allclose(overlays(figure)[0][1][0], [0.11, 0.468, 0, 0.8], atol=1e-3)
         shown = figure.axes[1].images[1]

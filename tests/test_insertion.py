@@ -21,7 +21,7 @@ import vision_attn.networks.models
 from vision_attn.networks.insertion import CHILD, attach_records_, inserted_keys
 from vision_attn.networks.insertion.sites import glob_matches
 
-#: Built once: a refused insertion leaves it as it is.
+#: The network is built once, because a failed insertion does not change it.
 resnet18 = functools.cache(torchvision.models.resnet18)
 MAKERS = {"AttentionBlock2d": va.AttentionBlock2d}
 SMALL = {"num_heads": 2, "example_input": (1, 3, 8, 8)}
@@ -59,9 +59,9 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     report = va.insert_(copy.deepcopy(resnet18()), stages=[2, -1], num_heads=4)
     small, large = report.blocks
     assert (small.site, small.channels, small.map_size, small.tokens) == ("layer2.1", 128, (28, 28), 784)
-    # 4c² + 4c of the attention, 2c of the norm, c of the gate.
+    # The attention has 4c² + 4c parameters, the norm 2c and the gate c.
     assert small.parameters == 4 * 128**2 + 7 * 128
-    # The projections, 4c² a token, and the two products of attention, 2c a pair of tokens.
+    # The projections take 4c² MACs per token, and the two products of attention 2c per pair of tokens.
     assert small.multiply_adds == 4 * 128**2 * 784 + 2 * 128 * 784**2
     lines = str(report).splitlines()
     assert lines[2].split() == ["layer2.1", "AttentionBlock2d", "128", "28×28", "784", "66,432", "208,732,160"]
@@ -79,7 +79,7 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     ],
 )
 def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warned):
-    side = 68 if "block" in options else 112  # what is no residual block runs
+    side = 68 if "block" in options else 112  # Blocks without a gate are run, which takes time.
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.AvgPool2d(2))
     with warnings.catch_warnings(record=True, action="always") as caught:
         report = va.insert_(model, names=["0", "1", "2"], num_heads=2, example_input=(1, 3, side, side), **options)
@@ -95,13 +95,13 @@ def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warne
     ("channels", "options", "expected"),
     [
         (2048, {}, (8, 64, 64)),
-        (768, {"num_heads": 12}, (12, 40, 40)),  # a multiple of 8, as rotary positions and kernels like it
+        (768, {"num_heads": 12}, (12, 40, 40)),  # A multiple of 8 suits rotary positions and kernels.
         (1024, {"num_heads": 128}, (128, 4, 4)),
         (1024, {"key_dim": 32}, (8, 32, 64)),
         (1024, {"value_dim": 128, "num_heads": 2}, (2, 256, 128)),
         (1030, {"key_dim": None, "value_dim": None}, (5, 206, 206)),
         (512, {}, (8, 64, 64)),
-        (2048, {"block": va.TransformerBlock2d}, (8, 256, 256)),  # a block of the user's has its own defaults
+        (2048, {"block": va.TransformerBlock2d}, (8, 256, 256)),  # A block of the user has other defaults.
     ],
 )
 def test_a_default_block_attends_in_512_channels_at_most(channels, options, expected):
@@ -142,7 +142,7 @@ def test_names_are_globs_on_module_paths(names, sites):
 
 
 def test_a_glob_of_many_parts_is_matched_in_few_steps():
-    """A file may name one: with backtracking it would take years."""
+    """Match a glob from a file in linear time; with backtracking it would take years."""
     path = ".".join(map(str, range(40)))
     globs = {"**." * 200 + "39": True, "**." * 200 + "40": False, "**.3?.**.39.**": True, "39.**": False}
     assert {glob: glob_matches(glob, path) for glob in globs} == globs
@@ -201,7 +201,7 @@ def test_the_layout_of_a_map_with_as_many_channels_as_rows_is_found():
     with torch.device("meta"):
         (block,) = va.insert_(convolution(), names="0", example_input=(1, 3, 16, 16)).blocks
         assert (block.channels, block.layout) == (16, "b c h w")
-        # 96 channels on 96×96 positions, and a network of one size only: as its other maps lie.
+        # 96 channels on 96×96 positions are ambiguous; the other feature maps of the network decide.
         swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=384)
         (block,) = va.insert_(swin, names="layers.0", example_input=(1, 3, 384, 384), pattern="rows").blocks
     assert (block.channels, block.map_size, block.layout) == (96, (96, 96), "b h w c")
@@ -224,7 +224,7 @@ def test_an_attribute_of_the_network_called_inserted_stays():
     assert model[1].inserted == 5
     va.remove_(model)
     assert not model.state_dict().keys() - {"0.weight", "0.bias"}
-    model[1].other.inserted_1 = 5  # and no module inside it is free either
+    model[1].other.inserted_1 = 5  # Now the module inside has an attribute of this name, too.
     with pytest.raises(va.SiteError, match="'1' cannot have a child 'inserted'"):
         va.insert_(model, names="1", **SMALL)
 
@@ -295,14 +295,14 @@ def test_networks_of_all_kinds_take_blocks_and_are_restored(kind, change):
 
 
 class Failing(TorchFunctionMode):
-    """Lets one call of torch fail, by its number."""
+    """Make one call of a torch function fail, by its number."""
 
     def __init__(self, number=None):
         super().__init__()
         self.number, self.count = number, 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is not torch._C._set_grad_enabled:  # with which contexts are left
+        if function is not torch._C._set_grad_enabled:  # Contexts call it when they exit.
             self.count += 1
             if self.count == self.number:
                 raise FloatingPointError(f"call {self.number}")
@@ -319,7 +319,7 @@ def test_a_failure_at_any_step_leaves_the_network_as_it_was(change):
         try:
             with Failing(number):
                 CHANGES[change](model)
-            va.remove_(model)  # it did without that call
+            va.remove_(model)  # The failed call was not necessary.
         except (FloatingPointError, ValueError, RuntimeError):
             pass
         assert anatomy(model) == before

@@ -1,4 +1,4 @@
-"""Common mistakes: each is an error of one line that names its cause and a remedy."""
+"""Common mistakes raise one-line errors with the cause and a remedy."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def fail(channels):
         (lambda: insert("cbma"), r"block must be .*cbam.*; got 'cbma'"),
         (lambda: insert(nn.ReLU()), "block must be .* got a ReLU"),
         (lambda: insert("ese", reduction=4), "unknown option reduction: expected one of add_maxpool"),
-        # A map that windows do not divide.
+        # The window size does not divide the feature map.
         (
             lambda: insert("halo"),
             r"HaloAttn does not \(AssertionError at \"_assert\(H % self.block_size == 0, ''\)\"\)",
@@ -48,7 +48,7 @@ def test_mistakes_in_python(make, message):
 
 def test_a_lazy_block_is_counted_once_it_has_values():
     report = insert(nn.LazyConv2d, kernel_size=1)
-    assert report.parameters == 16 * 16 + 16 + 16  # its own, and a gate
+    assert report.parameters == 16 * 16 + 16 + 16  # The parameters of the convolution, and a gate.
 
 
 class Breaks(nn.Conv2d):

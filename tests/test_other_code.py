@@ -31,7 +31,7 @@ IMAGE = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
 class Net(nn.Module):
-    """A network of named modules and a function that runs them."""
+    """A network from named modules and a function that runs them."""
 
     def __init__(self, run, **parts):
         super().__init__()
@@ -48,7 +48,7 @@ def convolution(given, made, size=3):
 
 
 def residual(*branch, add=lambda x, y: x + y):
-    """A residual block: a function adds the branch to the shortcut."""
+    """Return a residual block; a function adds the branch to the shortcut."""
 
     def run(net, x):
         x = net.stem(x)
@@ -60,7 +60,7 @@ def residual(*branch, add=lambda x, y: x + y):
 
 
 def resnet(seed=0):
-    """A ResNet-18 in evaluation mode, with running statistics that matter."""
+    """Return a ResNet-18 in evaluation mode with random running statistics."""
     torch.manual_seed(seed)
     model = torchvision.models.resnet18().eval()
     for module in model.modules():
@@ -85,7 +85,7 @@ def keys_of_blocks(model):
 
 
 def aliased(module):
-    """A network with a module whose output may be its input, which is then changed in place."""
+    """Return a network with a module whose output may be its input, which is then changed in place."""
 
     def run(net, x):
         x = net.stem(x)
@@ -97,7 +97,7 @@ def aliased(module):
 
 
 def ignoring(side, head):
-    """A network that ignores the output of a module."""
+    """Return a network that ignores the output of a module."""
 
     def run(net, x):
         x = net.stem(x)
@@ -107,7 +107,7 @@ def ignoring(side, head):
     return Net(run, stem=convolution(3, 8), side=side, head=head)
 
 
-LABELS = Net(lambda net, x: x.argmax(1))  # which have no gradient
+LABELS = Net(lambda net, x: x.argmax(1))  # Labels have no gradient.
 
 
 def siamese(encoder):
@@ -118,7 +118,7 @@ def sized(*sizes):
     return tuple(torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(size)) for size in sizes)
 
 
-#: a pre-activation residual block whose first ReLU works in place (torchvision's DenseNet, timm's PreAct blocks)
+#: A pre-activation residual block with an in-place ReLU at the start (torchvision's DenseNet, timm's PreAct blocks).
 PRE_ACTIVATION = residual(nn.ReLU(inplace=True), convolution(8, 8))
 TWO_GRIDS = siamese(timm.create_model("test_vit", dynamic_img_size=True))
 AT_GRID = {"names": "encoder.blocks.0", "num_heads": 1, "example_input": sized(64, 96)}
@@ -195,7 +195,7 @@ def test_stages_of_a_features_only_network_are_those_that_stage_names_lists(name
 
 
 def exchanging(path, make):
-    """A conversion that puts what is made of a module in its place."""
+    """Replace a module by a converted module."""
     return lambda model: model.set_submodule(path, make(model.get_submodule(path))) or model
 
 
@@ -336,7 +336,8 @@ def test_a_normalized_weight_of_zeros_is_an_error_that_names_the_remedy(normaliz
         with pytest.raises(ValueError, match=r"spectral_norm and weight_norm.*gate_init=0"):
             model(IMAGE)
     va.remove_(model)
-    va.insert_(model, names="1", gate_init=0.0, example_input=IMAGE)  # the remedy: the gate opens first
+    # The remedy is gate_init=0: the gate learns first.
+    va.insert_(model, names="1", gate_init=0.0, example_input=IMAGE)
     normalize(only_block(model).attn.proj)
     model(IMAGE).square().sum().backward()
     gate = only_block(model).gate
@@ -376,7 +377,7 @@ def test_check_optimizer_lists_the_blocks_that_an_optimizer_lacks():
 
 
 def custom(optimizer):
-    """A step as of fastai's optimizers, which are not torch's."""
+    """Update the parameters like fastai's optimizers, which are not torch optimizers."""
     with torch.no_grad():
         for parameter in optimizer.param_groups[0]["params"]:
             parameter -= 1e-3 * parameter.grad
@@ -402,7 +403,7 @@ def test_one_warning_lists_all_blocks_that_an_older_optimizer_does_not_update():
     train_without_a_warning(model, optimizer)
 
 
-#: how often the network and the block are updated: every so many steps
+#: Number of steps between updates of the network, and of the block.
 @pytest.mark.parametrize(
     ("network", "block"), [(1, 1), (8, 8), (1, None), (1, 3)], ids=["after", "accumulated", "frozen", "in turn"]
 )

@@ -1,4 +1,4 @@
-"""The compatibility table has the results of its script."""
+"""The compatibility table contains the results of its script."""
 
 import re
 
@@ -15,7 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.mark.skipif(f"timm {timm.__version__} " not in TABLE, reason="the table is of another version of timm")
-@pytest.mark.parametrize("family", ["mambaout", "efficientvim"])  # channels last, several maps at a stage
+# Channels are last, and a stage has several feature maps.
+@pytest.mark.parametrize("family", ["mambaout", "efficientvim"])
 def test_a_row_is_what_is_measured(family):
     expected = next(row for row in BODY if row[:2] == ["timm", family])
     row = reach.measure("timm", family, [expected[HEADER.index("model")].strip("`")])

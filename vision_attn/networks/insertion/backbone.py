@@ -31,7 +31,7 @@ def plain_network(model: nn.Module) -> nn.Module:
     >>> plain_network(nn.DataParallel(nn.ReLU()))
     ReLU()
     """
-    check_type("model", model, nn.Module, "a network, an nn.Module")
+    check_type("model", model, nn.Module, "an nn.Module")
     while True:
         wraps = isinstance(model, nn.DataParallel) or is_synchronized(model)
         inner = getattr(model, "_orig_mod", getattr(model, "module", None) if wraps else None)

@@ -51,7 +51,7 @@ STAGES: dict[str, tuple[str, ...] | str] = {
 #: Networks whose tokens are not in raster order, and the reason for error messages.
 NON_RASTER = {
     "timm.models.hiera.Hiera": "the tokens of Hiera are in the order of its mask units",
-    "torchvision.models.video.mvit.MViT": "the tokens of MViT are those of a video",
+    "torchvision.models.video.mvit.MViT": "the tokens of MViT belong to a video",
 }
 
 

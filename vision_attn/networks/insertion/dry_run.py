@@ -140,7 +140,7 @@ class DryRun:
             return self.user_layout(shape, self.layout)
         if shape[0] % batch:
             return None
-        if self.example.image.dim() == 2:  # vectors of which images are made, or sound without channels
+        if self.example.image.dim() == 2:  # The input is vectors for an image generator, or audio without channels.
             axes = len(shape) - 2
         if len(shape) == 2 + axes:
             return self.spatial_layout(shape, target)

@@ -161,7 +161,7 @@ class Trial:
                 break
         if zeros and self.ratio and self.learns(zeros):
             names = {module: name for name, module in self.block.named_modules()}
-            return [names[module] or "its own parameters" for module in reversed(zeros)]
+            return [names[module] or "parameters of the block" for module in reversed(zeros)]
         for parameter, value in values.items():
             parameter.copy_(value)
         return []

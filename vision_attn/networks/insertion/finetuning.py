@@ -196,7 +196,7 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
 def match_keys(argument: str, globs: str | Iterable[str], keys: Iterable[str], hint: str = "") -> set[str]:
     """Return the keys that match any of the globs; raise if a glob matches no key."""
     keys, found = list(keys), set[str]()
-    for glob in as_list(argument, globs, "globs on keys", single=str):
+    for glob in as_list(argument, globs, "globs on state-dict keys", single=str):
         matches = {key for key in keys if fnmatchcase(key, glob)}
         if not matches:
             raise ValueError(f"{argument}={glob!r} matches no parameter.{hint or f' Available keys: {shorten(keys)}'}")

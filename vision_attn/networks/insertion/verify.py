@@ -44,7 +44,7 @@ def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module]) -> float:
             raise failure
         changed = relative_change(dry_run.output, output) if bitwise_equal(dry_run.output, copy) else 0.0
         if not math.isfinite(changed):
-            raise SiteError(f"{vars(blocks[0])[RECORD].block} turns the network's output into NaN or infinity")
+            raise SiteError(f"{vars(blocks[0])[RECORD].block} makes the network's output NaN or infinite")
         return changed
 
 
