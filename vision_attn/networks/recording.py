@@ -80,7 +80,7 @@ def capture(
     Raises:
         ValueError: the model has no such attention, a head or reduction does not exist, a point is outside the image,
             the maps would exceed 1 GiB without ``allow_large``, or no attention that ran is on a feature map.
-        SiteError: a site matches no module.
+        SiteError: no module matches ``sites``.
         RuntimeError: a part of the model was called instead of the model.
 
     >>> from vision_attn.attention.blocks import AttentionBlock2d

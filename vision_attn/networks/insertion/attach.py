@@ -135,12 +135,10 @@ def attach_records_(
 def attach_blocks_(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
     """Attach blocks, and detach all of them if attaching or the body of the ``with`` statement fails."""
     with ExitStack() as stack:
-        attached = {}
         for block in blocks:
             attach_(model, block)
             stack.callback(detach_, model, [block])
-            attached[vars(block)[RECORD].site] = block
-        warn_if_untrained(model, attached)
+            warn_if_untrained(model, block, vars(block)[RECORD].site)
         reset_compiled_graphs()
         yield
         stack.pop_all()

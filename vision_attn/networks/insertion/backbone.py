@@ -53,10 +53,7 @@ def changeable(model: nn.Module) -> nn.Module:
     network = plain_network(model)
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise SiteError(
-                f"model contains a TorchScript program ({type(module).__name__}), which cannot be changed. "
-                "Insert blocks before scripting or tracing"
-            )
+            raise SiteError(f"a TorchScript program ({type(module).__name__}) cannot be changed. Insert before tracing")
         if is_synchronized(module):
             raise SiteError(
                 f"model is wrapped in {type(module).__name__}: insert into the network first and wrap it afterwards"

@@ -103,9 +103,8 @@ class DryRun:
         except SiteError:
             raise
         except Exception as error:
-            why = (
-                f"{type(error).__name__}: {str(error).partition('tensor(')[0][:300]}"  # Values of tensors are cut off.
-            )
+            # The values of tensors in the message are cut off.
+            why = f"{type(error).__name__}: {str(error).partition('tensor(')[0][:300]}"
             remedy = "Pass an input of its forward as example_input: images, their shape, or a tuple or dictionary"
             raise SiteError(f"the model does not run on an example {self.example} ({why}). {remedy}") from error
 

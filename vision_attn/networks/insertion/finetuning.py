@@ -152,10 +152,8 @@ def select_keys(model: nn.Module, also_train: str | Iterable[str]) -> set[str]:
     declared = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
     names = [declared] if isinstance(declared, str) else [*declared] or ["fc", "classifier", "heads", "head"]
     heads = [name for name in names if any(key.startswith(f"{name}.") for key in state)]
-    known = ""
-    if heads:
-        remedy = f'pass also_train="head" or "{heads[0]}.*"'
-        known = f" The classifier of this model is {shorten(map(repr, heads))}; {remedy}"
+    listed = f" The classifier of this model is {shorten(map(repr, heads))}; "
+    known = f'{listed}pass also_train="head" or "{heads[0]}.*"' if heads else ""
     named = {"head": [f"{head}.*" for head in heads]} if heads else {}
     given = as_list("also_train", also_train, 'globs on state-dict keys, or "head"', single=str)
     globs = [glob for one in given for glob in named.get(one, [one])]
@@ -294,7 +292,6 @@ def layer_depths(model: nn.Module, blocks: set[str]) -> dict[str, int]:
 
     matcher = getattr(model, "group_matcher", None)
     if matcher is None:
-        what = f"layer_decay requires group_matcher, as in timm's networks; {type(model).__name__} does not have it"
-        raise ValueError(what)
+        raise ValueError(f"layer_decay requires group_matcher, as in timm's networks; {type(model).__name__} has none")
     found = group_parameters(model, matcher(coarse=False), reverse=True)
     return {key: layer for key, layer in found.items() if key not in blocks}

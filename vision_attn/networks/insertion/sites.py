@@ -49,8 +49,7 @@ def parse_sites(words: Sequence[str]) -> dict[str, Any]:
 
 def select_sites(dry_run: DryRun, stages: Stages, names: Globs, where: Where, exclude: Globs) -> list[str]:
     """Return the paths of the modules that are selected by stage, name or function, and not excluded."""
-    arguments = {"stages": stages, "names": names, "where": where}
-    given = [name for name, value in arguments.items() if value is not None]
+    given = [name for name, x in (("stages", stages), ("names", names), ("where", where)) if x is not None]
     if len(given) != 1:
         raise ValueError(f"pass exactly one of stages, names and where; got {' and '.join(given) or 'none'}")
     # A block that replaced a module is a site, for which an error is raised later. Modules inside blocks are not sites.
