@@ -21,7 +21,7 @@ from timm.layers import create_attn
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.insertion import count_multiply_adds
+from vision_attn.networks.insertion import count_macs
 from vision_attn.text import markdown
 from vision_attn.tools.comparison.controls import ConvBlock2d
 
@@ -62,7 +62,7 @@ def costs_at(side, names, batch, rounds, threads):
     seconds = time_in_turns(calls, rounds=rounds, threads=threads)
     for name, module in modules.items():
         parameters = sum(p.numel() for p in module.parameters())
-        counts = [f"{parameters:,}", f"{count_multiply_adds(module, (1, *shape[1:])) / 1e6:,.1f}"]
+        counts = [f"{parameters:,}", f"{count_macs(module, (1, *shape[1:])) / 1e6:,.1f}"]
         yield counts + [
             format_number(1000 * float(np.median(seconds[name, what]))) for what in ("forward", "gradients")
         ]

@@ -1,4 +1,4 @@
-"""Attention maps of any implementation, and what is measured of them on cases worked by hand."""
+"""Attention maps of all implementations, and measures on cases that were computed by hand."""
 
 import math
 
@@ -130,7 +130,8 @@ def test_maps_with_one_axis_and_three(kind, size, point, axes):
 def test_large_maps_are_refused(monkeypatch):
     model = nn.Sequential(va.Attention2d(8, 2), va.Attention2d(8, 2)).bfloat16()
     x = torch.randn(1, 8, 16, 16, dtype=torch.bfloat16)
-    monkeypatch.setattr(recording, "LARGEST", 600_000)  # a map of all has 2 · 256 · 256 · 4 bytes, in float32 at least
+    # The map of all positions has 2 · 256 · 256 · 4 bytes, in at least float32.
+    monkeypatch.setattr(recording, "MAX_BYTES", 600_000)
     with pytest.raises(ValueError, match=r"'1' .*allow_large"), va.capture(model, "all"):
         model(x)
     for options in ({"queries": [(0, 0)]}, {"allow_large": True}, {"reduce": "mean"}, {"sites": "1"}):
@@ -140,7 +141,8 @@ def test_large_maps_are_refused(monkeypatch):
 
 
 def test_memory_of_a_query_is_its_row():
-    block, x = va.Attention2d(8, 4, pattern=va.Window(32)), torch.randn(1, 8, 64, 64)  # all: 4096 · 1024 for each head
+    # All weights would be 4096 · 1024 for each head.
+    block, x = va.Attention2d(8, 4, pattern=va.Window(32)), torch.randn(1, 8, 64, 64)
     sizes = []
 
     def record(func, inputs, outputs):
@@ -148,7 +150,7 @@ def test_memory_of_a_query_is_its_row():
 
     with torch.no_grad(), Operations(record), va.capture(block, [(0, 0), (63, 63)]):
         block(x)
-    assert max(sizes) <= 4 * 1024 * 1024  # the mask of the windows, which the kernel gets as well
+    assert max(sizes) <= 4 * 1024 * 1024  # This is the mask of the windows, which the kernel receives as well.
 
 
 def test_wrong_arguments_are_refused():
@@ -163,7 +165,7 @@ def test_wrong_arguments_are_refused():
     for arguments, message in (
         ({"queries": "each"}, "queries"),
         ({"reduce": "sum"}, "reduce"),
-        ({"heads": [4]}, "heads .*0 to 3"),
+        ({"heads": [4]}, "heads .* between 0 and 3"),
         ({"sites": "layer1"}, "sites .*'layer1'.* layer2"),
     ):
         with pytest.raises(ValueError, match=message), va.capture(model, **arguments):
@@ -171,7 +173,7 @@ def test_wrong_arguments_are_refused():
 
 
 def seen(rows, size, cells, image_size=(4, 6), map_size=()):
-    """One image; ``rows`` are weights by head and query."""
+    """Return the map of one image; ``rows`` are weights by head and query."""
     weights = torch.tensor(rows, dtype=torch.float32)[None].unflatten(-1, size)
     return AttentionMap(weights, tuple(cells), image_size, map_size)
 
@@ -179,16 +181,16 @@ def seen(rows, size, cells, image_size=(4, 6), map_size=()):
 def test_entropy_is_the_logarithm_of_how_many_cells_are_looked_at():
     one = seen([[[1, 0, 0, 0], [0.25] * 4], [[0.5, 0.5, 0, 0], [0, 0, 0, 0]]], (2, 2), [(0, 0), (1, 1)])
     torch.testing.assert_close(one.entropy(), torch.tensor([[[0, math.log(4)], [math.log(2), 0]]]))
-    # What goes to tokens beside the map is left out of it.
+    # Weights of tokens outside the feature map are excluded.
     partial = seen([[[0.25, 0.25, 0, 0]]], (2, 2), [(0, 0)])
     torch.testing.assert_close(partial.entropy(), torch.full((1, 1, 1), math.log(2)))
 
 
 def test_distance_is_in_pixels_between_the_middles_of_cells():
-    # An image of 4×6 pixels with 2×2 cells of 2×3: the neighbours are 2 and 3 away, the diagonal √13.
+    # An image of 4×6 pixels has 2×2 positions of 2×3 pixels: neighbors are at distances 2 and 3, and √13 diagonally.
     one = seen([[[0.5, 0, 0, 0.5], [0, 0.25, 0.75, 0]]], (2, 2), [(0, 0), (1, 1)])
     torch.testing.assert_close(one.distance(), torch.tensor([[[math.sqrt(13) / 2, 0.25 * 2 + 0.75 * 3]]]))
-    # Keys of one cell, in the middle of the image, seen from the first of 2×2: (1, 1.5) to (2, 3).
+    # One key at the center (2, 3) of the image, and a query at the first of 2×2 positions, (1, 1.5).
     strided = seen([[[1]]], (1, 1), [(0, 0)], map_size=(2, 2))
     torch.testing.assert_close(strided.distance(), torch.full((1, 1, 1), math.hypot(1, 1.5)))
     line = AttentionMap(torch.ones(1, 1, 1, 4) / 4, ((0,),), (8,))
@@ -198,7 +200,7 @@ def test_distance_is_in_pixels_between_the_middles_of_cells():
 def test_similarity_of_heads_is_one_where_they_agree_and_zero_where_they_share_no_cell():
     heads = [[[0.5, 0.5, 0, 0]], [[0.5, 0.5, 0, 0]], [[0, 0, 1, 0]], [[1, 0, 0, 0]]]
     found = seen(heads, (2, 2), [(0, 0)]).similarity()[0]
-    # Of (½, ½) and (1, 0): the middle (¾, ¼) has 0.8113 bits, the two 1 and 0.
+    # The mean (¾, ¼) of (½, ½) and (1, 0) has 0.8113 bits, and the two have 1 bit and 0 bits.
     half = 1 - (2 - 0.75 * math.log2(3) - 0.5)
     expected = [[1, 1, 0, half], [1, 1, 0, half], [0, 0, 1, 0], [half, half, 0, 1]]
     torch.testing.assert_close(found, torch.tensor(expected), atol=1e-6, rtol=0)
@@ -206,19 +208,20 @@ def test_similarity_of_heads_is_one_where_they_agree_and_zero_where_they_share_n
 
 def test_rollout_goes_through_blocks_and_sizes_of_map():
     cells = [(0, 0), (0, 1)]
-    first = seen([[[0, 1], [0, 1]], [[0, 1], [1, 0]]], (1, 2), cells)  # the mean of heads: to the right; evenly
+    # The mean over heads is (0, 1) for the first query and uniform for the second.
+    first = seen([[[0, 1], [0, 1]], [[0, 1], [1, 0]]], (1, 2), cells)
     second = seen([[[1, 0], [1, 0]]], (1, 2), cells)
     found = Maps({"a": first, "b": second}).rollout()
     # A_1 = [[½, ½], [¼, ¾]] and A_2 = [[1, 0], [½, ½]], their product A_2 A_1.
     torch.testing.assert_close(found["a"].weights[0, 0, :, 0], torch.tensor([[0.5, 0.5], [0.25, 0.75]]))
     torch.testing.assert_close(found["b"].weights[0, 0, :, 0], torch.tensor([[0.5, 0.5], [0.375, 0.625]]))
     assert Maps({"b": second}).rollout(residual=0)["b"].weights[0, 0, :, 0].tolist() == [[1, 0], [1, 0]]
-    # A block on one cell that covers both: half of either, and what each of these saw.
+    # One position covers both positions of the first block, with weight ½ each.
     small = seen([[[1]]], (1, 1), [(0, 0)])
     found = Maps({"a": first, "s": small}).rollout()["s"].weights.flatten()
     torch.testing.assert_close(found, torch.tensor([0.375, 0.625]))
-    # Of rows that may look at nothing the stream is all.
+    # For a query that may not attend to any position, only the shortcut remains.
     closed = seen([[[0, 0], [0, 0]]], (1, 2), cells)
     assert Maps({"c": closed}).rollout()["c"].weights[0, 0, :, 0].tolist() == [[1, 0], [0, 1]]
-    with pytest.raises(ValueError, match="'a' is of 1 of 2"):
+    with pytest.raises(ValueError, match="'a' has 1 of 2"):
         Maps({"a": seen([[[1, 0]]], (1, 2), [(0, 0)])}).rollout()

@@ -1,4 +1,4 @@
-"""What blocks contribute: against the same computed by hand, and against networks that they were taken out of."""
+"""Contributions of blocks, compared with manual computations and with networks without the blocks."""
 
 import copy
 
@@ -27,7 +27,7 @@ def model(batch):
     torch.manual_seed(0)
     model = timm.create_model("resnet20", num_classes=10)
     va.insert_(model, names=["layer2", "layer3"], num_heads=2, gate_init=1.0)
-    with torch.no_grad():  # an untrained network says the same class of everything
+    with torch.no_grad():  # An untrained network predicts the same class for all images.
         model.fc.bias -= model.eval()(batch[0]).mean(0)
     return model.train()
 
@@ -49,7 +49,7 @@ def test_shares_and_effects_are_those_of_the_network_without_the_blocks(model, b
         assert block.share == pytest.approx(float(rms(branch) / rms(stream)), rel=1e-4)
         assert block.share > 0.01
         torch.testing.assert_close(block.by_channel, rms(branch, (0, 2, 3)) / rms(stream, (0, 2, 3)), rtol=1e-4, atol=0)
-    # Without a block the output is that of the network without it.
+    # With a disabled block, the output equals that of the network without the block.
     images, labels = batch
     assert found.predictions == 32
     with torch.no_grad():
@@ -69,8 +69,24 @@ def test_shares_and_effects_are_those_of_the_network_without_the_blocks(model, b
         rise = F.cross_entropy(scores, labels) - F.cross_entropy(whole, labels)
         assert found_here.loss == pytest.approx(rise.item(), rel=1e-4)
     assert found.together.changed > 0
-    words = ["together", str(found.together.changed), "of", "32", f"{found.together.loss:+.4f}"]
-    assert str(found).splitlines()[-1].split() == words
+    words = ["all", "blocks", str(found.together.changed), "of", "32", f"{found.together.loss:+.4f}"]
+    assert str(found).splitlines()[4].split() == words
+
+
+def test_the_report_recommends_a_remedy_only_if_the_loss_is_lower_without_the_blocks(model, batch):
+    images, _ = batch
+    with torch.no_grad(), disabled(model):
+        labels_without = model.eval()(images).argmax(1)
+    with torch.no_grad():
+        labels_with = model(images).argmax(1)
+    assert not torch.equal(labels_with, labels_without)
+    harmful, helpful = (va.contribution(model, (images, labels)) for labels in (labels_without, labels_with))
+    assert harmful.together.loss < 0 < helpful.together.loss
+    assert "lower with all blocks disabled" in str(harmful)
+    assert "va.remove_(model)" in str(harmful)
+    for report in (helpful, va.contribution(model, images)):
+        assert "disabled, so" not in str(report)
+        assert "remove_" not in str(report)
 
 
 def test_it_leaves_the_model_as_it_was(model, batch):
@@ -125,12 +141,13 @@ def test_scores_may_be_maps():
 def test_a_list_of_images_is_no_pair_and_missing_scores_are_said_so():
     detector = nn.Sequential(nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2, gate_init=1.0))
     body = nn.Sequential(*detector)
-    detector.forward = lambda images: [{"boxes": body(image).mean()} for image in images]  # without a batch
+    # The output has no batch axis.
+    detector.forward = lambda images: [{"boxes": body(image).mean()} for image in images]
     found = va.contribution(detector, [torch.rand(3, 8, 8), torch.rand(3, 8, 9)])
     assert found.blocks[0].share > 0.01
     assert found.blocks[0].by_channel.shape == (8,)
     assert (found.together.changed, found.predictions) == (None, 0)
-    assert "gives no scores of classes" in str(found).splitlines()[-1]
+    assert "returns no class scores" in str(found).splitlines()[-1]
 
 
 def test_wrong_sites_and_batches_are_refused(model):

@@ -1,4 +1,4 @@
-"""Any block as an identity at initialization: how is found by trying; such blocks are saved, measured and removed."""
+"""Any block as an identity at initialization: initialization, saving, measuring and removing."""
 
 import copy
 
@@ -15,7 +15,7 @@ from vision_attn.networks.insertion import gates, inserted_blocks
 
 IMAGES = (1, 3, 14, 14)
 
-pytestmark = pytest.mark.filterwarnings("ignore:little to attend")
+pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_all_blocks_in_all_networks(network):
 
 
 class QueriesAndKeys(nn.Module):
-    """Where zeros would stay: a layer of zeros gives queries and keys that are both zero, none of which then learns."""
+    """A block whose queries and keys would both be zero, so that neither receives a gradient."""
 
     def __init__(self, channels):
         super().__init__()
@@ -53,7 +53,7 @@ class QueriesAndKeys(nn.Module):
 
 
 class Grouped(nn.Conv2d):
-    """Its ``view`` wants a map that lies in memory as torch's usual ones do."""
+    """A block whose ``view`` requires a contiguous feature map."""
 
     def __init__(self, channels):
         super().__init__(channels // 4, channels // 4, 1)
@@ -64,7 +64,7 @@ class Grouped(nn.Conv2d):
 
 
 class LowRank(nn.Module):
-    """Its own parameters have different numbers of rows."""
+    """A block whose parameters have different numbers of rows."""
 
     def __init__(self, channels):
         super().__init__()
@@ -83,35 +83,38 @@ class InPlace(nn.Conv2d):
 
 
 class HalfBiased(InPlace):
-    """Half of the rows of its last layer learn by their weights alone."""
+    """A block in which only the weights of half of the rows of the last layer learn."""
 
     def forward(self, x):
         return x + F.conv2d(x, self.weight, self.bias * (torch.arange(len(self.bias), device=x.device) % 2))
 
 
 def both(channels, **options):
-    """Two blocks at one site are one module (mmdetection#9786)."""
+    """Return two blocks for one site as one module (mmdetection#9786)."""
     return nn.Sequential(*(va.AttentionBlock2d(channels, pattern=name, **options) for name in ("full", "rows")))
 
 
-GATE = "a gate of zero, which learns first"
-#: block, dtype -> how it begins, and in what
+GATE = "gate set to zero"
+#: Block and dtype, and the expected initialization and wrapper options.
 TRIED = {
-    ("se", "float32"): ("fc2 zero at first, its output times 2", {"scale": 2.0}),
-    ("cbam", "float32"): ("channel.fc2 and spatial.conv.bn zero at first, its output times 4", {"scale": 4.0}),
-    ("gca", "float32"): ("mlp_add.fc2 zero at first", {}),
+    ("se", "float32"): ("fc2 set to zero, output multiplied by 2", {"scale": 2.0}),
+    ("cbam", "float32"): ("channel.fc2 and spatial.conv.bn set to zero, output multiplied by 4", {"scale": 4.0}),
+    ("gca", "float32"): ("mlp_add.fc2 set to zero", {}),
     ("nl", "float32"): ("", {}),
     ("bat", "float32"): (GATE, {"gated": True}),
-    ("se", "float16"): (GATE, {"gated": True}),  # halved, its smallest numbers are not what they were
-    (OwnSE, "float32"): ("up zero at first, its output times 2", {"scale": 2.0}),
-    (Grouped, "float32"): ("its own parameters zero at first, its output times 2", {"scale": 2.0, "copied": True}),
+    ("se", "float16"): (GATE, {"gated": True}),  # Halving is not exact for the smallest numbers.
+    (OwnSE, "float32"): ("up set to zero, output multiplied by 2", {"scale": 2.0}),
+    (Grouped, "float32"): (
+        "parameters of the block set to zero, output multiplied by 2",
+        {"scale": 2.0, "copied": True},
+    ),
     (SimAM, "float32"): (GATE, {"gated": True}),
     (QueriesAndKeys, "float32"): (GATE, {"gated": True}),
-    (LowRank, "float32"): (GATE, {"gated": True}),  # of two factors that are zero, none learns
-    (HalfBiased, "float32"): ("its own parameters zero at first", {}),
+    (LowRank, "float32"): (GATE, {"gated": True}),  # Two zero factors receive no gradient.
+    (HalfBiased, "float32"): ("parameters of the block set to zero", {}),
     (InPlace, "float32"): (GATE, {"gated": True, "copied": True}),
     (va.Attention2d, "float32"): (GATE, {"gated": True}),
-    (va.TransformerBlock2d, "float32"): ("attn.proj and fc2 zero at first", {}),
+    (va.TransformerBlock2d, "float32"): ("attn.proj and fc2 set to zero", {}),
     (va.AttentionBlock2d, "float32"): ("", {}),
     (both, "float32"): ("", {}),
 }
@@ -136,13 +139,14 @@ def test_how_a_block_begins_is_found_by_trying(block, dtype):
     assert (begins in str(report)) or not begins
     for mode in (True, False):
         assert torch.equal(model.train(mode)(x), before)
-    assert not torch.equal(drawn, torch.random.get_rng_state()) or block is SimAM  # of the weights alone
+    # SimAM draws no random numbers.
+    assert not torch.equal(drawn, torch.random.get_rng_state()) or block is SimAM
     grads = torch.autograd.grad(model(x).float().square().sum(), list(new.parameters()), allow_unused=True)
     assert any(grad is not None and grad.any() for grad in grads)
 
 
 class Rare(nn.Module):
-    """An identity on all but large values."""
+    """A block that is an identity except for large values."""
 
     def __init__(self, channels):
         super().__init__()
@@ -170,7 +174,8 @@ def test_without_exactness_the_report_says_by_how_much_the_output_changes():
     assert f"{100 * changed:.2g} %" in str(report)
     assert type(inserted_blocks(model)["0"]).__name__ == "CbamModule"
     va.remove_(model)
-    asked = va.insert_(model, names="0", example_input=x, gate_init=0.5, num_heads=2)  # one's own beginning is kept
+    # An explicit initialization is kept.
+    asked = va.insert_(model, names="0", example_input=x, gate_init=0.5, num_heads=2)
     assert asked.changed > 0
 
 

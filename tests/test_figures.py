@@ -1,4 +1,4 @@
-"""Pictures of attention maps: what they show, where it stands, and the files that they are written to."""
+"""Figures of attention maps: panels, labels and files."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def seen():
 
 
 def overlays(figure):
-    """Values and opacities over the images, panel by panel."""
+    """Return the values and opacities of the overlays, panel by panel."""
     found = [axis.images[1] for axis in figure.axes if len(axis.images) == 2]
     return [(image.get_array().data, image.get_alpha()) for image in found]
 
@@ -23,10 +23,10 @@ def overlays(figure):
 def test_it_shows_the_images_the_query_and_its_weights(channels):
     attention = seen()
     figure = figures.attention_figure(torch.rand(2, channels, 32, 32), attention, query=1, titles=["one", "two"])
-    assert len(figure.axes) == 5  # two images, two panels each, and the scale
+    assert len(figure.axes) == 5  # There are two images with two panels each, and the scale.
     assert all(axis.patches[0].get_xy() == (20, 20) for axis in figure.axes[:4])
     titles = [axis.get_title(loc="left") for axis in figure.axes[:4]]
-    assert titles == ["one", "where it looks, mean of 4 heads", "two", ""]
+    assert titles == ["one", "attention, mean of 4 heads", "two", ""]
     for (shares, _), weights in zip(overlays(figure), attention.weights[:, :, 1], strict=True):
         np.testing.assert_allclose(shares, 64 * weights.mean(0), rtol=1e-5)
 
@@ -39,7 +39,7 @@ def test_heads_and_queries():
         assert len(figure.axes) == 2 * (1 + expected.shape[1]) + 1
         np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected.flatten(0, 1), rtol=1e-5)
     assert [axis.get_title(loc="left") for axis in figure.axes[1:3]] == ["head 0", "head 1"]
-    # Several queries have a row each and their numbers on the images.
+    # Each of several queries has a row, and its index is on the images.
     figure = figures.attention_figure(images, attention, query=[1, 0], titles=["one", "two"])
     titles = [axis.get_title(loc="left") for axis in figure.axes[:8:2]]
     assert titles == ["one 1 (5, 5)", "one 0 (1, 1)", "two 1 (5, 5)", "two 0 (1, 1)"]
@@ -54,7 +54,7 @@ def test_cells_are_those_of_the_queries_and_stay_cells():
     attention = AttentionMap(weights, ((7, 2),), (32, 32), map_size=(8, 8), heads=("rollout",))
     figure = figures.attention_figure(torch.rand(1, 3, 32, 32), attention)
     assert figure.axes[1].patches[0].get_xy() == (8, 28)
-    assert figure.axes[1].get_title(loc="left") == "where it looks, rollout"
+    assert figure.axes[1].get_title(loc="left") == "attention, rollout"
     assert figure.axes[1].images[1].get_interpolation() == "nearest"
 
 
@@ -75,17 +75,17 @@ def test_a_video_has_a_panel_for_each_frame_of_the_map():
     both = figures.attention_figure(video, attention, query=[0, 1], reduction="none")
     assert len(both.axes) == 4 * (1 + 4 * 4) + 1
     assert [axis.get_title(loc="left") for axis in both.axes[4:6]] == ["head 0, frame 7", "head 1, frame 1"]
-    with pytest.raises(ValueError, match=r"images must be .*; got \(2, 3, 16, 32\) for one with 3"):
+    with pytest.raises(ValueError, match=r"images must be .*; got \(2, 3, 16, 32\) for a map with 3 axes"):
         figures.attention_figure(video[:, :, 0], attention)
 
 
 def test_what_is_near_an_even_share_does_not_cover_the_picture():
     image, even = torch.rand(1, 3, 32, 32), torch.full((1, 1, 1, 4, 4), 1 / 16)
-    for weights in (even, torch.zeros_like(even)):  # of a query that may attend to nothing, too
+    for weights in (even, torch.zeros_like(even)):  # The second case is a query that may not attend to any position.
         figure = figures.attention_figure(image, AttentionMap(weights, ((0, 0),), (32, 32)))
         assert (overlays(figure)[0][1] == 0).all()
     even[..., 0, :] *= torch.tensor([1.1, 1.5, 0.2, 2.0])
-    for brightest, top in ((16.0, 0.25), (2.0, 1.0)):  # the scale is not that of the largest weight
+    for brightest, top in ((16.0, 0.25), (2.0, 1.0)):  # The scale does not depend on the largest weight.
         figure = figures.attention_figure(image, AttentionMap(even, ((0, 0),), (32, 32)), brightest=brightest)
         np.testing.assert_allclose(overlays(figure)[0][1][0], [0.11, 0.468, 0, 0.8], atol=1e-3)
         shown = figure.axes[1].images[1]

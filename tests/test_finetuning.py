@@ -1,4 +1,4 @@
-"""Training a network with blocks in it: gates to open, a backbone that stays as it is, and rates by layer."""
+"""Fine-tuning a network with blocks: gates, a frozen backbone, and learning rates by layer."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ BLOCK = {"num_heads": 4, "example_input": (1, 3, 64, 64)}
 
 
 def network(name="resnet20", stages=None, **options):
-    """A backbone that has learned something, and blocks in it."""
+    """Return a backbone with random statistics, with inserted blocks."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5)
     as_after_training(model)
@@ -35,7 +35,7 @@ def images(seed=1):
 
 
 def learn(model, epochs=2):
-    """A few epochs as people write them: ``model.train()`` at the start of each, evaluation at its end."""
+    """Train for a few epochs, with ``model.train()`` at the start of each epoch and evaluation at the end."""
     optimizer = torch.optim.SGD(va.parameter_groups(model, 0.1, weight_decay=0.1), momentum=0.9)
     for epoch in range(epochs):
         model.train()
@@ -46,16 +46,16 @@ def learn(model, epochs=2):
 
 
 def changed(model, before, blocks=False):
-    """The keys of the backbone, or of the blocks, whose values have changed."""
+    """Return the keys of the backbone, or of the blocks, whose values have changed."""
     now, own = model.state_dict(), inserted_keys(model)
     return {key for key, value in before.items() if (key in own) == blocks and not torch.equal(now[key], value)}
 
 
 def test_blocks_without_a_gate_are_passed_over_and_none_at_all_is_refused():
     model = network(stages=[-1])
-    with pytest.raises(ValueError, match="nothing is inserted"):
+    with pytest.raises(ValueError, match="it has no inserted block"):
         gates(nn.Conv2d(3, 3, 1))
-    # The output gate of plain attention is a convolution: no gate of a residual.
+    # The output gate of plain attention is a convolution, not the gate of a residual branch.
     va.insert_(model, va.Attention2d, names="layer1", output_gate=True, exact=False, **BLOCK)
     assert list(gates(model)) == ["layer3.2"]
     with pytest.raises(ValueError, match=r"'layer3\.2'"):
@@ -70,7 +70,7 @@ def test_a_frozen_backbone_keeps_every_bit_while_its_blocks_learn(name):
     before, plain = copied(model), copy.deepcopy(model)
     va.remove_(plain)
     expected = plain.eval()(x)
-    model.train()  # a frozen norm in training is torch's in evaluation; what else there is goes with the mode
+    model.train()  # A frozen norm in training equals torch's norm in evaluation; all other modules follow the mode.
     assert torch.equal(model(x), copy.deepcopy(model).eval()(x))
     assert all(block.training for block in va.inserted_blocks(model).values())
     learn(model)
@@ -109,7 +109,7 @@ def test_a_frozen_model_is_copied_pickled_and_compiled():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other.train()(x), expected)
         assert changed(other, before) == set()
-        # A copy is thawed alone, and the model that it is of stays frozen.
+        # Unfreezing a copy does not affect the original model.
         va.unfreeze_backbone_(other)
         assert (other.train()[1].training, model.train()[1].training) == (True, False)
         assert (other[0].weight.requires_grad, model[0].weight.requires_grad) == (True, False)
@@ -136,7 +136,7 @@ def test_thawing_puts_everything_back():
     for _ in range(2):
         va.unfreeze_backbone_(model)
         assert state() == before
-    # The mode that was asked for meanwhile is the one it comes back in.
+    # A norm is restored in the mode that was set most recently.
     va.freeze_backbone_(model)
     model.eval()
     va.unfreeze_backbone_(model)
@@ -151,7 +151,7 @@ def test_what_else_is_trained_is_chosen_by_globs():
     before = copied(model)
     learn(model)
     assert changed(model, before) == {"fc.weight", "fc.bias"}
-    # The statistics of a norm are keys like others: they go with a stage that is trained, not with its scales.
+    # The statistics of a norm are trained only if their keys match, not with the scales of the norm.
     va.freeze_backbone_(model, also_train=["layer3.*"])
     assert model.train().layer3[0].bn1.training
     va.freeze_backbone_(model, also_train=["layer3.0.bn1.weight", "layer3.0.bn1.bias"])
@@ -168,7 +168,7 @@ def test_what_else_is_trained_is_chosen_by_globs():
 
 
 def by_parameter(model, groups, lr=1.0):
-    """Rate and decay of each parameter."""
+    """Return the learning rate and weight decay of each parameter."""
     keys = {id(parameter): key for key, parameter in model.named_parameters()}
     found = [
         (keys[id(parameter)], (group.get("lr_scale", 1.0) * group.get("lr", lr), group["weight_decay"]))
@@ -200,18 +200,18 @@ def test_blocks_have_a_rate_of_their_own_and_leave_the_backbones_as_they_were():
     found = by_parameter(model, groups)
     assert {key: value for key, value in found.items() if key not in blocks} == before
     assert {key: rate for key, (rate, _) in found.items() if key in blocks} == dict.fromkeys(blocks, 2.0)
-    # Of a block, the two projections decay: not its norm, its gate, its biases and its tables of positions.
+    # Only the two projections of a block have weight decay, not the norm, gate, biases and position tables.
     assert {key.partition("attn.")[2] for key in blocks if found[key][1]} == {"qkv.weight", "proj.weight"}
     found = by_parameter(model, va.parameter_groups(model, 0.3, **options))
     assert all(found[key][0] == 0.3 for key in blocks)
-    # From the stem to the head and then the blocks.
+    # The order is from the stem to the head, followed by the blocks.
     rates = [group["lr"] for group in groups]
     assert rates == sorted(rates)
     assert [group["name"] for group in groups[-2:]] == ["attention, decay", "attention, no decay"]
 
 
 def test_scales_and_positions_do_not_decay_whatever_their_shape():
-    # LayerScale of torchvision's ConvNeXt is (c, 1, 1), a norm over maps (c, h, w); positions may be convolutions.
+    # torchvision's LayerScale is (c, 1, 1), a norm may have the shape (c, h, w), and positions may be convolutions.
     attention = va.Attention2d(8, 2, position=va.ConditionalPos(3))
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.LayerNorm([8, 4, 4]), attention)
     model.gamma_1, model.gamma_net = nn.Parameter(torch.ones(1, 8, 1)), nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""Blocks learn in loops that are not ours: after a hundred steps at usual rates they weigh in the network's maps."""
+"""Blocks learn in training loops of other libraries, within a hundred steps at common learning rates."""
 
 import copy
 
@@ -30,7 +30,7 @@ def accelerates(model, loader, optimizer):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # a process keeps the precision of its first one
+    AcceleratorState._reset_state(reset_partial_state=True)  # A process keeps the precision of the first training run.
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for images, labels in loader:
@@ -62,4 +62,4 @@ def test_after_a_hundred_steps_a_block_weighs_more_than_a_hundredth_of_its_map()
         loop(model, epoch(data, STEPS), optimizer(model.parameters(), lr=1e-3))
         (block,) = va.contribution(model, images).blocks
         assert block.share > 0.01, loop
-        assert (block.by_channel > 0.001).all(), loop  # not a few channels alone
+        assert (block.by_channel > 0.001).all(), loop  # All channels contribute.

@@ -1,4 +1,4 @@
-"""Networks that FSDP2 has sharded: checkpoints go in, adapters come out, and files of shards are refused by name."""
+"""Networks sharded by FSDP2: loading checkpoints, saving adapters, and errors for files that contain shards."""
 
 import pytest
 import torch

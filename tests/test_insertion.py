@@ -21,7 +21,7 @@ import vision_attn.networks.models
 from vision_attn.networks.insertion import CHILD, attach_records_, inserted_keys
 from vision_attn.networks.insertion.sites import glob_matches
 
-#: Built once: a refused insertion leaves it as it is.
+#: The network is built once, because a failed insertion does not change it.
 resnet18 = functools.cache(torchvision.models.resnet18)
 MAKERS = {"AttentionBlock2d": va.AttentionBlock2d}
 SMALL = {"num_heads": 2, "example_input": (1, 3, 8, 8)}
@@ -32,7 +32,7 @@ def convolution(channels=16):
 
 
 @pytest.mark.parametrize(("name", "size"), [("resnet18", 64), ("resnet14t", 64), ("resnet20", 32)])
-@pytest.mark.filterwarnings("ignore:little to attend")
+@pytest.mark.filterwarnings("ignore:attention has little effect")
 def test_inserting_changes_no_output_and_no_key_and_is_undone(name, size):
     torch.manual_seed(0)
     model, x = timm.create_model(name).eval(), torch.randn(2, 3, size, size)
@@ -55,17 +55,17 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     with torch.device("meta"):
         report = va.insert_(timm.create_model("resnet50"), stages=[-2, -1])
     assert report.whole == (25_557_032, 4_089_184_256)
-    assert "\ntogether +24.7 % parameters, +16.1 % multiply-adds\n" in str(report)
+    assert "\ntotal +24.7 % parameters, +16.1 % MACs\n" in str(report)
     report = va.insert_(copy.deepcopy(resnet18()), stages=[2, -1], num_heads=4)
     small, large = report.blocks
     assert (small.site, small.channels, small.map_size, small.tokens) == ("layer2.1", 128, (28, 28), 784)
-    # 4c² + 4c of the attention, 2c of the norm, c of the gate.
+    # The attention has 4c² + 4c parameters, the norm 2c and the gate c.
     assert small.parameters == 4 * 128**2 + 7 * 128
-    # The projections, 4c² a token, and the two products of attention, 2c a pair of tokens.
+    # The projections take 4c² MACs per token, and the two products of attention 2c per pair of tokens.
     assert small.multiply_adds == 4 * 128**2 * 784 + 2 * 128 * 784**2
     lines = str(report).splitlines()
     assert lines[2].split() == ["layer2.1", "AttentionBlock2d", "128", "28×28", "784", "66,432", "208,732,160"]
-    assert lines[4].split() == ["together", f"{report.parameters:,}", f"{report.multiply_adds:,}"]
+    assert lines[4].split() == ["total", f"{report.parameters:,}", f"{report.multiply_adds:,}"]
     assert large.tokens == 49
 
 
@@ -79,13 +79,15 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     ],
 )
 def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warned):
-    side = 68 if "block" in options else 112  # what is no residual block runs
+    side = 68 if "block" in options else 112  # Blocks without a gate are run, which takes time.
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.AvgPool2d(2))
     with warnings.catch_warnings(record=True, action="always") as caught:
         report = va.insert_(model, names=["0", "1", "2"], num_heads=2, example_input=(1, 3, side, side), **options)
-    cost = f"{side**2:,} tokens, {sum(block.multiply_adds for block in report.blocks[:2]) / 1e9:,.1f} G multiply-adds: "
+    macs = sum(block.multiply_adds for block in report.blocks[:2]) / 1e9
+    cost = f"{side**2:,} tokens and costs {macs:,.1f} GMACs. "
     where = f"full attention at '0' ({side}×{side}), '1' ({side}×{side}) compares up to {cost}"
     assert [str(x.message) for x in caught] == list(report.warnings)
+    assert "warning" not in str(report)  # The warnings have been issued.
     assert [x.startswith(where) and "va.Window(7)" in x for x in report.warnings] == [True] * warned
 
 
@@ -93,13 +95,13 @@ def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warne
     ("channels", "options", "expected"),
     [
         (2048, {}, (8, 64, 64)),
-        (768, {"num_heads": 12}, (12, 40, 40)),  # a multiple of 8, as rotary positions and kernels like it
+        (768, {"num_heads": 12}, (12, 40, 40)),  # A multiple of 8 suits rotary positions and kernels.
         (1024, {"num_heads": 128}, (128, 4, 4)),
         (1024, {"key_dim": 32}, (8, 32, 64)),
         (1024, {"value_dim": 128, "num_heads": 2}, (2, 256, 128)),
         (1030, {"key_dim": None, "value_dim": None}, (5, 206, 206)),
         (512, {}, (8, 64, 64)),
-        (2048, {"block": va.TransformerBlock2d}, (8, 256, 256)),  # a block of the user's has its own defaults
+        (2048, {"block": va.TransformerBlock2d}, (8, 256, 256)),  # A block of the user has other defaults.
     ],
 )
 def test_a_default_block_attends_in_512_channels_at_most(channels, options, expected):
@@ -140,7 +142,7 @@ def test_names_are_globs_on_module_paths(names, sites):
 
 
 def test_a_glob_of_many_parts_is_matched_in_few_steps():
-    """A file may name one: with backtracking it would take years."""
+    """Match a glob from a file in linear time; with backtracking it would take years."""
     path = ".".join(map(str, range(40)))
     globs = {"**." * 200 + "39": True, "**." * 200 + "40": False, "**.3?.**.39.**": True, "39.**": False}
     assert {glob: glob_matches(glob, path) for glob in globs} == globs
@@ -153,19 +155,20 @@ def five_channels(channels, device, dtype):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": 9}, "stage 9; .* 0 'relu', 1 'layer1'"),
-        ({"names": re.compile("layr")}, "names: 'layr' .*layer1"),
+        ({"stages": 9}, "no stage 9. The stages are 0 'relu', 1 'layer1'"),
+        ({"names": re.compile("layr")}, "names: no module matches 'layr'. Top-level modules: conv1, bn1"),
         ({"where": lambda name, module: False}, "where"),
         ({"names": "unused"}, "'unused' is not called"),
         ({"names": "unused", "at": "branch"}, "'unused' is not called"),
         ({"names": "fc"}, r"'fc' returns \(1, 1000\)"),
-        ({"names": "fc", "at": "before"}, r"'fc' takes \(1, 512\)"),
-        ({"names": "layer1.0.bn1", "at": "branch"}, "'layer1.0.bn1' has no branch"),
+        ({"names": "fc", "at": "before"}, r"'fc' receives \(1, 512\)"),
+        ({"names": "layer1.0.bn1", "at": "branch"}, "'layer1.0.bn1' has no residual branch"),
         ({"stages": 1, "at": "beside"}, "at must be .* 'after', 'before', 'branch'"),
-        ({"names": ["layer1", "layer2"], "num_heads": 128}, r"'layer1\.1', for 64 channels: num_heads"),
+        ({"names": ["layer1", "layer2"], "num_heads": 128}, r"'layer1\.1' cannot be built for 64 channels: num_heads"),
         ({"block": five_channels, "stages": 1}, r"\(1, 64, 16, 16\) at 'layer1.1'; Conv2d returns \(1, 5, 16, 16\)"),
         ({"stages": 1, "block": lambda channels, **_: None}, "block"),
-        ({"stages": 1, "names": "fc"}, "stages, names and where"),
+        ({"stages": 1, "names": "fc"}, "exactly one of stages, names and where; got stages and names"),
+        ({}, "exactly one of stages, names and where; got none"),
         ({"names": []}, "names"),
         ({"names": 5}, "names"),
         ({"stages": 1, "example_input": (3, 32, 32)}, "example_input"),
@@ -198,7 +201,7 @@ def test_the_layout_of_a_map_with_as_many_channels_as_rows_is_found():
     with torch.device("meta"):
         (block,) = va.insert_(convolution(), names="0", example_input=(1, 3, 16, 16)).blocks
         assert (block.channels, block.layout) == (16, "b c h w")
-        # 96 channels on 96×96 positions, and a network of one size only: as its other maps lie.
+        # 96 channels on 96×96 positions are ambiguous; the other feature maps of the network decide.
         swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=384)
         (block,) = va.insert_(swin, names="layers.0", example_input=(1, 3, 384, 384), pattern="rows").blocks
     assert (block.channels, block.map_size, block.layout) == (96, (96, 96), "b h w c")
@@ -221,8 +224,8 @@ def test_an_attribute_of_the_network_called_inserted_stays():
     assert model[1].inserted == 5
     va.remove_(model)
     assert not model.state_dict().keys() - {"0.weight", "0.bias"}
-    model[1].other.inserted_1 = 5  # and no module inside it is free either
-    with pytest.raises(va.SiteError, match="'1' takes no child"):
+    model[1].other.inserted_1 = 5  # Now the module inside has an attribute of this name, too.
+    with pytest.raises(va.SiteError, match="'1' cannot have a child 'inserted'"):
         va.insert_(model, names="1", **SMALL)
 
 
@@ -292,14 +295,14 @@ def test_networks_of_all_kinds_take_blocks_and_are_restored(kind, change):
 
 
 class Failing(TorchFunctionMode):
-    """Lets one call of torch fail, by its number."""
+    """Make one call of a torch function fail, by its number."""
 
     def __init__(self, number=None):
         super().__init__()
         self.number, self.count = number, 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is not torch._C._set_grad_enabled:  # with which contexts are left
+        if function is not torch._C._set_grad_enabled:  # Contexts call it when they exit.
             self.count += 1
             if self.count == self.number:
                 raise FloatingPointError(f"call {self.number}")
@@ -316,7 +319,7 @@ def test_a_failure_at_any_step_leaves_the_network_as_it_was(change):
         try:
             with Failing(number):
                 CHANGES[change](model)
-            va.remove_(model)  # it did without that call
+            va.remove_(model)  # The failed call was not necessary.
         except (FloatingPointError, ValueError, RuntimeError):
             pass
         assert anatomy(model) == before
@@ -342,6 +345,6 @@ def test_a_module_that_counts_its_children_takes_a_block_further_inside_or_is_re
     assert list(model[0].conv._modules) == [f"{CHILD}_0"]
     model = nn.Sequential(Minding(nn.Module.parameters))
     before = anatomy(model)
-    with pytest.raises(va.SiteError, match="'0' takes no child"):
+    with pytest.raises(va.SiteError, match="'0' cannot have a block as its child"):
         va.insert_(model, names="0", **SMALL)
     assert anatomy(model) == before

@@ -1,4 +1,4 @@
-"""Inspection of a network before insertion: counts agree with what happens, and proposals can be carried out."""
+"""Inspection of a network before insertion: counts equal measurements, and proposals can be executed."""
 
 import dataclasses
 from functools import cache
@@ -15,12 +15,12 @@ from vision_attn.attention import dispatch
 from vision_attn.attention.blocks import AttentionBlock2d, use_impl
 from vision_attn.networks.inspection import count_saved_bytes, inspect_model
 
-#: Inspected once for several tests.
+#: Inspections are cached for several tests.
 look = cache(inspect_model)
 
 
 def bytes_really_saved(block, x, impl):
-    """What autograd holds after a forward on the CPU, without the block's own parameters and buffers."""
+    """Return the bytes that autograd saves in a forward pass on the CPU, without parameters and buffers."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
     storages = {}
 
@@ -37,7 +37,7 @@ def bytes_really_saved(block, x, impl):
 @pytest.mark.parametrize(
     "options",
     [
-        {"pattern": va.Window(5)},  # which pads
+        {"pattern": va.Window(5)},  # This window needs padding.
         {"pattern": va.Neighborhood(3)},
         {"kv_stride": 2},
         {"position": va.RelPosDecomposed(feat_size=(12, 12))},
@@ -46,7 +46,7 @@ def bytes_really_saved(block, x, impl):
     ids=str,
 )
 def test_the_bytes_counted_are_those_that_autograd_keeps(options, monkeypatch):
-    """They are counted for a GPU, which folds relative positions into queries and keys; a CPU computes chunks."""
+    """Compare the counts with a GPU's, which adds relative positions to queries and keys; a CPU computes chunks."""
     monkeypatch.setattr(dispatch, "can_chunk", lambda q: False)
     for dtype in (torch.float32, torch.bfloat16):
         block = AttentionBlock2d(32, 4, dtype=dtype, **options)
@@ -58,7 +58,8 @@ def test_the_bytes_counted_are_those_that_autograd_keeps(options, monkeypatch):
 
 
 def test_buffers_are_not_counted_though_autograd_keeps_them():
-    assert count_saved_bytes(nn.BatchNorm2d(512).eval(), (2, 512, 1, 1)) == 2 * 512 * 4  # the input
+    # Autograd saves only the input.
+    assert count_saved_bytes(nn.BatchNorm2d(512).eval(), (2, 512, 1, 1)) == 2 * 512 * 4
 
 
 def test_the_network_itself_is_counted():
@@ -76,7 +77,7 @@ def test_the_network_itself_is_counted():
 
 
 class Gradients(nn.Module):
-    """Computes gradients in its forward pass, and attention with values of another width."""
+    """A network that computes gradients in its forward pass, and attention with values of another width."""
 
     def __init__(self):
         super().__init__()
@@ -94,11 +95,11 @@ class Gradients(nn.Module):
 def test_fused_kernels_and_several_images_are_counted():
     timms = timm.create_model("vit_tiny_patch16_224", depth=1)
     torchs = torchvision.models.VisionTransformer(224, 16, 1, 4, 192, 768)
-    # The patches, and in a block 12c² a token and 2c a pair of tokens; the head.
+    # MACs of the patch embedding, of a block (12c² per token and 2c per pair of tokens), and of the head.
     expected = 196 * 768 * 192 + 197 * 12 * 192**2 + 2 * 192 * 197**2 + 192 * 1000
     for model, images in ((timms, 1), (torchs, 2)):
         assert inspect_model(model, batch_size=1, example_input=(images, 3, 224, 224)).whole.multiply_adds == expected
-    # A convolution and its gradient, and the products of queries, keys and values.
+    # MACs of a convolution and its gradient, and of the products of queries, keys and values.
     cost = va.insert_(Gradients(), names="stem.0", example_input=(2, 3, 4, 4)).whole
     assert cost == (3 * 8 + 8, 2 * 16 * 3 * 8 + 16**2 * (3 + 2))
 
@@ -110,19 +111,19 @@ def test_the_image_is_one_that_the_network_takes():
 
 def test_small_maps_and_what_does_not_fit_into_memory_are_warned_of():
     (small,) = look("resnet18", input_size=32).warnings
-    assert small.startswith("little to attend to at 'layer3' (2×2), 'layer4' (1×1): ")
+    assert small.startswith("attention has little effect on small feature maps: 'layer3' (2×2), 'layer4' (1×1). ")
     large = look("resnet18", batch_size=1).warnings
     assert [line.partition(" compares")[0] for line in large] == ["full attention at 'act1' (112×112)"]
     found = look("resnet20", impl="sdpa")
     assert dataclasses.replace(found, memory_limit=round(0.2 * 2**30)).warnings == ()
     (warning,) = dataclasses.replace(found, memory_limit=round(0.02 * 2**30)).warnings
-    assert warning.startswith("training keeps 0.06 GiB of layer1, 0.03 GiB of layer2, more than")
+    assert warning.startswith("in training, a block saves 0.06 GiB at 'layer1', 0.03 GiB at 'layer2', more than")
 
 
 @pytest.mark.parametrize(
     ("name", "size", "expected"),
     [
-        # A map that is too small at the end, and a stem that has a good size and has learned nothing.
+        # The last feature map is too small, and the stem has a suitable size but no parameters.
         ("resnet18", 64, [{"stages": [1, 2]}]),
         ("resnet18", 16, []),
         ("resnet18", 224, [{"stages": [-2, -1]}, {"stages": [1], "pattern": va.Window(7)}]),
@@ -152,7 +153,7 @@ def test_stages_that_hold_a_block_are_not_proposed_and_it_prints_a_table():
     assert [proposal.arguments for proposal in found.proposals] == [{"stages": [0, -2]}]
     assert "layer3 (has a block)" in str(found)
     lines = str(look("resnet20")).splitlines()
-    assert lines[0] == "resnet20 on images of 3×32×32: 272,474 parameters, 40,813,184 multiply-adds an image"
+    assert lines[0] == "resnet20 on images of 3×32×32: 272,474 parameters, 40,813,184 MACs per image"
     row = "2 layer3 64 8×8 8 16,832 +6.2 % 1,572,864 +3.9 %"
     assert any(" ".join(line.split()).startswith(row) for line in lines)
     text = str(inspect_model("resnet20", num_heads=4, position=va.Rope2d(), batch_size=1))
@@ -168,7 +169,7 @@ def test_stages_that_hold_a_block_are_not_proposed_and_it_prints_a_table():
         ({"input_size": 0}, ValueError, "input_size"),
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"heads": 3}, TypeError, "heads"),
-        ({"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4}, va.SiteError, "declares none"),
+        ({"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4}, va.SiteError, "declares no stages"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments, error, message):

@@ -1,4 +1,4 @@
-"""Common mistakes: each is an error of one line that names its cause and a remedy."""
+"""Common mistakes raise one-line errors with the cause and a remedy."""
 
 import pytest
 import torch
@@ -27,16 +27,16 @@ def fail(channels):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: insert(num_head=4), "'num_head': did you mean 'num_heads'"),
+        (lambda: insert(num_head=4), r"'num_head'\. Did you mean 'num_heads'"),
         (lambda: insert("cbma"), r"block must be .*cbam.*; got 'cbma'"),
         (lambda: insert(nn.ReLU()), "block must be .* got a ReLU"),
-        (lambda: insert("ese", reduction=4), "takes no reduction, only add_maxpool"),  # timm would drop it
-        # A map that windows do not divide.
+        (lambda: insert("ese", reduction=4), "unknown option reduction: expected one of add_maxpool"),
+        # The window size does not divide the feature map.
         (
             lambda: insert("halo"),
             r"HaloAttn does not \(AssertionError at \"_assert\(H % self.block_size == 0, ''\)\"\)",
         ),
-        (lambda: insert(fail), "the block at '0', for 16 channels: KeyError: 'window'"),
+        (lambda: insert(fail), "the block at '0' cannot be built for 16 channels: KeyError: 'window'"),
         (capture_tokens, "layers.0.self_attn: the positions of its 9 tokens on the image are unknown"),
     ],
 )
@@ -48,7 +48,7 @@ def test_mistakes_in_python(make, message):
 
 def test_a_lazy_block_is_counted_once_it_has_values():
     report = insert(nn.LazyConv2d, kernel_size=1)
-    assert report.parameters == 16 * 16 + 16 + 16  # its own, and a gate
+    assert report.parameters == 16 * 16 + 16 + 16  # The parameters of the convolution, and a gate.
 
 
 class Breaks(nn.Conv2d):
@@ -70,7 +70,7 @@ TRAIN += " --insert layer2"
     [
         ("explore {images}/val/red/0.png --model tiny", 2, "vit_tiny_patch16_224"),
         ("inspect torchvision:resnet999", 2, "'torchvision:resnet999' does not exist. Did you mean resnet"),
-        (f"{TRAIN} --block-options num_head=4", 2, "'num_head': did you mean 'num_heads'?"),
+        (f"{TRAIN} --block-options num_head=4", 2, "'num_head'. Did you mean 'num_heads'?"),
         (f"{TRAIN} --block test_mistakes:Breaks", 1, "test_mistakes:Breaks raised KeyError ('window') in line "),
     ],
 )

@@ -25,13 +25,13 @@ import vision_attn as va
 from vision_attn.networks.insertion import untrained
 from vision_attn.networks.insertion.hooks import CHECKS, LOCATION
 
-pytestmark = pytest.mark.filterwarnings("ignore:little to attend")
+pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
 IMAGE = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
 class Net(nn.Module):
-    """A network of named modules and a function that runs them."""
+    """A network from named modules and a function that runs them."""
 
     def __init__(self, run, **parts):
         super().__init__()
@@ -48,7 +48,7 @@ def convolution(given, made, size=3):
 
 
 def residual(*branch, add=lambda x, y: x + y):
-    """A residual block: a function adds the branch to the shortcut."""
+    """Return a residual block; a function adds the branch to the shortcut."""
 
     def run(net, x):
         x = net.stem(x)
@@ -60,7 +60,7 @@ def residual(*branch, add=lambda x, y: x + y):
 
 
 def resnet(seed=0):
-    """A ResNet-18 in evaluation mode, with running statistics that matter."""
+    """Return a ResNet-18 in evaluation mode with random running statistics."""
     torch.manual_seed(seed)
     model = torchvision.models.resnet18().eval()
     for module in model.modules():
@@ -85,7 +85,7 @@ def keys_of_blocks(model):
 
 
 def aliased(module):
-    """A network with a module whose output may be its input, which is then changed in place."""
+    """Return a network with a module whose output may be its input, which is then changed in place."""
 
     def run(net, x):
         x = net.stem(x)
@@ -97,7 +97,7 @@ def aliased(module):
 
 
 def ignoring(side, head):
-    """A network that ignores the output of a module."""
+    """Return a network that ignores the output of a module."""
 
     def run(net, x):
         x = net.stem(x)
@@ -107,7 +107,7 @@ def ignoring(side, head):
     return Net(run, stem=convolution(3, 8), side=side, head=head)
 
 
-LABELS = Net(lambda net, x: x.argmax(1))  # which have no gradient
+LABELS = Net(lambda net, x: x.argmax(1))  # Labels have no gradient.
 
 
 def siamese(encoder):
@@ -118,7 +118,7 @@ def sized(*sizes):
     return tuple(torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(size)) for size in sizes)
 
 
-#: a pre-activation residual block whose first ReLU works in place (torchvision's DenseNet, timm's PreAct blocks)
+#: A pre-activation residual block with an in-place ReLU at the start (torchvision's DenseNet, timm's PreAct blocks).
 PRE_ACTIVATION = residual(nn.ReLU(inplace=True), convolution(8, 8))
 TWO_GRIDS = siamese(timm.create_model("test_vit", dynamic_img_size=True))
 AT_GRID = {"names": "encoder.blocks.0", "num_heads": 1, "example_input": sized(64, 96)}
@@ -127,15 +127,15 @@ REFUSED = [
     (PRE_ACTIVATION, {"block": "cbam", "names": "branch", "at": "before"}, "^'branch.0' .*in place"),
     (aliased(nn.Dropout()), {"names": "side"}, "^'side' .*in place"),
     (aliased(nn.Unflatten(1, (8,))), {"block": "cbam", "names": "side"}, "^'side' .*in place"),
-    (ignoring(nn.ReLU(inplace=True), nn.Identity()), {"names": "side"}, "'side': the network ignores"),
-    (ignoring(convolution(8, 8), LABELS), {"names": "side"}, "'side': the network ignores"),
+    (ignoring(nn.ReLU(inplace=True), nn.Identity()), {"names": "side"}, "the network ignores the output of 'side'"),
+    (ignoring(convolution(8, 8), LABELS), {"names": "side"}, "the network ignores the output of 'side'"),
     (nn.Conv2d(3, 8, 1), {"names": "", "layout": "b h w"}, "layout .*got 'b h w'"),
     (TWO_GRIDS, AT_GRID, r"'encoder.blocks.0' is called 2 times.*va.insert_\(model.encoder"),
     (resnet(), {"stage": -1}, "'stage'. Did you mean 'stages'"),
-    (resnet(), {"stages": -1, "exmaple_input": IMAGE}, "did you mean 'example_input'"),
-    (resnet(), {"block": "se", "stages": -1, "gate_init": 0.1}, "gate_init(?!.*did you mean 'gate_init')"),
+    (resnet(), {"stages": -1, "exmaple_input": IMAGE}, "Did you mean 'example_input'"),
+    (resnet(), {"block": "se", "stages": -1, "gate_init": 0.1}, "gate_init(?!.*Did you mean 'gate_init')"),
     # mmdetection#9786
-    (with_block("layer2.1")[0], {"block": "se", "names": "layer2.1"}, "'layer2.1' already has a block"),
+    (with_block("layer2.1")[0], {"block": "se", "names": "layer2.1"}, "'layer2.1' already has an inserted block"),
 ]
 
 
@@ -195,7 +195,7 @@ def test_stages_of_a_features_only_network_are_those_that_stage_names_lists(name
 
 
 def exchanging(path, make):
-    """A conversion that puts what is made of a module in its place."""
+    """Replace a module by a converted module."""
     return lambda model: model.set_submodule(path, make(model.get_submodule(path))) or model
 
 
@@ -242,7 +242,7 @@ def test_a_block_whose_module_was_replaced_is_an_error_that_names_the_remedy(nam
     # pytorch#187298: fuse_modules and hooks; ultralytics' fuse(); LoRA-like replacements by hand
     model = convert(with_block(["layer3.1", names])[0])
     for use in (lambda: model(IMAGE), lambda: va.inserted_blocks(model)):
-        with pytest.raises(va.SiteError, match=f"'{names}' is no longer run.*before inserting.*va.remove_"):
+        with pytest.raises(va.SiteError, match=f"'{names}' no longer runs.*before inserting.*va.remove_"):
             use()
     assert "layer3.1" in [block.site for block in va.remove_(model).blocks]
     assert not keys_of_blocks(model)
@@ -255,7 +255,7 @@ def test_reparameterized_branches_with_a_block_in_them_are_an_error():
     # timm.utils.reparameterize_model deletes the branches of RepVGG
     model = timm.create_model("repvgg_a0").eval()
     va.insert_(model, names="stages.0.0.conv_kxk.bn", example_input=IMAGE)
-    with pytest.raises(va.SiteError, match=r"'stages.0.0.conv_kxk.bn' is no longer run.* removed"):
+    with pytest.raises(va.SiteError, match=r"'stages.0.0.conv_kxk.bn' no longer runs.* removed"):
         timm.utils.reparameterize_model(model)(IMAGE)
 
 
@@ -336,7 +336,8 @@ def test_a_normalized_weight_of_zeros_is_an_error_that_names_the_remedy(normaliz
         with pytest.raises(ValueError, match=r"spectral_norm and weight_norm.*gate_init=0"):
             model(IMAGE)
     va.remove_(model)
-    va.insert_(model, names="1", gate_init=0.0, example_input=IMAGE)  # the remedy: the gate opens first
+    # The remedy is gate_init=0: the gate learns first.
+    va.insert_(model, names="1", gate_init=0.0, example_input=IMAGE)
     normalize(only_block(model).attn.proj)
     model(IMAGE).square().sum().backward()
     gate = only_block(model).gate
@@ -376,7 +377,7 @@ def test_check_optimizer_lists_the_blocks_that_an_optimizer_lacks():
 
 
 def custom(optimizer):
-    """A step as of fastai's optimizers, which are not torch's."""
+    """Update the parameters like fastai's optimizers, which are not torch optimizers."""
     with torch.no_grad():
         for parameter in optimizer.param_groups[0]["params"]:
             parameter -= 1e-3 * parameter.grad
@@ -387,13 +388,22 @@ def test_a_block_that_an_older_optimizer_does_not_update_is_warned_of_once(optio
     # fastai's Learner and mmengine's runner create the optimizer before callbacks and hooks run
     model, optimizer = late(torch.optim.AdamW, **options)
     network, step = (torch.compile(model, backend="eager"), partial(step, optimizer)) if step else (model, None)
-    with pytest.warns(UserWarning, match="'0' .* is not updated.*va.check_optimizer") as found:
+    with pytest.warns(UserWarning, match="does not update the blocks at '0': .*va.check_optimizer") as found:
         train(network, optimizer, step=step)
     assert len(found) == 1
     train_without_a_warning(network, optimizer, step=step)
 
 
-#: how often the network and the block are updated: every so many steps
+def test_one_warning_lists_all_blocks_that_an_older_optimizer_does_not_update():
+    model, optimizer = late()
+    va.insert_(model, names="1", num_heads=2, example_input=IMAGE)
+    with pytest.warns(UserWarning, match="does not update the blocks at '0', '1': ") as found:
+        train(model, optimizer)
+    assert len(found) == 1
+    train_without_a_warning(model, optimizer)
+
+
+#: Number of steps between updates of the network, and of the block.
 @pytest.mark.parametrize(
     ("network", "block"), [(1, 1), (8, 8), (1, None), (1, 3)], ids=["after", "accumulated", "frozen", "in turn"]
 )
@@ -492,7 +502,7 @@ def test_the_branch_of_a_residual_block_is_found_however_it_is_added(last, add):
     report = va.insert_(model, names="0", at="branch", num_heads=1, example_input=IMAGE)
     (site,) = [block.site for block in report.blocks]
     assert site == f"0.branch.{len(branch) - 1}"
-    assert (f"{site!r}: freeze, fuse and quantize" in str(report)) != isinstance(last, nn.ReLU)
+    assert (f"blocks at norms and convolutions: {site!r}" in str(report)) != isinstance(last, nn.ReLU)
     assert torch.equal(model(IMAGE), before)
 
 

@@ -1,4 +1,4 @@
-"""Networks with blocks are pruned: by masks of torch, and by torch-pruning, which removes channels."""
+"""Pruning of networks with blocks, by torch's masks and by torch-pruning, which removes channels."""
 
 import copy
 import re
@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 import vision_attn as va
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "insert.md"
-#: How many channels the layers at the sites have.
+#: Number of channels at the sites.
 CHANNELS = 256
 SHAPE = (1, 3, 128, 128)
 
@@ -27,7 +27,7 @@ def network():
 
 
 def with_blocks(**options):
-    """A network whose blocks contribute."""
+    """Return a network whose blocks change the output."""
     model = network()
     va.insert_(model, example_input=SHAPE, **options)
     for block in va.inserted_blocks(model).values():
@@ -70,7 +70,7 @@ def prune_channels(model, *ignored):
 @pytest.mark.parametrize(
     "options",
     [
-        # Without ignoring the blocks, this one never returns (Torch-Pruning#430).
+        # If the blocks are not ignored, this call never returns (Torch-Pruning#430).
         {"stages": [-2, -1], "impl": "bmm", "position": va.RelPosDecomposed(8)},
         {"stages": -2, "output_gate": True, "kv_stride": 2, "num_kv_heads": 2},
         {"names": "layer3.*", "at": "branch"},
@@ -93,7 +93,7 @@ def test_torch_pruning_prunes_around_ignored_blocks(options, tmp_path):
 
 
 def test_a_block_refuses_the_channels_that_pruning_left():
-    """A convolution at a site is pruned although its block is ignored (Torch-Pruning#503)."""
+    """Test that a convolution at a site is pruned although its block is ignored (Torch-Pruning#503)."""
     model = with_blocks(names="layer3.1.conv1")
     prune_channels(model, *va.inserted_blocks(model).values())
     with pytest.raises(ValueError, match=rf"\(batch, {CHANNELS}, height, width\); got \(1, 1"):

@@ -1,4 +1,4 @@
-"""Attention in the place of what a backbone has: shapes as before, keys only where it is new, and back again."""
+"""Attention in place of modules of a backbone: shapes, state-dict keys, and restoring the modules."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ resnet18 = torchvision.models.resnet18
 bottlenecks = partial(torchvision.models.ResNet, Bottleneck, [1, 1, 1, 2])
 dilated = partial(bottlenecks, replace_stride_with_dilation=[False, False, True])
 
-#: a network, its convolutions, and the channels and the stride of each
+#: Networks, their convolutions, and the channels and strides of the convolutions.
 CONVOLUTIONS = {
     "bottlenecks, stride 2 in the first": (bottlenecks, "layer4.*.conv2", [(512, 512, 2), (512, 512, 1)]),
     "a group for each channel": (
@@ -68,7 +68,7 @@ def test_squeeze_and_excitation_becomes_a_gated_block():
     as_after_training(model)
     before = model(x)
     assert len(va.replace_(model, names="features.[89].block.2", example_input=x)) == 2
-    # It is an identity at initialization: what is left is the network without the recalibration.
+    # The block is an identity at initialization, so the output is that of the network without squeeze and excitation.
     without = model(x)
     assert not torch.equal(without, before)
     for site, block in va.inserted_blocks(model).items():
@@ -79,7 +79,7 @@ def test_squeeze_and_excitation_becomes_a_gated_block():
 
 def test_what_comes_back_is_where_the_model_is_and_in_its_mode():
     model, x = timm.create_model("resnet20"), torch.randn(1, 3, 32, 32, dtype=torch.float64)
-    norm = model.layer3[1].bn2.eval()  # a norm that is frozen by its mode keeps it
+    norm = model.layer3[1].bn2.eval()  # A norm that is frozen by its mode keeps the mode.
 
     def convolution(channels, stride, out_channels, device, dtype):
         return nn.Conv2d(channels, out_channels, 1, stride)
@@ -104,7 +104,7 @@ def test_blocks_are_inserted_after_what_is_replaced():
     before = model(x)
     va.insert_(model, names="layer3")
     assert torch.equal(model(x), before)
-    with pytest.raises(va.SiteError, match=r"'layer3.2.conv2' is or holds an inserted block"):
+    with pytest.raises(va.SiteError, match=r"'layer3.2.conv2' cannot be replaced: it is or contains an inserted block"):
         va.replace_(model, names="layer3.2.conv?")
     assert sorted(va.inserted_blocks(model)) == ["layer3.2", "layer3.2.conv2"]
     assert len(va.remove_(model)) == 2
@@ -115,9 +115,9 @@ def test_blocks_are_inserted_after_what_is_replaced():
     ("make", "names", "message"),
     [
         (resnet18, "layer2", r"Sequential that returns \(1, 128, 28, 28\)"),
-        (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a map"),
-        (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' is or holds .* another site"),
-        (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # a map in a list
+        (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a feature map"),
+        (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' cannot be replaced: .* another selected module"),
+        (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # The feature map is in a list.
     ],
 )
 def test_what_cannot_be_replaced_is_refused_by_name_and_left_alone(make, names, message):

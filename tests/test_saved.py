@@ -30,7 +30,7 @@ from vision_attn.networks.insertion import inserted_keys, records
 from vision_attn.tools.comparison.controls import ConvBlock2d
 
 #: Some feature maps of the small networks in these tests are 2×2.
-pytestmark = pytest.mark.filterwarnings("ignore:little to attend")
+pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
 IMAGES = (1, 3, 32, 32)
 

@@ -34,7 +34,7 @@ def tokens(y, prefix=0):
     return torch.cat([y.new_zeros(len(y), prefix, 8), y.flatten(2).transpose(1, 2)], 1)
 
 
-#: A container or layout, and the place and layout of the feature map in it.
+#: A container or layout, and the position and layout of the feature map in it.
 FORMS = {
     "tuple": (lambda y: (y, None), 0, "b c h w"),
     "list": (lambda y: [3, y], 1, "b c h w"),
@@ -47,7 +47,7 @@ FORMS = {
 
 
 class Give(nn.Module):
-    """Returns a feature map in a container or layout."""
+    """Return a feature map in a container or layout."""
 
     def __init__(self, form):
         super().__init__()
@@ -62,7 +62,7 @@ def test_the_map_is_found_wherever_it_is_and_everything_else_is_left_alone(form)
     torch.manual_seed(0)
     model, x = nn.Sequential(Give(form)), torch.randn(2, 3, 6, 10)
     before = model(x)
-    # Along rows, so that rows and columns are not interchangeable.
+    # With attention along rows, rows and columns are not interchangeable.
     options = {"gate_init": 1.0, "num_heads": 2, "pattern": "rows"}
     (block,) = va.insert_(model, names="0", example_input=(2, 3, 6, 10), **options).blocks
     assert (block.element, block.layout) == FORMS[form][1:]
@@ -70,7 +70,7 @@ def test_the_map_is_found_wherever_it_is_and_everything_else_is_left_alone(form)
     after = model(x)
     assert type(after) is type(before)
     if form == "tokens":
-        with pytest.raises(ValueError, match=r"'0' is for a grid of 6×10 tokens; got 36 tokens"):
+        with pytest.raises(ValueError, match=r"'0' expects a grid of 6×10 tokens; got 36 tokens"):
             model(torch.randn(1, 3, 6, 6))
     expected = tensors(model[0].form(va.inserted_blocks(model)["0"](model[0].conv(x))))
     for new, wanted in zip(tensors(after), expected, strict=True):
@@ -80,14 +80,14 @@ def test_the_map_is_found_wherever_it_is_and_everything_else_is_left_alone(form)
     assert all(map(torch.equal, tensors(before), tensors(model(x))))
 
 
-@pytest.mark.filterwarnings("ignore:little to attend", "ignore:the output of the network")
+@pytest.mark.filterwarnings("ignore:attention has little effect", "ignore:the output of the network")
 @pytest.mark.parametrize(
     ("name", "options", "layout"),
     [
         ("swin_tiny_patch4_window7_224", {"embed_dim": 24, "depths": (1, 1, 2, 1), "img_size": 96}, "b h w c"),
         ("vit_tiny_patch16_224", {"depth": 2, "img_size": 96}, "b (1 + h w) c"),
         ("deit_tiny_distilled_patch16_224", {"depth": 2, "img_size": 96}, "b (2 + h w) c"),
-        ("cait_xxs24_224", {"depth": 2, "img_size": 96}, "b (h w) c"),  # its class token comes later
+        ("cait_xxs24_224", {"depth": 2, "img_size": 96}, "b (h w) c"),  # The class token is added later.
         ("densenet121", {"growth_rate": 8, "block_config": (2, 2, 2, 2)}, "b c h w"),
     ],
 )
@@ -96,7 +96,7 @@ def test_layouts_of_networks_and_modules_that_loop_over_their_children(name, opt
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5, **options).eval()
     for head in (module for module in model.modules() if isinstance(module, nn.Linear)):
-        nn.init.normal_(head.weight, std=0.1)  # some heads are zero at initialization
+        nn.init.normal_(head.weight, std=0.1)  # Some heads are initialized to zero.
     x = torch.randn(2, 3, *[64 if "b c h w" in layout else 96] * 2)
     keys, before = list(model.state_dict()), model(x)
     va.insert_(model, names=va.stage_names(model, x)[-2:], num_heads=3 if "tiny" in name else 4, example_input=x)
@@ -121,7 +121,7 @@ def test_a_dense_block_has_its_block_held_further_in():
         f"features.denseblock{i}.denselayer1.inserted_features_denseblock{i}" for i in (1, 2)
     }
     assert torch.equal(model(x), before)
-    # A copy of a part has its block.
+    # A copy of a part contains the block.
     part, y = copy.deepcopy(model.features.denseblock1), torch.randn(1, 16, 8, 8)
     assert torch.equal(part(y), model.features.denseblock1(y))
     assert any(".gate" in key for key, _ in part.named_parameters())
@@ -190,7 +190,7 @@ def paths(form, *indices):
     return [form.format(index) for index in indices]
 
 
-#: A network, two sizes of its images, the smaller one pooled to a cell before the head, and its stages for both.
+#: A network, two sizes of its images, the smaller one pooled to one position before the head, and its stages for both.
 TRUNKS = {
     "maxvit_t": (get_model, 224, 224, ["stem", *paths("blocks.{}", *range(4))]),
     "vit_b_16": (get_model, 224, 224, paths("encoder.layers.encoder_layer_{}", *range(12))),
@@ -208,7 +208,7 @@ TRUNKS = {
     "Segformer": (of_transformers, 32, 224, paths("segformer.stages.{}", *range(4))),
     "ViT": (of_transformers, 224, 224, paths("vit.layers.{}", 0, 1)),
 }
-if timm.is_model("gemma4_vit_167m"):  # whose declaration names no modules
+if timm.is_model("gemma4_vit_167m"):  # The metadata of this model contains no modules.
     TRUNKS["gemma4_vit_167m"] = timm.create_model, 128, 128, paths("encoder.blocks.{}", *range(16))
 
 
@@ -232,11 +232,11 @@ POOLED = (*(nn.Conv2d(3, 3, 3, 2, padding=1) for _ in range(5)), nn.AdaptiveAvgP
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Sequential(*UP), r"larger.*names=, as among '0' \(16×16\), '1' \(8×8\), '3' \(16"),
-        # A way down and up inside of one module.
+        (lambda: nn.Sequential(*UP), r"get larger.*names=, for example '0' \(16×16\), '1' \(8×8\), '3' \(16"),
+        # One module contains a downsampling and an upsampling path.
         (monai_unet, r"larger.*'model.0' \(16×16\), 'model.1.submodule.1' \(8×8\), .*'model.2.1' \(32×32\)"),
-        # A stage of one position, or pooling.
-        (lambda: nn.Sequential(*POOLED), r"larger example_input=.* as among '0' .*, '3' \(2×2\)$"),
+        # The last module is a stage of one position, or pooling.
+        (lambda: nn.Sequential(*POOLED), r"larger example_input= or use names=, for example '0' .*, '3' \(2×2\)$"),
         (
             lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), nn.Linear(64, 64), nn.Linear(64, 64)),
             r"tokens.* '0' \(8×8\)",
@@ -253,7 +253,7 @@ def test_of_several_parts_that_declare_stages_none_is_chosen():
     with torch.device("meta"):
         model = nn.ModuleDict({"one": timm.create_model("resnet18"), "other": timm.create_model("resnet18")})
     model.forward = lambda x: model.one(x) + model.other(x)
-    with pytest.raises(va.SiteError, match="several parts declare them, one, other"):
+    with pytest.raises(va.SiteError, match="several parts of the model have stages: one, other"):
         va.insert_(model, stages=-1)
     assert va.insert_(model, names="other.layer4").blocks[0].site == "other.layer4.1"
 
@@ -291,7 +291,7 @@ def test_a_model_stays_in_its_state(state):
 def test_a_map_that_the_network_does_not_read_is_a_warning():
     torch.manual_seed(0)
     model = tiny_vit(num_classes=3)
-    with pytest.warns(UserWarning, match="does not depend on the map at 'blocks.1'"):
+    with pytest.warns(UserWarning, match="does not depend on the feature map at 'blocks.1'"):
         report = va.insert_(model, stages=[0, 1], num_heads=3, gate_init=1.0)
     assert [block.read for block in report.blocks] == [True, False]
     assert report.blocks[0].input_shape == (1, 3, 96, 96)
@@ -301,7 +301,7 @@ def test_a_map_that_the_network_does_not_read_is_a_warning():
 
 @pytest.mark.parametrize(("both", "element"), [(False, 1), (True, 0)])
 def test_of_several_maps_the_one_that_is_read_is_used_or_else_the_declared_one(both, element):
-    """A stage returns two feature maps, of which one or both are read."""
+    """Test a stage that returns two feature maps, of which the network uses one or both."""
     model, options = nn.Sequential(), {"num_heads": 2, "example_input": (1, 3, 6, 8)}
     model.stem, model.stage = nn.Conv2d(3, 8, 1), nn.Identity()
     model.stage.forward = lambda x: (x[:, :6], 2 * x)
@@ -313,7 +313,7 @@ def test_of_several_maps_the_one_that_is_read_is_used_or_else_the_declared_one(b
     va.remove_(model)
     model.feature_info = []
     if both:
-        with pytest.raises(va.SiteError, match="'stage' returns 2 maps"):
+        with pytest.raises(va.SiteError, match="'stage' returns 2 feature maps"):
             va.insert_(model, names="stage", **options)
 
 
@@ -332,7 +332,7 @@ def test_a_network_that_became_a_part_of_another_keeps_its_blocks():
 @pytest.mark.parametrize(
     ("make", "site", "message"),
     [
-        # Tokens of windows; channels in the place of tokens; tokens that are not in raster order.
+        # Tokens of windows, channels in place of tokens, and tokens that are not in raster order.
         (lambda: timm.create_model("swin_tiny_patch4_window7_224"), "layers.0.blocks.0.attn.proj", "64, 49, 96"),
         (lambda: MlpMixer(patch_size=16, num_blocks=1, embed_dim=512), "blocks.0.mlp_tokens.fc1", "1, 512, 256"),
         (lambda: timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1)), "blocks.1", r"1, 784, 192\) .* mask units"),
@@ -350,7 +350,7 @@ def test_as_many_tokens_in_another_grid_are_refused():
     model, images = tiny_vit(img_size=224, dynamic_img_size=True), torch.randn(1, 3, 112, 448)
     before = model(images)
     va.insert_(model, names="blocks.0", num_heads=3)
-    with pytest.raises(ValueError, match=r"14×14 tokens; got 7×28 for images of 112×448"):
+    with pytest.raises(ValueError, match=r"a grid of 14×14 tokens; got 7×28 for images of 112×448"):
         copy.deepcopy(model)(images)
     model(torch.randn(2, 3, 224, 224))
     va.remove_(model)
@@ -366,8 +366,8 @@ def test_the_user_declares_a_layout_and_excludes_sites():
     assert (block.site, block.layout, block.channels) == ("0", "b h w c", 8)
     for exclude, layout, message in (
         (None, "b (h w) c", "no feature map was found"),
-        ("layr", None, "exclude: 'layr'"),
-        ("*", None, "no module is chosen"),
+        ("layr", None, "exclude: no module matches 'layr'"),
+        ("*", None, "no module is selected: exclude"),
     ):
         with pytest.raises(va.SiteError, match=message):
             va.insert_(model, names="1", exclude=exclude, layout=layout, **options)

@@ -1,4 +1,4 @@
-"""Contexts and swapped models in several threads and tasks: each answer equals that of a run alone.
+"""Contexts and swapped models in several threads and tasks: each result equals that of a single run.
 
 ``capture``, ``use_impl`` and ``disabled`` act in the thread or task that entered them, and store nothing on the model.
 """
@@ -36,7 +36,7 @@ KINDS = ["capture", "disabled", "use_impl"]
 @pytest.fixture(scope="module", autouse=True)
 def negative():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(IMPLEMENTATIONS, "negative", None)  # so that it is forgotten after the tests
+        patch.setitem(IMPLEMENTATIONS, "negative", None)  # The registration is removed after the tests.
         del IMPLEMENTATIONS["negative"]
         va.register_impl("negative", lambda q, k, v, **options: -attend(q, k, v, impl="bmm", **options))
         yield
@@ -61,7 +61,7 @@ def model():
 
 @contextmanager
 def entered(model, names, results):
-    """Enter contexts; their results are the output, to which the maps that were captured are appended."""
+    """Run a model inside contexts, and return the output and the captured maps."""
     with ExitStack() as stack:
         found = [stack.enter_context(CONTEXTS[name](model)) for name in names]
         yield
@@ -69,7 +69,7 @@ def entered(model, names, results):
 
 
 def run(model, x, *names):
-    """The output inside of contexts, and the maps that were captured."""
+    """Return the output inside contexts, and the captured maps."""
     results = []
     with entered(model, names, results):
         results.append(model(x))
@@ -89,7 +89,8 @@ def test_every_thread_of_a_server_gets_its_own_answer(model, calls):
     requests = list(itertools.product(CALLS, range(len(IMAGES))))
     alone = {(names, at): run(model, IMAGES[at], *names) for names, at in requests}
     assert {names: len(alone[names, 0]) for names in CALLS} == {names: 1 + 2 * ("capture" in names) for names in CALLS}
-    assert len({round(alone[names, 0][0].double().sum().item(), 6) for names in CALLS}) == 6  # capture changes nothing
+    # Capturing does not change the output.
+    assert len({round(alone[names, 0][0].double().sum().item(), 6) for names in CALLS}) == 6
 
     def serve(number):
         names, at = requests[number % len(requests)]
@@ -119,7 +120,7 @@ def test_tasks_of_one_thread_have_their_own_contexts(model):
     async def serve(*names):
         results = []
         with entered(model, names, results):
-            await asyncio.sleep(0.01)  # the other tasks enter theirs
+            await asyncio.sleep(0.01)  # The other tasks enter their contexts.
             results.append(model(IMAGES[0]))
             await asyncio.sleep(0.01)
         return results
@@ -175,7 +176,7 @@ def test_contexts_may_end_in_any_order_and_by_errors(model):
 
 @contextmanager
 def in_another_thread(model, *names):
-    """Another thread is inside of contexts for as long as this one is inside of the ``with`` block."""
+    """Keep another thread inside contexts while this thread is inside the ``with`` block."""
     inside, left = threading.Event(), threading.Event()
 
     def other():
@@ -286,7 +287,7 @@ def test_an_implementation_that_is_set_inside_stays(model):
 
 def test_replicas_in_new_threads_are_refused(model):
     parallel = nn.DataParallel(model)
-    parallel.device_ids = [0, 1]  # as on two GPUs
+    parallel.device_ids = [0, 1]  # This has the effect of two GPUs.
     for context in CONTEXTS.values():
         with pytest.raises(ValueError, match=r"nn\.DataParallel.*model\.module"), context(parallel):
             pass

@@ -1,4 +1,4 @@
-"""Requirements of timm on registered networks, after its own tests/test_models.py, which no wheel has."""
+"""Requirements of timm for registered networks, adapted from timm's tests/test_models.py."""
 
 import copy
 from math import ceil
@@ -12,14 +12,14 @@ import vision_attn as va
 from vision_attn.networks import models
 from vision_attn.networks.insertion.attach import keys_by_site
 
-#: Those that classify images: recall's classify every cell.
+#: Networks that classify images. The recall networks classify every position.
 NAMES = [name for name in models.__all__ if timm.is_model(name) and "recall" not in name]
-#: Quick ones of our own classes: with a block, and without.
+#: Small networks of this library, with and without a block.
 QUICK = ["resnet20_attention", "resnet20"]
 
 
 def image(model, batch=1):
-    """Random numbers of the size that a network is for, but at most 64 pixels a side."""
+    """Return random images of the network's size, but at most 64 pixels per side."""
     channels, *size = model.pretrained_cfg["input_size"]
     return torch.randn(batch, channels, *(min(side, 64) for side in size))
 
@@ -112,8 +112,8 @@ CHECKS = [forward, backward, heads, features, checkpointing, layers]
     ("name", "check"),
     [
         *((name, check) for name in QUICK for check in CHECKS),
-        ("resnet20_a", heads),  # whose classifier has another name
-        ("wrn16_4", heads),  # the norm that comes after its stages
+        ("resnet20_a", heads),  # Its classifier has another name.
+        ("wrn16_4", heads),  # This is the norm after the stages.
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

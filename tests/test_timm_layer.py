@@ -1,4 +1,4 @@
-"""Blocks as attention layers of timm's own networks."""
+"""Blocks as attention layers in timm's networks."""
 
 import copy
 import pickle
@@ -24,7 +24,12 @@ def find_blocks(model, kind=va.AttentionBlock2d):
 @pytest.mark.parametrize(
     ("name", "options", "layer"),
     [
-        ("resnet18", lambda layer: {"block_args": {"attn_layer": layer}}, va.AttentionBlock2d),  # the class itself
+        # The class is passed directly.
+        (
+            "resnet18",
+            lambda layer: {"block_args": {"attn_layer": layer}},
+            va.AttentionBlock2d,
+        ),
         ("regnetz_b16", lambda layer: {"attn_layer": layer or "", "attn_kwargs": {}}, va.timm_layer(num_heads=4)),
     ],
 )
@@ -69,7 +74,7 @@ def test_it_takes_the_place_of_bottleneck_attention(layer, options):
     }
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
-    assert {name.rsplit(".", 2)[1] for name in missing} == {"qkv", "proj"}  # the biases, and a projection
+    assert {name.rsplit(".", 2)[1] for name in missing} == {"qkv", "proj"}  # These are the biases and a projection.
     for block in blocks:
         nn.init.zeros_(block.attn.qkv.bias)
         nn.init.zeros_(block.attn.proj.bias)
@@ -78,7 +83,7 @@ def test_it_takes_the_place_of_bottleneck_attention(layer, options):
     torch.testing.assert_close(model(x), theirs(x))
 
 
-@pytest.mark.parametrize("num_heads", [4, 16])  # 16 does not divide the 8 channels that timm tries a layer with
+@pytest.mark.parametrize("num_heads", [4, 16])  # timm tests layers with 8 channels, which 16 heads do not divide.
 def test_it_takes_the_place_of_squeeze_and_excitation(num_heads):
     layer = va.timm_layer(num_heads=num_heads)
     blocks = decode_arch_def([["ds_r1_k3_s1_e1_c16_se0.25_nre"], ["ir_r2_k3_s2_e4_c32_se0.25"]])
@@ -100,5 +105,5 @@ def test_a_block_gets_the_arguments_that_it_can_use():
     made = va.timm_layer(partial(strided, qkv_bias=False))(16, stride=2, **options, block_size=8)
     expected = {"channels": 16, "stride": 2, "feat_size": (7, 7), "block_size": 8, "qkv_bias": False}
     assert made == {**expected, "device": None, "dtype": None}
-    with pytest.raises(ValueError, match=r"must take stride.* by 2"):
+    with pytest.raises(ValueError, match=r"must have the argument stride.*stride=2"):
         va.timm_layer()(16, stride=2)

@@ -1,4 +1,4 @@
-"""Checks of arguments, and the product of sizes."""
+"""Argument checks, and the product of sizes."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import Any
 
 import torch
 
-#: The largest size, count or number of threads in torch.
+#: The largest size, count or number of threads that torch supports.
 MOST = 2**31 - 1
 
 
 def check_count(name: str, value: int) -> None:
-    """Raise unless the value is a whole number from 1 to :data:`MOST`."""
+    """Raise unless the value is an integer from 1 to :data:`MOST`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= value <= MOST:
         most = f" and at most {MOST:,}" if isinstance(value, Integral) and value > MOST else ""
-        raise ValueError(f"{name} must be a whole number of at least 1{most}; got {reprlib.repr(value)}")
+        raise ValueError(f"{name} must be an integer of at least 1{most}; got {reprlib.repr(value)}")
 
 
 def check_counts(**counts: int | None) -> None:
-    """Raise for the first argument that is neither a count nor None."""
+    """Raise for the first argument that is neither a positive integer nor None."""
     for name, value in counts.items():
         if value is not None:
             check_count(name, value)
 
 
-def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
-    """Raise unless one number divides another; the error names the numbers that do.
+def check_divides(name: str, value: int, total_name: str, total: int) -> None:
+    """Raise unless one number divides another; the message lists the divisors.
 
     >>> check_divides("num_heads", 5, "channels", 12)
     Traceback (most recent call last):
     ValueError: num_heads must divide channels; got channels=12 and num_heads=5. Choose num_heads from 1, 2, 3, 4, 6, 12
     """
-    if whole % value:
-        # A file may name a very large number: the search for its divisors ends early.
-        divisors = [n for n in range(1, min(whole, 10_000) + 1) if whole % n == 0]
-        choice = f"Choose {name} from {', '.join(map(str, divisors))}{', …' * (whole > 10_000)}"
-        raise ValueError(f"{name} must divide {whole_name}; got {whole_name}={whole} and {name}={value}. {choice}")
+    if total % value:
+        # A file may contain a very large number, so the search for divisors is limited.
+        divisors = [n for n in range(1, min(total, 10_000) + 1) if total % n == 0]
+        choice = f"Choose {name} from {', '.join(map(str, divisors))}{', …' * (total > 10_000)}"
+        raise ValueError(f"{name} must divide {total_name}; got {total_name}={total} and {name}={value}. {choice}")
 
 
 def check_flags(**flags: bool) -> None:
@@ -63,14 +63,14 @@ def check_number(name: str, value: float, above: float = -math.inf) -> None:
 
 
 def check_choice(name: str, value: object, choices: Iterable[str], context: str = "") -> None:
-    """Raise unless the value is one of these names."""
+    """Raise unless the value is one of the choices."""
     names = list(choices)
     if not isinstance(value, str) or value not in names:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}{context}; got {value!r}")
 
 
 def check_new(device: Any, dtype: Any, **sizes: int) -> None:
-    """Raise unless the sizes are counts, the dtype is a floating-point type and the device exists."""
+    """Raise unless the sizes are positive integers, the dtype is a floating-point type and the device exists."""
     for name, value in sizes.items():
         check_count(name, value)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -95,12 +95,12 @@ def as_list(name: str, value: Any, what: str, *, single: type | tuple[type, ...]
         return [value]
     try:
         return list(value)
-    except TypeError:  # as a tensor without axes does, too, though it has an iterator
+    except TypeError:  # A tensor without axes has an iterator, but raises the same error.
         raise ValueError(f"{name} must be {what}; got {type(value).__name__}") from None
 
 
 def product(factors: Iterable[int]) -> int:
-    """Return the product of sizes; unlike ``math.prod`` it takes symbolic sizes while a graph is compiled."""
+    """Return the product of sizes; unlike ``math.prod``, it supports the symbolic sizes of compiled graphs."""
     result = 1
     for factor in factors:
         result = result * factor

@@ -1,4 +1,4 @@
-"""The errors of the library, by what a caller would do about them; a wrong argument is a plain ``ValueError``."""
+"""Exceptions of the library. An invalid argument raises a plain ``ValueError``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from vision_attn.text import escaped
 
 
 class VisionAttnError(Exception):
-    """The base of this library's errors; a wrong argument is a plain ``ValueError``.
+    """Base class of the exceptions in this library. An invalid argument raises a plain ``ValueError``.
 
-    The kinds are in ``vision_attn.errors``: :class:`SiteError`, :class:`CheckpointError`, :class:`ConversionError`,
-    and ``DataError``, ``TrainingError`` and ``ExportError`` of the commands.
+    The subclasses in ``vision_attn.errors`` are :class:`SiteError`, :class:`CheckpointError` and
+    :class:`ConversionError`, and for the command line ``DataError``, ``TrainingError`` and ``ExportError``.
 
     >>> issubclass(SiteError, VisionAttnError), issubclass(SiteError, ValueError)
     (True, True)
@@ -17,21 +17,21 @@ class VisionAttnError(Exception):
 
 
 class SiteError(VisionAttnError, ValueError):
-    """A site does not exist or cannot take a block; the model is as it was.
+    """Raised if a site does not exist or cannot take a block. The model is unchanged.
 
     >>> import torch
     >>> from vision_attn import insert_
     >>> model = torch.nn.Sequential(torch.nn.ReLU())
-    >>> insert_(model, names="layer4", example_input=(1, 3, 16, 16))  # doctest: +ELLIPSIS
+    >>> insert_(model, names="layer4", example_input=(1, 3, 16, 16))
     Traceback (most recent call last):
-    vision_attn.errors.SiteError: names: 'layer4' matches no module; ...
+    vision_attn.errors.SiteError: names: no module matches 'layer4'. Top-level modules: 0
     """
 
 
 class CheckpointError(VisionAttnError, RuntimeError):
-    """A file cannot be read as a checkpoint, or does not fit the model; the model is as it was.
+    """Raised if a file cannot be read as a checkpoint, or does not match the model. The model is unchanged.
 
-    Its arguments are the lines of the message; text from the file is escaped.
+    The arguments are the lines of the message. Text from the file is escaped.
 
     >>> import tempfile, pathlib
     >>> from vision_attn.networks.safe import read_checkpoint
@@ -48,7 +48,7 @@ class CheckpointError(VisionAttnError, RuntimeError):
 
 
 class ConversionError(VisionAttnError, RuntimeError):
-    """The converted layer does not compute the same as the original, or this cannot be checked.
+    """Raised if the outputs of a converted layer differ from the original layer, or cannot be compared.
 
     >>> from torch import nn
     >>> from vision_attn.networks.convert import from_layer
@@ -62,19 +62,19 @@ class ConversionError(VisionAttnError, RuntimeError):
 
 
 class DataError(VisionAttnError, RuntimeError):
-    """The data is missing, damaged or does not fit."""
+    """Raised if data is missing, damaged or does not match the model."""
 
 
 class TrainingError(VisionAttnError, RuntimeError):
-    """Training cannot continue; files that were saved before are intact."""
+    """Raised if training cannot continue. Files that were saved before are intact."""
 
 
 class ExportError(VisionAttnError, RuntimeError):
-    """The network cannot be exported, or the exported network gives another output; no file is left behind."""
+    """Raised if a network cannot be exported, or if the exported network returns another output. No file is left."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM stopped a run after it was saved; like ``KeyboardInterrupt`` it is no ``Exception``."""
+    """Raised after Ctrl-C or SIGTERM, when the run is saved; like ``KeyboardInterrupt``, not an ``Exception``."""
 
     def __init__(self, signal: int, message: str) -> None:
         super().__init__(signal, message)

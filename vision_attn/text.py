@@ -1,4 +1,4 @@
-"""Text for reports and messages: tables, shortened lists, and names from files without control characters."""
+"""Text for reports and messages: tables, shortened lists, and escaped names from files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 
 def markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Format rows of cells, the header first, as a table of Markdown; see :class:`Table`.
+    """Format rows of cells, the header first, as a Markdown table; see :class:`Table`.
 
-    >>> print(markdown([("where", "map"), ("layer4", "7×7")]))
-    | where | map |
+    >>> print(markdown([("site", "size"), ("layer4", "7×7")]))
+    | site | size |
     | --- | ---: |
     | layer4 | 7×7 |
     """
@@ -20,14 +20,14 @@ def markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str
 
 
 class Table(NamedTuple):
-    """Rows of cells, the header first, as lines with aligned columns; in a notebook, a table of HTML.
+    """Table that prints with aligned columns; displayed as an HTML table in a notebook.
 
     Args:
-        rows: with the same number of cells each.
-        left: the columns aligned to the left; the others are aligned to the right, as numbers are.
+        rows: rows with the same number of cells, the header first.
+        left: indices of left-aligned columns; the others are right-aligned.
 
-    >>> print(Table([("where", "map", "tokens"), ("layer3.1", "14×14", "196"), ("layer4.1", "7×7", "49")]))
-    where       map  tokens
+    >>> print(Table([("site", "size", "tokens"), ("layer3.1", "14×14", "196"), ("layer4.1", "7×7", "49")]))
+    site       size  tokens
     layer3.1  14×14     196
     layer4.1    7×7      49
     """
@@ -56,28 +56,28 @@ class Table(NamedTuple):
 
 
 class Report:
-    """A report that prints as text and tables, and is displayed as HTML in a notebook.
+    """Report that prints as text and tables; displayed as HTML in a notebook.
 
     >>> class Sizes(Report):
     ...     def parts(self):
-    ...         return ["2 < 3", Table([("where", "map"), ("layer4", "7×7")])]
+    ...         return ["2 < 3", Table([("site", "size"), ("layer4", "7×7")])]
     >>> Sizes()
     2 < 3
-    where   map
-    layer4  7×7
+    site    size
+    layer4   7×7
     >>> Sizes()._repr_html_().partition("<table>")[0]
     '<div style="white-space: pre-wrap">2 &lt; 3</div>'
     """
 
     def parts(self) -> Iterable[str | Table]:
-        """Return its texts and tables, in order."""
+        """Return the texts and tables of the report, in order."""
         raise NotImplementedError
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.parts()))
 
     def __repr__(self) -> str:
-        return str(self)  # an interactive session shows it
+        return str(self)  # Interactive sessions display the representation.
 
     def _repr_html_(self) -> str:
         def paragraph(text: str) -> str:
@@ -96,7 +96,7 @@ def escaped(text: object) -> str:
 
 
 def shorten(keys: Iterable[str], limit: int = 6) -> str:
-    """Join the first keys, escaped, and the number of the others.
+    """Join the first keys, escaped, followed by the number of remaining keys.
 
     >>> shorten(["conv1", "bn1", "layer1", "layer2"], limit=2)
     'conv1, bn1, … (2 more)'

@@ -1,4 +1,4 @@
-"""Contributions of the blocks of a network: the size of their branches, and what changes when they are disabled."""
+"""Contribution of the blocks of a network: the size of their branches, and the effect of disabling them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,19 @@ from vision_attn.checks import as_list
 from vision_attn.networks.insertion import inserted_blocks, plain_network, quiet_eval, replaced_modules
 from vision_attn.text import Report, Table
 
+#: The note of a report if the loss is lower without the blocks.
+HARMFUL = (
+    "The loss on this batch is lower with all blocks disabled, so the blocks make the predictions worse.\n"
+    "Train longer or with a higher learning rate for the blocks (attention_lr), choose another site, or remove the "
+    "blocks with va.remove_(model)."
+)
+
 
 @dataclass(frozen=True)
 class Ablation:
-    """What changes when blocks are disabled, so that they pass their feature map on unchanged."""
+    """Effect of disabling blocks, which then return their input unchanged."""
 
-    #: number of predictions that change; None if the model returns no scores of classes
+    #: number of predictions that change; None if the model returns no class scores
     changed: int | None
     #: increase of the mean cross-entropy; None without labels
     loss: float | None
@@ -32,76 +39,80 @@ class Ablation:
 class BlockContribution:
     """Contribution of one block."""
 
-    #: path of the module at which the block was inserted, or of the block itself
+    #: path of the module at which the block is inserted, or of the block if it is part of the network
     site: str
-    #: root mean square of the branch, over that of the feature map that it is added to
+    #: root mean square of the branch, divided by the root mean square of the input of the block
     share: float
-    #: the same for each channel, ``(c,)``
+    #: the same ratio for each channel, ``(c,)``
     by_channel: Tensor
-    #: what changes when only this block is disabled
+    #: effect of disabling only this block
     without: Ablation
 
 
 @dataclass(frozen=True, repr=False)
 class Contribution(Report):
-    """Contributions of the blocks of a network; prints as a table.
+    """Contribution of the blocks of a network; prints as a table.
 
     >>> print(Contribution((), together=Ablation(changed=3, loss=None), predictions=64))
-    what changes when a block is disabled
-    where     branch/stream  predictions changed  loss
-    together                             3 of 64
+    change when a block is disabled
+    where       branch/stream  predictions changed  loss
+    all blocks                             3 of 64
     """
 
-    #: in the order of the network's modules
+    #: contributions in the order of the modules
     blocks: tuple[BlockContribution, ...]
-    #: what changes when all of them are disabled
+    #: effect of disabling all blocks
     together: Ablation
-    #: number of predictions: one an image, or one a position if the scores are a feature map
+    #: number of predictions: one per image, or one per position if the scores are a feature map
     predictions: int
 
     def parts(self) -> list[str | Table]:
         lines = [("where", "branch/stream", "predictions changed", "loss")]
         rows = [(block.site, f"{block.share:.4f}", block.without) for block in self.blocks]
-        for site, share, without in (*rows, ("together", "", self.together)):
+        for site, share, without in (*rows, ("all blocks", "", self.together)):
             changed = "" if without.changed is None else f"{without.changed} of {self.predictions}"
             lines.append((site, share, changed, "" if without.loss is None else f"{without.loss:+.4f}"))
-        unread = [] if self.predictions else ["the model gives no scores of classes to compare"]
-        return ["what changes when a block is disabled", Table(lines), *unread]
+        notes = [] if self.predictions else ["The model returns no class scores, so predictions are not compared."]
+        if self.together.loss is not None and round(self.together.loss, 4) < 0:
+            notes.append(HARMFUL)
+        return ["change when a block is disabled", Table(lines), *notes]
 
 
 def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribution:
-    """Measure what each inserted block contributes to a network, and all of them together.
+    """Measure the contribution of each inserted block to a network, and of all blocks.
 
-    Two measures. The share of a block is ``rms(block(x) - x) / rms(x)``, the root mean square of what it adds to its
-    map over that of the map. And the network predicts once as it is, and once with the block disabled, its map going on
-    as it came: how many predictions change, and by how much the loss rises. The model is in evaluation mode meanwhile.
+    There are two measures. *branch/stream* is ``rms(block(x) - x) / rms(x)``: the root mean square of the residual
+    branch, divided by the root mean square of its input. The second measure compares the predictions with and without
+    the block: the number of predictions that change when the block is disabled, and the increase of the loss. A
+    disabled block returns its input unchanged. The model runs in evaluation mode.
 
     Args:
-        model: a network with inserted blocks in it, or with :class:`vision_attn.AttentionBlock2d` of its own. What
-            :func:`vision_attn.replace_` put in the place of another module adds to no map, and is left out.
-        batch: images, or a pair of images and labels; of detection models a list of images, each ``(c, h, w)``. The
-            model gives scores ``(b, classes, …)`` for them, by themselves, as ``logits`` or as ``out``; of one that
-            gives others only the shares are measured.
+        model: a network with inserted blocks, or with :class:`vision_attn.AttentionBlock2d` as part of the network.
+            Modules from :func:`vision_attn.replace_` have no residual branch and are not measured.
+        batch: images, or a pair of images and labels; for detection models, a list of images ``(c, h, w)``. The output
+            of the model is a tensor of scores ``(b, classes, …)``, or contains the scores as ``logits`` or ``out``. For
+            other outputs, only *branch/stream* is measured.
 
     Returns:
-        A record for each block, and one of all together. It prints as a table.
+        A record for each block, and one for all blocks. It prints as a table. If the loss is lower without the blocks,
+        the report says so.
 
     Raises:
-        ValueError: the model has no block that adds to a map, or the batch is neither images nor a pair.
+        ValueError: the model has no block with a residual branch, or the batch is neither images nor a pair.
 
     >>> import vision_attn as va
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     >>> report = va.insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
     >>> print(va.contribution(model, torch.randn(4, 3, 16, 16)))
-    what changes when a block is disabled
-    where     branch/stream  predictions changed  loss
-    0                0.0000               0 of 4
-    together                              0 of 4
+    change when a block is disabled
+    where       branch/stream  predictions changed  loss
+    0                  0.0000               0 of 4
+    all blocks                              0 of 4
     """
     images, labels = split_batch(batch)
     sites = list(branches(model))
     if not sites:
-        raise ValueError("model has no block that adds to a map: insert one by insert_(model, …)")
+        raise ValueError("model has no block with a residual branch. Insert one with va.insert_(model, …)")
 
     def ablate(off: Iterable[str]) -> Ablation:
         with disabled(model, off):
@@ -123,33 +134,34 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
 
 
 def split_batch(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor], Tensor | None]:
-    """Return the images, and the labels if there are any."""
+    """Return the images, and the labels or None."""
     if isinstance(batch, Tensor):
         return batch, None
     tensors = isinstance(batch, (tuple, list)) and len(batch) > 0 and all(isinstance(part, Tensor) for part in batch)
     if tensors and all(part.dim() == 3 and part.is_floating_point() for part in batch):
         return list(batch), None
     if not tensors or len(batch) != 2:
-        raise ValueError(f"batch must be images or a pair of images and labels, as tensors; got {type(batch).__name__}")
+        what = "a tensor of images, or a pair of images and labels"
+        raise ValueError(f"batch must be {what}; got {type(batch).__name__}")
     return batch[0], batch[1]
 
 
 def compute_scores(model: nn.Module, images: Tensor | list[Tensor]) -> Tensor | None:
-    """Return the scores ``(b, classes, …)`` of a model; None if it returns something else."""
+    """Return the scores ``(b, classes, …)`` of a model, or None if the output contains no scores."""
     try:
         output = plain_network(model)(images)
     except TypeError as error:
-        expected = "a batch of images, or a pair of images and labels, for a model that takes one batch"
+        expected = "a batch of images, or a pair of images and labels, for a model with one input"
         raise ValueError(f"batch must be {expected}. The model does not run on it ({error})") from error
-    output = output.get("out", output) if isinstance(output, Mapping) else output  # torchvision's segmentation
+    output = output.get("out", output) if isinstance(output, Mapping) else output  # torchvision's segmentation models
     output = getattr(output, "logits", output)
     return output.float() if isinstance(output, Tensor) and output.dim() > 1 else None
 
 
 def branches(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks that add to a feature map by site or path: inserted ones, and gated ones of the network."""
-    taken = replaced_modules(model)
-    found = {site: block for site, block in inserted_blocks(model).items() if site not in taken}
+    """Return the blocks with a residual branch by site or path: inserted blocks, and gated blocks of the network."""
+    replaced = replaced_modules(model)
+    found = {site: block for site, block in inserted_blocks(model).items() if site not in replaced}
     for path, module in plain_network(model).named_modules():
         if isinstance(module, GatedResidual) and module not in found.values():
             found[path] = module
@@ -157,14 +169,14 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> AbstractContextManager[None]:
-    """Disable blocks inside a ``with`` block, in this thread or task alone: they pass their feature map on unchanged.
+    """Disable blocks inside a ``with`` block, only in this thread or task: they return their input unchanged.
 
-    Nothing on the model is changed: other threads and copies of the model run the blocks. A compiled model runs in
-    eager inside. A thread that is started inside the ``with`` block is outside of it.
+    The model is not changed: other threads, including threads that are started inside the ``with`` block, and copies of
+    the model run the blocks. A compiled model runs in eager mode inside the ``with`` block.
 
     Args:
-        model: a network with inserted blocks in it.
-        sites: the block to disable, or several, by the names in :func:`contribution`'s table; all of them when None.
+        model: a network with inserted blocks.
+        sites: one or several blocks, by the names in the table of :func:`contribution`; all blocks when None.
 
     Raises:
         ValueError: there is no block at a site.
@@ -187,14 +199,14 @@ def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> Abst
 
 
 def rms_ratio(squares: Tensor) -> Tensor:
-    """Return the root of the ratio of two sums of squares ``(2, …)``; zero where the first is."""
+    """Return the square root of the ratio of two sums of squares ``(2, …)``; zero if the first sum is zero."""
     branch, stream = squares
     return torch.where(branch != 0, branch / stream, 0).sqrt()
 
 
 @contextmanager
 def measure_branches(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Sum the squares of the branch of each block, and of the feature map that it is added to, inside a ``with`` block.
+    """Sum the squares of the branch and of the input of each block, inside a ``with`` block.
 
     Yields:
         The sums over all forward passes by site and channel, ``(2, c)``.

@@ -1,4 +1,4 @@
-"""Pictures of what a network attends to. Importing this loads matplotlib."""
+"""Figures of attention maps. Importing this module loads matplotlib."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ try:
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 except ImportError as error:
-    raise ImportError("figures need matplotlib: pip install 'vision-attn[viz]'", name=error.name) from error
+    raise ImportError("figures require matplotlib: pip install 'vision-attn[viz]'", name=error.name) from error
 
 __all__ = ["Figure", "attention_figure", "save_figure"]
 
-#: Inches for a line of text above the panels, and for the scale on the right with its numbers.
-LINE, SCALE = 0.24, 0.95
-#: Opacity over a cell that gets two even shares of the attention or more.
+#: Height of a line of text above the panels, and width of the color scale, in inches.
+TEXT_HEIGHT, SCALE_WIDTH = 0.24, 0.95
+#: Opacity of the overlay at positions with two even shares of the attention or more.
 OPAQUE = 0.8
 
 
 class Figure(matplotlib_figure.Figure):
-    """matplotlib's figure, which shows itself in a notebook, without pyplot.
+    """A matplotlib figure that is displayed in a notebook without pyplot.
 
-    Its arguments are those of ``matplotlib.figure.Figure``.
+    The arguments are those of ``matplotlib.figure.Figure``.
 
     >>> Figure(figsize=(1, 1))._repr_png_()[1:4]
     b'PNG'
@@ -53,53 +53,54 @@ def attention_figure(
     titles: Sequence[str] = (),
     width: float = 7.0,
 ) -> Figure:
-    """Draw a row for each image and query: the image with the query marked, and on it what the query attends to.
+    """Draw a row for each image and query: the image with the marked query, and the image with its attention map.
 
-    What gets no more than an even share of the attention stays as it is; from two shares on it is covered, in a colour
-    that changes with each doubling, up to sixteen shares. The scale is the same for every map, and that of
-    :func:`explore`: a network that looks at everything alike leaves the image as it is. A map with three axes has a
-    panel for each of its frames, on the frame in the middle of those that it covers.
+    Colors show an attention weight relative to uniform attention: an *even share* is the weight of each position if the
+    query attends to all positions equally. Positions with at most one even share leave the image unchanged. Positions
+    with two or more are covered by a color, which changes with each doubling up to sixteen even shares. The scale is
+    the same for all maps and for :func:`explore`. A map with three axes has a panel for each frame of the feature map,
+    drawn on the middle of the frames that it covers.
 
     Args:
-        images: what the network was given, ``(b, 1 or 3, height, width)`` or ``(b, 1 or 3, t, height, width)``, in 0…1.
-        attention: the map of one module, from :func:`vision_attn.capture`.
-        query: which of its queries, by number; of several each has a row, titled with its number and cell, and all have
-            their numbers on the images.
-        reduction: of its heads, which :func:`vision_attn.capture` chooses: ``"mean"``, ``"max"`` (the largest of their
-            weights), or ``"none"``, a panel for each.
-        brightest: times an even share from which on a cell is brightest.
-        titles: a line above each image.
-        width: of the figure, in inches.
+        images: input of the network, ``(b, 1 or 3, height, width)`` or ``(b, 1 or 3, t, height, width)``, in 0…1.
+        attention: map of one module, from :func:`vision_attn.capture`.
+        query: index of the query, or several indices. With several queries, each has a row with its index and position
+            in the title, and the indices are drawn on the images.
+        reduction: combination of the heads: ``"mean"``, ``"max"``, or ``"none"`` for a panel for each head. Select
+            heads with :func:`vision_attn.capture`.
+        brightest: number of even shares at the upper end of the color scale.
+        titles: a title for each image.
+        width: width of the figure in inches.
 
     Returns:
-        The figure, for a notebook or :func:`save_figure`.
+        The figure, for display in a notebook or :func:`save_figure`.
 
     Raises:
-        ValueError: there are not as many maps, or titles, as images, the images have other axes than the maps, there is
-            no such query, the reduction is another, or ``brightest`` is not above 1.
+        ValueError: the numbers of images, maps or titles differ, images and maps have different axes, the query does
+            not exist, ``reduction`` is invalid, or ``brightest`` is not above 1.
 
     >>> import torch
-    >>> seen = AttentionMap(torch.rand(2, 8, 1, 7, 7), cells=((3, 3),), image_size=(28, 28))
-    >>> figure = attention_figure(torch.rand(2, 3, 28, 28), seen)
+    >>> attention = AttentionMap(torch.rand(2, 8, 1, 7, 7), cells=((3, 3),), image_size=(28, 28))
+    >>> figure = attention_figure(torch.rand(2, 3, 28, 28), attention)
     >>> len(figure.axes)  # two for each image, and the scale
     5
-    >>> len(attention_figure(torch.rand(2, 3, 28, 28), seen, reduction="none").axes)
+    >>> len(attention_figure(torch.rand(2, 3, 28, 28), attention, reduction="none").axes)
     19
     """
     check_type("images", images, Tensor, "a tensor (b, channels, height, width)")
     if len(attention.weights) != len(images) or (titles and len(titles) != len(images)):
-        counts = f"{len(images)}, {len(attention.weights)} and {len(titles)}"
-        raise ValueError(f"images, maps and titles must be as many; got {counts}")
+        counts = f"{len(images)} images, {len(attention.weights)} maps and {len(titles)} titles"
+        raise ValueError(f"images must have one map and at most one title each; got {counts}")
     axes = len(attention.map_size)
     if axes not in (2, 3) or images.dim() != 2 + axes:
         shape = "(b, channels, height, width), or (b, channels, t, height, width) for a map with three axes"
-        raise ValueError(f"images must be {shape}; got {tuple(images.shape)} for one with {axes}")
+        raise ValueError(f"images must be {shape}; got {tuple(images.shape)} for a map with {axes} axes")
     check_number("brightest", brightest, above=1)
     queries = check_indices("query", query, len(attention.cells))
     weights = attention.weights[:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)
     label, panels = reduced(weights.transpose(1, 2).flatten(0, 1), attention.heads, reduction)
-    panels = panels * panels[0, 0].numel()  # in even shares
-    if axes == 2:  # a volume with one frame
+    panels = panels * panels[0, 0].numel()  # The unit is now an even share.
+    if axes == 2:  # An image becomes a volume with one frame.
         images, panels = images[:, :, None], panels[:, :, None]
     frames = [int((at + 0.5) * images.shape[2] / panels.shape[2]) for at in range(panels.shape[2])]
     if axes == 3:
@@ -114,8 +115,8 @@ def attention_figure(
     size = tuple(images.shape[3:])
     cell = [n / m for n, m in zip(size, attention.map_size[-2:], strict=True)]
     columns = 1 + panels.shape[1]
-    panel_height = (width - SCALE) / columns * size[0] / size[1] + (LINE if titles else 0)
-    figure = Figure(figsize=(width, len(images) * panel_height + LINE), layout="compressed")
+    panel_height = (width - SCALE_WIDTH) / columns * size[0] / size[1] + (TEXT_HEIGHT if titles else 0)
+    figure = Figure(figsize=(width, len(images) * panel_height + TEXT_HEIGHT), layout="compressed")
     axes_by_row = figure.subplots(len(images), columns, squeeze=False)
     for row, video in enumerate(images.detach().permute(0, 2, 3, 4, 1).float().cpu().numpy()):
         query_cell = attention.cells[queries[row % len(queries)]]
@@ -143,29 +144,29 @@ def attention_figure(
             axis.set_title(above, fontsize=9, loc="left", pad=3)
     scale = figure.colorbar(overlay, ax=axes_by_row, aspect=30, pad=0.02)
     scale.ax.yaxis.set(major_locator=ticker.LogLocator(2), major_formatter="{x:g}", minor_locator=ticker.NullLocator())
-    scale.set_label("times an even share", fontsize=8)
+    scale.set_label("weight / even share", fontsize=8)
     return figure
 
 
 def reduced(weights: Tensor, heads: Sequence[str], reduction: str) -> tuple[Sequence[str], Tensor]:
-    """What to write above the panels of a row, and their weights ``(b, panels, h, w)``."""
+    """Return the titles of the panels of a row, and their weights ``(b, panels, h, w)``."""
     check_choice("reduction", reduction, ("mean", "max", "none"))
     if reduction == "none":
         return heads, weights
-    of = heads[0] if len(heads) == 1 else f"{reduction} of {len(heads)} heads"
+    which = heads[0] if len(heads) == 1 else f"{reduction} of {len(heads)} heads"
     merged = weights.mean(1, keepdim=True) if reduction == "mean" else weights.amax(1, keepdim=True)
-    return [f"where it looks, {of}"], merged
+    return [f"attention, {which}"], merged
 
 
 def save_figure(figure: matplotlib_figure.Figure, path: str | Path) -> None:
-    """Write a figure as PNG, SVG or PDF, whole or not at all.
+    """Save a figure as PNG, SVG or PDF. If saving fails, no partial file is left.
 
     Args:
-        figure: what to write.
-        path: the file, ``.png``, ``.svg`` or ``.pdf``.
+        figure: the figure.
+        path: path of the file, with the extension ``.png``, ``.svg`` or ``.pdf``.
 
     Raises:
-        ValueError: matplotlib knows no such ending.
+        ValueError: matplotlib does not support the file extension.
         OSError: the file cannot be written.
 
     >>> import tempfile
@@ -178,7 +179,7 @@ def save_figure(figure: matplotlib_figure.Figure, path: str | Path) -> None:
     write_atomically(path, as_bytes(figure, path.suffix[1:], dpi=150))
 
 
-def as_bytes(figure: matplotlib_figure.Figure, form: str, dpi: int) -> bytes:
+def as_bytes(figure: matplotlib_figure.Figure, file_format: str, dpi: int) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=form, dpi=dpi, bbox_inches="tight")
+    figure.savefig(buffer, format=file_format, dpi=dpi, bbox_inches="tight")
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Where the queries of a network looked: its attention maps, and measures of them."""
+"""Attention maps of a network, and measures of attention."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from vision_attn.checks import check_probability, product
 
 @dataclass(frozen=True)
 class AttentionMap:
-    """Where the queries of one attention module looked, in its last forward pass.
+    """Attention weights of one attention module in a forward pass.
 
-    The measures are of the weights on the map, made to sum to one where they do not (see ``weights``).
+    The measures use weights that are normalized to a sum of one (see ``weights``).
 
-    >>> seen = AttentionMap(torch.full((1, 8, 1, 3, 4), 1 / 12), cells=((2, 0),), image_size=(48, 64))
-    >>> seen.weights.shape
+    >>> attention = AttentionMap(torch.full((1, 8, 1, 3, 4), 1 / 12), cells=((2, 0),), image_size=(48, 64))
+    >>> attention.weights.shape
     torch.Size([1, 8, 1, 3, 4])
     """
 
-    #: ``(b, heads, queries, h, w)``: for each query the weights over the map that keys are taken from. They sum to one,
-    #: less what goes to tokens that have no place on it (a class token, the zeros that Swin pads with); to zero where
-    #: the query may attend to nothing. Of :class:`Attention1d` ``(b, heads, queries, w)``, and so on
+    #: weights of each query over the feature map of the keys, ``(b, heads, queries, h, w)``, or ``(b, heads, queries,
+    #: w)`` for :class:`Attention1d`. The sum is one, minus the weights of tokens outside the feature map (class tokens
+    #: and the zero padding of Swin). It is zero if the query may not attend to any position
     weights: Tensor
-    #: row and column of each query, in cells of the map
+    #: row and column of each query in the feature map
     cells: tuple[tuple[int, ...], ...]
     #: rows and columns of the image
     image_size: tuple[int, ...]
-    #: rows and columns of the map that queries are taken from; those of the keys where nothing is said
+    #: rows and columns of the feature map of the queries; by default, as in the feature map of the keys
     map_size: tuple[int, ...] = ()
-    #: what each head is called: ``"head 3"``, ``"mean of 8 heads"``; numbered where nothing is said
+    #: names of the heads, such as ``"head 3"`` or ``"mean of 8 heads"``; numbered by default
     heads: tuple[str, ...] = ()
-    #: ``(b, heads, tokens, h, w)``: likewise of class and register tokens, where the network has any
+    #: weights of class and register tokens as queries, ``(b, heads, tokens, h, w)``; None without such tokens
     prefix: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -44,35 +44,35 @@ class AttentionMap:
         object.__setattr__(self, "heads", tuple(self.heads or [f"head {n}" for n in range(self.weights.shape[1])]))
 
     def shares(self) -> Tensor:
-        """The weights, ``(b, heads, queries, keys)``, made to sum to one; zeros where they are all zero."""
+        """Return the weights ``(b, heads, queries, keys)``, normalized to a sum of one; rows of zeros stay zero."""
         weights = self.weights.detach().float().flatten(3)
         total = weights.sum(3, keepdim=True)
         return weights / torch.where(total > 0, total, 1.0)
 
     def entropy(self) -> Tensor:
-        """How widely each query looks, ``(b, heads, queries)``: the entropy of its weights, ``-Σ_j a_j ln a_j``.
+        """Return the entropy of the weights of each query, ``-Σ_j a_j ln a_j``, as ``(b, heads, queries)``.
 
-        Zero for a query that looks at one cell, ``ln(cells)`` for one that looks at all alike: ``entropy().exp()`` is
-        the number of cells that it would look at evenly.
+        The entropy is zero if the query attends to one position, and ``ln(positions)`` for uniform attention.
+        ``entropy().exp()`` is the effective number of positions.
 
         Source: Clark et al., *What Does BERT Look At?*, 2019, section 3.3, https://arxiv.org/abs/1906.04341
 
-        >>> seen = AttentionMap(torch.tensor([[0.5, 0.5], [0.0, 0.0]]).view(1, 1, 1, 2, 2), ((0, 0),), (8, 8))
-        >>> seen.entropy().exp()
+        >>> attention = AttentionMap(torch.tensor([[0.5, 0.5], [0.0, 0.0]]).view(1, 1, 1, 2, 2), ((0, 0),), (8, 8))
+        >>> attention.entropy().exp()
         tensor([[[2.]]])
         """
         return torch.special.entr(self.shares()).sum(3)
 
     def distance(self) -> Tensor:
-        """How far each query looks, ``(b, heads, queries)``, in pixels of the image: ``Σ_j a_j |p_i - p_j|``.
+        """Return the mean attention distance of each query in pixels, ``Σ_j a_j |p_i - p_j|``: ``(b, heads, queries)``.
 
-        ``p`` are the middles of cells.
+        ``p`` are the centers of the positions in the image.
 
         Source: Dosovitskiy et al., *An Image is Worth 16x16 Words*, 2021, appendix D.7,
         https://arxiv.org/abs/2010.11929
 
-        >>> seen = AttentionMap(torch.tensor([[0.5, 0.5], [0.0, 0.0]]).view(1, 1, 1, 2, 2), ((0, 0),), (8, 8))
-        >>> seen.distance()
+        >>> attention = AttentionMap(torch.tensor([[0.5, 0.5], [0.0, 0.0]]).view(1, 1, 1, 2, 2), ((0, 0),), (8, 8))
+        >>> attention.distance()
         tensor([[[2.]]])
         """
         image_size, size = torch.tensor(self.image_size), torch.tensor(self.weights.shape[3:])
@@ -81,15 +81,15 @@ class AttentionMap:
         return (self.shares() * torch.cdist(queries, keys).to(self.weights.device)).sum(3)
 
     def similarity(self) -> Tensor:
-        """How alike any two heads look, ``(b, heads, heads)``: 1 less the Jensen-Shannon divergence of their weights.
+        """Return 1 minus the Jensen-Shannon divergence of the weights of each pair of heads, ``(b, heads, heads)``.
 
-        With the logarithm to base 2: 1 for heads that look at the same, 0 for heads that look at no cell in common; the
-        mean over queries.
+        The divergence is in bits and averaged over queries. The similarity is 1 for identical attention, and 0 if two
+        heads attend to no position in common.
 
         Source: Clark et al., *What Does BERT Look At?*, 2019, section 6, https://arxiv.org/abs/1906.04341
 
-        >>> seen = AttentionMap(torch.eye(2)[None, :, None, None], ((0, 0),), (8, 8))  # two heads, two cells
-        >>> seen.similarity()
+        >>> attention = AttentionMap(torch.eye(2)[None, :, None, None], ((0, 0),), (8, 8))  # two heads, two positions
+        >>> attention.similarity()
         tensor([[[1., 0.],
                  [0., 1.]]])
         """
@@ -102,44 +102,44 @@ class AttentionMap:
 
 
 class Maps(dict[str, AttentionMap]):
-    """The maps of a forward pass by module path, in the order of running.
+    """Attention maps of a forward pass by module path, in the order in which the modules run.
 
     >>> Maps()["layer4"]
     Traceback (most recent call last):
-    KeyError: "no map of 'layer4': captured are none; did the model run it?"
+    KeyError: "there is no attention map of 'layer4' (captured: none): the module did not run in the forward pass"
     """
 
     def __init__(self, *items: Any) -> None:
         super().__init__(*items)
-        #: why other attention has no map, by module path
+        #: reasons why attention modules have no map, by module path
         self.reasons: dict[str, str] = {}
 
     def __missing__(self, path: str) -> AttentionMap:
         captured = ", ".join(map(repr, self)) or "none"
-        reason = self.reasons.get(path, "did the model run it?")
-        raise KeyError(f"no map of {path!r}: captured are {captured}; {reason}")
+        reason = self.reasons.get(path, "the module did not run in the forward pass")
+        raise KeyError(f"there is no attention map of {path!r} (captured: {captured}): {reason}")
 
     def rollout(self, *, residual: float = 0.5) -> Maps:
-        """Attention rolled out through the blocks of a residual network, from each back to the map of the first.
+        """Compute attention rollout: the attention of each block, traced back to the feature map of the first block.
 
         ::
 
-            A_l = residual · 1 + (1 - residual) · mean of the heads' weights, rows made to sum to one
+            A_l = residual · 1 + (1 - residual) · mean of the weights over heads, with rows that sum to one
             R_l = A_l R_{l-1}
 
-        Where the next map has another size, each of its cells is taken for the cells of the map before that it covers,
-        by area. What the convolutions in between move is not in it, nor how large a branch is beside its stream.
+        Between feature maps of different sizes, positions correspond by the area that they cover. Rollout ignores the
+        convolutions between the blocks and the size of the residual branches.
 
-        The maps are to be of all cells, captured without ``queries``.
+        The maps must contain all positions as queries: capture them without ``queries``.
 
         Args:
-            residual: weight of the stream beside the attention.
+            residual: weight of the shortcut; the attention has the weight ``1 - residual``.
 
         Returns:
-            For each block the map of its queries, with one head, on the cells of the first block.
+            For each block, the map of its queries over the positions of the first block, with one head.
 
         Raises:
-            ValueError: a map is of chosen queries only, or ``residual`` is not in 0…1.
+            ValueError: a map contains only selected queries, or ``residual`` is not in 0…1.
 
         Source: Abnar and Zuidema, *Quantifying Attention Flow in Transformers*, 2020, section 3,
         https://arxiv.org/abs/2005.00928
@@ -153,28 +153,31 @@ class Maps(dict[str, AttentionMap]):
         found = Maps()
         rolled: Tensor | None = None
         first: tuple[int, ...] = ()
-        before: tuple[int, ...] = ()
-        for path, one in self.items():
-            cells = product(one.map_size)
-            if len(one.cells) != cells:
-                found_here = f"{path!r} is of {len(one.cells)} of {cells}"
-                raise ValueError(f"maps must be of all cells; {found_here}: capture without queries")
-            heads = one.shares().mean(1) @ overlaps(one.weights.shape[3:], one.map_size).to(one.weights.device)
-            step = residual * torch.eye(cells, device=heads.device) + (1 - residual) * heads
+        previous: tuple[int, ...] = ()
+        for path, attention in self.items():
+            size, positions, device = attention.map_size, product(attention.map_size), attention.weights.device
+            if len(attention.cells) != positions:
+                got = f"{path!r} has {len(attention.cells)} of {positions}"
+                raise ValueError(f"maps must contain all positions as queries; {got}. Capture them without queries")
+            heads = attention.shares().mean(1) @ area_overlap(attention.weights.shape[3:], size).to(device)
+            step = residual * torch.eye(positions, device=device) + (1 - residual) * heads
             step = step / step.sum(2, keepdim=True).clamp(min=torch.finfo(step.dtype).tiny)
             if rolled is not None:
-                step = step @ overlaps(one.map_size, before).to(step.device) @ rolled
-            rolled, first, before = step, first or one.map_size, one.map_size
+                step = step @ area_overlap(size, previous).to(device) @ rolled
+            rolled, first, previous = step, first or size, size
             weights = rolled.unflatten(2, first)[:, None]
-            found[path] = AttentionMap(weights, one.cells, one.image_size, one.map_size, ("rollout",))
+            found[path] = AttentionMap(weights, attention.cells, attention.image_size, size, ("rollout",))
         return found
 
 
-def overlaps(size: Sequence[int], other: Sequence[int]) -> Tensor:
-    """The share of each cell of a map that lies in each cell of another over the same image, ``(cells, others)``."""
-    along = []
+def area_overlap(size: Sequence[int], other: Sequence[int]) -> Tensor:
+    """Return the fraction of each position of a feature map that lies in each position of another feature map.
+
+    Both feature maps cover the same image. The result is ``(positions, positions of the other)``.
+    """
+    by_axis = []
     for n, m in zip(size, other, strict=True):
-        begin, others = torch.arange(n)[:, None] / n, torch.arange(m) / m
-        overlap = torch.minimum(begin + 1 / n, others + 1 / m) - torch.maximum(begin, others)
-        along.append(overlap.clamp(min=0) * n)
-    return reduce(torch.kron, along)
+        start, other_start = torch.arange(n)[:, None] / n, torch.arange(m) / m
+        overlap = torch.minimum(start + 1 / n, other_start + 1 / m) - torch.maximum(start, other_start)
+        by_axis.append(overlap.clamp(min=0) * n)
+    return reduce(torch.kron, by_axis)

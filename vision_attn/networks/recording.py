@@ -1,4 +1,4 @@
-"""The attention maps of a forward pass, whatever implementation runs it."""
+"""Capture the attention maps of a forward pass, with any implementation of attention."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from vision_attn.networks.insertion.sites import Names, match_names
 from vision_attn.networks.maps import AttentionMap, Maps
 from vision_attn.text import shorten
 
-#: Bytes of the maps of one forward pass, above which ``allow_large=True`` is asked for.
-LARGEST = 2**30
+#: Size in bytes of the maps of one forward pass above which ``allow_large=True`` is required.
+MAX_BYTES = 2**30
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": torch.add, "max": torch.maximum}
 
-#: A point of the image, ``(y, x)`` in pixels.
+#: A point in the image, ``(y, x)`` in pixels.
 Point = Sequence[float]
-#: Why attention of another library is not captured.
-UNREAD = "not read, as it is of another library. Call va.swap_(model) first; its report names what it does not support"
-#: The coordinates of a point by the axes of the image.
+#: Reason why attention of another library is not captured.
+NOT_CONVERTED = "it belongs to another library. Call va.swap_(model) first; its report lists unsupported layers"
+#: Coordinates of a point by the number of axes of the image.
 POINT = {1: "(x)", 2: "(y, x)", 3: "(t, y, x)"}
 
 
@@ -52,33 +52,36 @@ def capture(
 ) -> Iterator[Maps]:
     """Record the attention maps of every forward pass inside a ``with`` block.
 
-    The weights of the chosen queries are computed from the queries and keys that the kernel gets, with their position
-    terms, masks and windows, in at least float32. The output of the network does not change, and every implementation
-    can be captured, the fused ones included. Memory grows with ``heads · queries · tokens`` per image and module.
+    The weights of the selected queries are computed in at least float32 from the inputs of the attention kernel:
+    queries and keys, position encodings, masks and windows. The output of the network does not change, and every
+    implementation is supported, including fused kernels. Memory grows with ``heads · queries · tokens`` per image and
+    module.
 
-    Forward passes are recorded in the thread or task that entered the block. A thread that is started inside the block
-    is outside of it. Nothing is stored on the model: other threads can run it at the same time, and its copies are
-    ordinary networks. A compiled model runs in eager inside the block.
+    Only forward passes in the thread or task that entered the ``with`` block are recorded, not those of threads that
+    are started inside it. Nothing is stored on the model: other threads can run it at the same time, and its copies are
+    ordinary networks. A compiled model runs in eager mode inside the ``with`` block.
 
     Args:
-        model: a network with :class:`vision_attn.Attention2d` modules, or those with one axis or three: inserted, in
-            the place of other modules, swapped in by :func:`vision_attn.swap_`, or part of the network.
-        queries: query points ``(y, x)`` in pixels of the image, ``(t, y, x)`` of a video; ``"all"`` or None for every
-            position of each map.
-        sites: only attention at or in these modules: a path, glob or compiled regular expression, or several.
-        heads: only these heads, by number.
-        reduce: one map for all of these heads, their ``"mean"`` or ``"max"``.
+        model: a network with :class:`vision_attn.Attention1d`, :class:`Attention2d` or :class:`Attention3d` modules.
+            They may be inserted, in place of other modules, converted by :func:`vision_attn.swap_`, or part of the
+            network.
+        queries: query points ``(y, x)`` in pixels of the image, or ``(t, y, x)`` for a video; ``"all"`` or None for
+            every position of each feature map.
+        sites: capture only attention at or in these modules: a path, glob or compiled regular expression, or a list.
+        heads: capture only the heads with these indices.
+        reduce: combine the heads into one map, ``"mean"`` or ``"max"``.
         allow_large: allow more than 1 GiB for the maps of a forward pass.
 
     Yields:
-        A dictionary from module path to :class:`AttentionMap`, filled by the forward pass, in the order of running. The
-        second call of a module in one pass has a map at ``path:2``. ``maps.reasons`` has the reasons for missing maps.
+        A dictionary from module path to :class:`AttentionMap`, filled by the forward pass, in the order in which the
+        modules run. The second call of a module in one forward pass has the key ``path:2``. ``maps.reasons`` contains
+        the reasons for missing maps.
 
     Raises:
-        ValueError: the model has no such attention, there is no such head or reduction, a point lies outside the image,
-            the maps would be larger than 1 GiB without ``allow_large``, or no attention that ran lies on a map.
-        SiteError: a site matches no module.
-        RuntimeError: a part of the model was called, not the model.
+        ValueError: the model has no such attention, a head or reduction does not exist, a point is outside the image,
+            the maps would exceed 1 GiB without ``allow_large``, or no attention that ran is on a feature map.
+        SiteError: no module matches ``sites``.
+        RuntimeError: a part of the model was called instead of the model.
 
     >>> from vision_attn.attention.blocks import AttentionBlock2d
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), AttentionBlock2d(8, 2))
@@ -93,17 +96,18 @@ def capture(
     modules = modules_at(network, sites)
     ranks = [module.rank for module, swap in modules.values() if swap is None or module.rank > 1]
     kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
-    recording = Recording(network, points, max(ranks or kernels or [0]), reduce, math.inf if allow_large else LARGEST)
+    recording = Recording(network, points, max(ranks or kernels or [0]), reduce, math.inf if allow_large else MAX_BYTES)
     hooks = {
         module: partial(recording.record, path, module, swap, check_indices("heads", heads, module.num_heads))
         for path, (module, swap) in modules.items()
     }
-    recording.maps.reasons = dict.fromkeys(unread_attention(network, modules), UNREAD)
+    recording.maps.reasons = dict.fromkeys(unconverted_attention(network, modules), NOT_CONVERTED)
     with scope(model, "attention", hooks):
         yield recording.maps
-    skipped = sorted(f"{path or 'the model'}: {why}" for path, why in recording.maps.reasons.items() if why != UNREAD)
-    if skipped and not recording.maps:
-        raise ValueError(f"model has no attention on feature maps to capture. {shorten(skipped, 3)}")
+    reasons = {path or "the model": why for path, why in recording.maps.reasons.items() if why != NOT_CONVERTED}
+    if reasons and not recording.maps:
+        listed = shorten(sorted(f"{path}: {why}" for path, why in reasons.items()), 3)
+        raise ValueError(f"model has no attention on feature maps to capture. {listed}")
 
 
 @dataclass
@@ -112,29 +116,29 @@ class Recording:
 
     model: nn.Module
     points: list[Point] | None
-    #: axes of the image; 0 for as many as it has
+    #: number of axes of the image; 0 for all axes of the input
     axes: int
     reduce: str | None
-    #: bytes that the maps may take
+    #: maximum size of the maps in bytes
     limit: float
     maps: Maps = field(default_factory=Maps)
-    taken: int = 0
+    used: int = 0
     image_size: tuple[int, ...] = ()
     images: int = 0
-    #: keyword arguments of the forward pass, a new dictionary in each
+    #: keyword arguments of the current forward pass; each forward pass has a new dictionary
     kwargs: Mapping[str, Any] | None = None
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Start a forward pass with the images that the model is given."""
+        """Start the recording of a forward pass with these inputs."""
         self.maps.clear()
-        self.taken, self.kwargs, example = 0, kwargs, Example(args, kwargs)
+        self.used, self.kwargs, example = 0, kwargs, Example(args, kwargs)
         self.images = example.shape[0]
         self.image_size = tuple(example.image.shape[-self.axes :]) if self.axes else example.size
         for point in self.points or ():
             inside = (0 <= at < length for at, length in zip(point, self.image_size, strict=False))
             if len(point) != len(self.image_size) or not all(inside):
-                pixels = f"as {POINT[len(self.image_size)]}, in pixels of an image of {self.image_size}"
-                raise ValueError(f"queries must be points, {pixels}; got {tuple(point)}")
+                expected = f"points {POINT[len(self.image_size)]}, in pixels of an image of {self.image_size}"
+                raise ValueError(f"queries must be {expected}; got {tuple(point)}")
 
     def record(
         self, path: str, module: Attention, swap: Swap | None, heads: list[int], inputs: AttentionInputs
@@ -147,7 +151,7 @@ class Recording:
             if kwargs is not self.kwargs:
                 self.start(args, kwargs)
         if not self.image_size:
-            raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
+            raise RuntimeError("a part of the model was called inside va.capture. Call the model itself: model(images)")
         found: Place | str = Place(inputs.grouping.query_layout.size, inputs.grouping.key_layout.size)
         if swap is not None:
             sizes = vars(calls[0][0])[MAP_SIZES]
@@ -161,13 +165,13 @@ class Recording:
         size, keys, outer, prefix = found
         grouping = outer or inputs.grouping
         padded = grouping.query_layout.size
-        cells = find_cells(self.points, size, self.image_size)
-        together = 1 if self.reduce else len(heads)
-        elements = len(inputs.q) // grouping.groups * together * len(cells) * product(keys)
-        self.taken += elements * max(4, inputs.q.element_size())
-        if self.taken > self.limit:
-            needed = f"the maps up to that of {path!r} take {self.taken / 2**30:.2f} GiB"
-            raise ValueError(f"queries: {needed}: choose points, sites, heads, a reduction, or allow_large=True")
+        positions = find_positions(self.points, size, self.image_size)
+        heads_at_once = 1 if self.reduce else len(heads)
+        elements = len(inputs.q) // grouping.groups * heads_at_once * len(positions) * product(keys)
+        self.used += elements * max(4, inputs.q.element_size())
+        if self.used > self.limit:
+            needed = f"the attention maps up to {path!r} need {self.used / 2**30:.2f} GiB"
+            raise ValueError(f"{needed}. Pass queries, sites, heads or reduce to capture less, or allow_large=True")
         merged = self.reduce and len(heads) > 1
         names = [f"{self.reduce} of {len(heads)} heads"] if merged else [f"head {head}" for head in heads]
 
@@ -177,17 +181,17 @@ class Recording:
             weights = weights / len(heads) if self.reduce == "mean" else weights
             return weights.unflatten(-1, grouping.key_layout.size)[(..., *map(slice, keys))]
 
-        # Indices are made where the network is: one that is copied there waits for what it has to do.
+        # The indices are created on the device of the network, because a copy from the CPU would synchronize the GPU.
         grid = torch.arange(prefix, prefix + product(padded), device=inputs.q.device).view(padded)
-        tokens = grid[(*map(slice, size),)].flatten() if self.points is None else gather(grid, cells)
-        groups = gather(torch.arange(module.num_heads, device=inputs.q.device), heads).split(together)
+        tokens = grid[(*map(slice, size),)].flatten() if self.points is None else gather(grid, positions)
+        groups = gather(torch.arange(module.num_heads, device=inputs.q.device), heads).split(heads_at_once)
         every = self.points is None and padded == size and not prefix
         with torch.no_grad():
             weights = compute_weights(None if every else tokens)
             first = compute_weights(torch.arange(prefix, device=inputs.q.device)) if prefix else None
         earlier = sum(known.partition(":")[0] == path for known in self.maps)
         self.maps[f"{path}:{earlier + 1}" if earlier else path] = AttentionMap(
-            weights, tuple(cells), self.image_size, size, tuple(names), first
+            weights, tuple(positions), self.image_size, size, tuple(names), first
         )
 
 
@@ -196,56 +200,56 @@ def gather(x: Tensor, indices: Iterable[Any]) -> Tensor:
 
 
 def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, tuple[Attention, Swap | None]]:
-    """Return the attention at some sites, and the swap of the module that it runs for; None for a block."""
+    """Return the attention at the sites, each with its :class:`Swap` if it was converted by ``swap_``, else None."""
     named = dict(model.named_modules())
     modules = {path: (block, vars(named[path]).get("swapped")) for path, block in attention_modules(model).items()}
-    others = unread_attention(model, modules)
+    others = unconverted_attention(model, modules)
     if not modules:
-        reason = f"{shorten(others.values())}: {UNREAD}" if others else "Call va.insert_ to add a block"
+        reason = f"{shorten(others.values())}: {NOT_CONVERTED}" if others else "Call va.insert_ to add a block"
         raise ValueError(f"model has no Attention2d to capture. {reason}.")
     if sites is None:
         return modules
     chosen = match_names(named, sites, "sites")
     found = {path: x for path, x in modules.items() if any(f"{path}.".startswith(f"{site}.") for site in chosen)}
     if not found:
-        unread = shorten(name for path, name in others.items() if path in chosen)
-        there = f"there is {', '.join(modules)}" + (f". {unread}: {UNREAD}" if unread else "")
-        raise ValueError(f"sites must have attention at or in them; got {sites!r}, and {there}")
+        unconverted = shorten(name for path, name in others.items() if path in chosen)
+        available = f"Available: {', '.join(modules)}" + (f". {unconverted}: {NOT_CONVERTED}" if unconverted else "")
+        raise ValueError(f"sites must be or contain attention modules; got {sites!r}. {available}")
     return found
 
 
-def unread_attention(model: nn.Module, known: Container[str]) -> dict[str, str]:
-    """Return the attention of other libraries in a model that is not captured: its path and class, by path."""
+def unconverted_attention(model: nn.Module, known: Container[str]) -> dict[str, str]:
+    """Return the attention of other libraries, which is not captured: path and class as text, by path."""
     found = chosen_attention(dict(model.named_modules()), None, None)
     return {path: f"{path} ({type(module).__name__})" for path, module in found.items() if path not in known}
 
 
 def parse_points(queries: Iterable[Point] | str | None) -> list[Point] | None:
-    """Return points of the image; None for every cell."""
+    """Return the query points, or None for all positions."""
     if queries is None or (isinstance(queries, str) and queries == "all"):
         return None
     given: Any = queries
     try:
-        points: list[Point] = [tuple(float(at + 0.0) for at in point) for point in given]  # texts have no sum
+        points: list[Point] = [tuple(float(at + 0.0) for at in point) for point in given]  # The sum excludes strings.
     except (TypeError, ValueError, OverflowError):
         points = []
     if not points or not all(math.isfinite(at) for point in points for at in point):
-        raise ValueError(f"queries must be points (y, x), or 'all' or None for every cell; got {queries!r}")
+        raise ValueError(f"queries must be points (y, x), or 'all' or None for all positions; got {queries!r}")
     return points
 
 
 def check_indices(name: str, value: int | Iterable[int] | None, count: int) -> list[int]:
-    """Return indices below a count, of heads or queries; all of them when None."""
-    indices = list(range(count)) if value is None else as_list(name, value, "whole numbers", single=Integral)
+    """Return indices of heads or queries as a list; all indices when None. Raise for indices out of range."""
+    indices = list(range(count)) if value is None else as_list(name, value, "integers", single=Integral)
     if not indices or not all(isinstance(one, Integral) and 0 <= int(one) < count for one in indices):
-        raise ValueError(f"{name} must be from 0 to {count - 1}; got {value}")
-    return [int(one) for one in indices]  # torch takes True and False for masks
+        raise ValueError(f"{name} must be between 0 and {count - 1}; got {value}")
+    return [int(one) for one in indices]  # torch would interpret True and False as masks.
 
 
-def find_cells(points: list[Point] | None, size: Sequence[int], image_size: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the cells of a feature map that points of the image lie in; all of them when None."""
+def find_positions(points: list[Point] | None, size: Sequence[int], image_size: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the positions of a feature map that contain the points of the image; all positions when None."""
     if points is None:
         return list(pairs(*map(range, size)))
     return [
-        tuple(int(at * n / whole) for at, n, whole in zip(point, size, image_size, strict=True)) for point in points
+        tuple(int(at * n / pixels) for at, n, pixels in zip(point, size, image_size, strict=True)) for point in points
     ]

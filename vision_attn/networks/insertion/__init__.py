@@ -13,7 +13,7 @@ from vision_attn.networks.insertion.backbone import (
     plain_network as plain_network,
     quiet_eval as quiet_eval,
 )
-from vision_attn.networks.insertion.costs import count_multiply_adds as count_multiply_adds
+from vision_attn.networks.insertion.costs import count_macs as count_macs
 from vision_attn.networks.insertion.finetuning import (
     check_optimizer as check_optimizer,
     freeze_backbone_ as freeze_backbone_,

@@ -1,9 +1,9 @@
-"""Attach blocks to a model, detach them again, and list those that it has.
+"""Attach blocks to a model, detach them, and list the inserted blocks of a model.
 
 A block becomes a child of its target, or of a module inside or around the target, and a hook at the target applies it
 to the feature map that the target returns or receives. No module of the model is renamed or wrapped. A block that
-replaces a module becomes a child in its place and keeps it. :func:`attach_` and :func:`detach_` read all of this from
-the record of a block.
+replaces a module becomes a child in its place and stores the module. :func:`attach_` and :func:`detach_` read all of
+this from the record of the block.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ from vision_attn.networks.insertion import hooks
 from vision_attn.networks.insertion.backbone import modules_around, plain_network
 from vision_attn.networks.insertion.exact import ExactBlock
 from vision_attn.networks.insertion.hooks import LOCATION, RECORD, REPLACED, is_site
-from vision_attn.networks.insertion.makers import hint, make_block, reason
+from vision_attn.networks.insertion.makers import describe_error, make_block, suggest_argument
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock
 from vision_attn.networks.insertion.untrained import warn_if_untrained
 
-#: Modules that hold others and may loop over them.
+#: Modules that contain other modules and may loop over them.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> str:
     """Choose the path from a target to its block, which is a child of one of three modules.
 
-    That is the target, unless the target is a container, which would run the block among its children, has an attribute
-    of that name, or depends on its number of children (``inside``). Then it is the first module inside the target that
-    is not a container. A norm or convolution may be frozen, fused or converted later: its block is a child of the
-    module around it, and the path begins with a dot for each level up.
+    By default, the block is a child of the target. It is a child of the first module inside the target that is not a
+    container if the target is a container, which would run the block as one of its children, if the target already has
+    an attribute of that name, or if the target depends on its number of children (``inside``). A norm or convolution
+    may be frozen, fused or converted later: its block is a child of the module around it, and the path starts with a
+    dot for each level up.
     """
     module = model.get_submodule(target)
     if hooks.is_fusible(module) and not inside:
-        for level, path in enumerate(reversed(modules_around(target)), 1):  # children of the network may run in a row
+        # The network itself is not considered: it may run its children in a row.
+        for level, path in enumerate(reversed(modules_around(target)), 1):
             around, child = model.get_submodule(path), f"{CHILD}_{target[len(path) + 1 :].replace('.', '_')}"
             if not isinstance(around, CONTAINERS) and not hasattr(around, child):
                 return "." * level + child
     paths = [] if inside or isinstance(module, CONTAINERS) else [CHILD]
     for name, inner in module.named_modules():
-        # A block that replaced a module is removed with all its parts when that module is restored.
+        # A block that replaced a module is removed with all of its children when the module is restored.
         temporary = any(REPLACED in vars(module.get_submodule(part)) for part in (*modules_around(name), name))
         if name and not temporary and not isinstance(inner, CONTAINERS):
             paths.append(f"{name}.{CHILD}_{target.replace('.', '_')}")
@@ -55,11 +57,13 @@ def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> st
         owner, _, child = path.rpartition(".")
         if not hasattr(module.get_submodule(owner), child):
             return path
-    raise SiteError(f"{target!r} takes no child, since it has attributes called {CHILD!r}: choose another module")
+    raise SiteError(
+        f"{target!r} cannot have a child {CHILD!r}: it has an attribute of that name. Choose another module"
+    )
 
 
 def locate_block(record: InsertedBlock) -> tuple[str, str]:
-    """Return the path of the module that a block is a child of, and the name of the block in it."""
+    """Return the path of the parent module of a block, and the name of the block in it."""
     child = record.held.lstrip(".")
     around = record.site.rsplit(".", len(record.held) - len(child))[0]
     owner, _, name = f"{around}.{child}".rpartition(".")
@@ -67,17 +71,17 @@ def locate_block(record: InsertedBlock) -> tuple[str, str]:
 
 
 def attach_(model: nn.Module, block: nn.Module) -> None:
-    """Let a block run where its record says; :func:`detach_` undoes it."""
+    """Attach a block at the site in its record; :func:`detach_` reverts it."""
     record: InsertedBlock = vars(block)[RECORD]
     target = model.get_submodule(record.site)
     path, child = locate_block(record)
     owner = model.get_submodule(path)
     if record.at not in ("after", "before", "instead") or not child.startswith(CHILD):
-        raise SiteError(f"{record.site!r}: no block can be {record.at!r} a module as its child {child!r}")
+        raise SiteError(f"{record.site!r}: the record of the block is invalid (at={record.at!r}, child {child!r})")
     if is_site(target) or (record.at != "instead" and hasattr(owner, child)):
         raise SiteError(
-            f"{record.site!r} already has a block, or is one. To run two blocks in order, insert one class that holds "
-            "both, such as a subclass of nn.Sequential; to replace the block, call va.remove_(model) first"
+            f"{record.site!r} already has an inserted block, or is one. To replace the block, call va.remove_(model) "
+            "first. To run two blocks in order, insert one class that contains both, such as an nn.Sequential subclass"
         )
     if record.at == "instead":
         vars(block)[REPLACED] = target
@@ -85,7 +89,7 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
         return
     owner.add_module(child, block)
     hooks.hook_(target, block)
-    # The network checks that the block still runs, and so does a module around it that may be called alone.
+    # A hook of the network checks that the block still runs, and so does a hook of a module that may be called alone.
     outside = record.held.startswith(".")
     runs = (x for x in modules_around(record.site) if type(model.get_submodule(x)).forward is not nn.Module.forward)
     for around in {"", path if outside else max(runs, key=len, default="")}:
@@ -100,18 +104,18 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
 def attach_records_(
     model: nn.Module, wanted: Iterable[InsertedBlock], makers: Mapping[str, Callable[..., nn.Module]]
 ) -> tuple[InsertedBlock, ...]:
-    """Build blocks and attach them where their records say, without running the network.
+    """Build blocks and attach them at the sites in their records, without running the network.
 
     Args:
-        model: a network like the one that the records are of, with nothing inserted.
-        wanted: the records, as :func:`records` gives them.
-        makers: what makes a block, called as :func:`insert_` calls it, by the name of its class.
+        model: a network of the same architecture as the one with the records, without inserted blocks.
+        wanted: records from :func:`records`.
+        makers: classes or functions that build the blocks, called as in :func:`insert_`, by the name of the class.
 
     Returns:
-        The records again.
+        The records.
 
     Raises:
-        SiteError: a place does not exist in the model, or is taken; the model is as it was.
+        SiteError: a site does not exist in the model, or already has a block. The model is unchanged.
 
     >>> from vision_attn.attention.blocks import AttentionBlock2d
     >>> from vision_attn.networks.insertion import insert_, remove_
@@ -121,7 +125,7 @@ def attach_records_(
     >>> attach_records_(model, report.blocks, {"AttentionBlock2d": AttentionBlock2d}) == report.blocks
     True
     """
-    # Replacements come first: a block must not become a child of a module that is replaced.
+    # Replacements are attached first, because a block must not become a child of a module that is replaced.
     wanted = sorted(wanted, key=lambda record: record.at != "instead")
     with attach_blocks_(model, (build_block(model, record, makers[record.block]) for record in wanted)):
         return tuple(wanted)
@@ -129,7 +133,7 @@ def attach_records_(
 
 @contextmanager
 def attach_blocks_(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Attach blocks, and detach them all if this or the body of the ``with`` statement fails."""
+    """Attach blocks, and detach all of them if attaching or the body of the ``with`` statement fails."""
     with ExitStack() as stack:
         for block in blocks:
             attach_(model, block)
@@ -141,32 +145,32 @@ def attach_blocks_(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[No
 
 
 def build_block(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.Module], like: Any = None) -> nn.Module:
-    """Build a block with its record, in the mode of the module at its site.
+    """Build a block with its record, in the training or evaluation mode of the module at its site.
 
-    Its device and type are those of ``like``, or else of that module or its model.
+    Device and dtype are copied from ``like``, or by default from this module or the model.
     """
     site, (owner, _) = record.site, locate_block(record)
     try:
         target, _ = model.get_submodule(site), model.get_submodule(owner)
     except AttributeError as error:
-        raise SiteError(f"{site!r}: the model has no place for a block there ({error})") from error
+        raise SiteError(f"the model has no module {site!r} for a block ({error})") from error
     if like is None:
         like = next((p for part in (target, model) for p in part.parameters() if p.is_floating_point()), torch.empty(0))
     own = replacement_options(target) if record.at == "instead" else {}
     try:
         block = make_block(make, record.channels, device=like.device, dtype=like.dtype, **own, **record.options)
-    except Exception as error:  # a block of the user's may fail in any way
+    except Exception as error:  # A custom block may raise any exception.
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        what = f"the block at {site!r}, for {record.channels} channels: {reason(error)}{hint(error, make)}"
-        raise kind(what) from error
+        why = f"{describe_error(error)}{suggest_argument(error, make)}"
+        raise kind(f"the block at {site!r} cannot be built for {record.channels} channels: {why}") from error
     if not isinstance(block, nn.Module) or RECORD in vars(block):
-        raise ValueError(f"block must make a new module for each site; it made {type(block).__name__}")
+        raise ValueError(f"block must return a new module for each site; got {type(block).__name__}")
     block.train(target.training)
     return add_record(block, record, like)
 
 
 def add_record(block: nn.Module, record: InsertedBlock, like: Any) -> nn.Module:
-    """Return a block with its record, in an :class:`ExactBlock` if the record has options for one."""
+    """Store the record in a block and return the block, inside an :class:`ExactBlock` if the record requires one."""
     if record.around:
         vars(block).pop(RECORD, None)
         block = ExactBlock(block, record.channels, like, **record.around).train(block.training)
@@ -175,12 +179,12 @@ def add_record(block: nn.Module, record: InsertedBlock, like: Any) -> nn.Module:
 
 
 def replacement_options(old: nn.Module) -> dict[str, int]:
-    """Return the options of a convolution that a block in its place has as well."""
+    """Return the options that a block takes from the convolution that it replaces."""
     return {"stride": int(old.stride[0]), "out_channels": old.out_channels} if isinstance(old, nn.Conv2d) else {}
 
 
 def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Take blocks out and restore the modules that they replaced, on the device and in the mode of the blocks.
+    """Remove blocks and restore the modules that they replaced, on the device and in the mode of the blocks.
 
     The blocks keep their records.
     """
@@ -191,7 +195,7 @@ def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     modules = [*model.modules()]
     kept = [vars(module)[RECORD] for module in modules if RECORD in vars(module) and module not in blocks]
     for module in modules:
-        # A module that was fused may have a hook without a block, or run a copy of its block.
+        # A fused module may have a hook without a block, or run a copy of its block.
         if LOCATION not in vars(module) or (block := hooks.get_block(module)) in blocks or block not in modules:
             hooks.unhook_(module)
         for name in [name for name, child in module._modules.items() if child in blocks]:
@@ -203,10 +207,13 @@ def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def match_state_(module: nn.Module, block: nn.Module, model: nn.Module) -> None:
-    """Give a module the mode of the block in its place, and its device and type, or else those of the model."""
+    """Move a module to the mode, device and dtype of the block that replaced it.
+
+    If the block has no parameters, device and dtype are those of the model.
+    """
     now = {(p.device, p.dtype) for p in ([*block.parameters()][:1] or model.parameters())}
     before = next(((p.device, p.dtype) for p in module.parameters()), None)
-    if before is not None and before not in now and len(now) == 1:  # a model may have several devices and types
+    if before is not None and before not in now and len(now) == 1:  # A model may have several devices and dtypes.
         device, dtype = now.pop()
         module.to(device=device, dtype=dtype)
     if module.training != block.training:
@@ -214,20 +221,19 @@ def match_state_(module: nn.Module, block: nn.Module, model: nn.Module) -> None:
 
 
 def replace_module_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module wherever it is a child in the model."""
+    """Replace a module in each of its parent modules."""
     for module in list(model.modules()):
         module._modules.update({name: new for name, child in module._modules.items() if child is old})
 
 
 def inserted_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the inserted blocks of a model by site, including those that replaced a module.
+    """Return the inserted blocks of a model by site, including blocks that replaced a module.
 
     Args:
         model: any network.
 
     Raises:
-        SiteError: a block is no longer run, since other code has replaced or removed the module at which it was
-            inserted.
+        SiteError: a block no longer runs, because other code has replaced or removed the module at its site.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
     >>> inserted_blocks(model)
@@ -250,7 +256,7 @@ def blocks_by_site(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def replaced_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that :func:`replace_` took out of a model, by site.
+    """Return the modules that :func:`replace_` removed from a model, by site.
 
     >>> from vision_attn.networks.insertion import replace_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
@@ -262,7 +268,7 @@ def replaced_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
-    """Return the records of the inserted blocks of a model: where they are and what they cost.
+    """Return the records of the inserted blocks of a model: their sites, feature maps and costs.
 
     >>> from vision_attn.networks.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
@@ -270,7 +276,7 @@ def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
     >>> [(record.site, record.block, record.tokens) for record in records(model)]
     [('0', 'AttentionBlock2d', 256)]
     """
-    # A model may have become part of another since: a block is where it is now.
+    # The sites are computed again, because the model may have become part of another model.
     return tuple(replace(vars(block)[RECORD], site=site) for site, block in inserted_blocks(model).items())
 
 
@@ -289,7 +295,7 @@ def inserted_keys(model: nn.Module) -> set[str]:
 def keys_by_site(model: nn.Module) -> dict[str, set[str]]:
     """Return the keys of a model's state dict that belong to the block of each site.
 
-    A block that a model has under several names has keys under each.
+    A block that a model contains under several names has keys under each name.
 
     >>> from vision_attn.networks.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
@@ -306,7 +312,7 @@ def keys_by_site(model: nn.Module) -> dict[str, set[str]]:
 
 
 def reset_compiled_graphs() -> None:
-    """Let compiled models compile again: their graphs do not check whether hooks have changed."""
+    """Force compiled models to recompile, because their graphs have no guards on hooks."""
     if "torch._dynamo" in sys.modules:
-        # torch.compiler.reset() would also import the compiler, which takes seconds, where CUDA is initialized.
+        # If CUDA is initialized, torch.compiler.reset() would also import the compiler, which takes seconds.
         torch._dynamo.reset_code_caches()

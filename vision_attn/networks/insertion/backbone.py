@@ -1,4 +1,4 @@
-"""A network without its wrappers, an example of its inputs, and evaluation mode without side effects."""
+"""Helpers for a network: unwrapping, example inputs, and evaluation mode without side effects."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from vision_attn.attention.scopes import scope
 from vision_attn.checks import check_type
 from vision_attn.errors import SiteError
 
-#: Default sizes of sound, images and video by number of axes: a second at 16 kHz, pixels, 16 frames.
+#: Default sizes of audio (one second at 16 kHz), images, and video (16 frames), by number of axes.
 DEFAULT_SIZES = {1: (16_000,), 2: (224, 224), 3: (16, 112, 112)}
 
-#: Wrappers that register a network's parameters when they are created, by name: importing them all takes a while.
+#: Class names of wrappers that register the parameters when they are created. Importing the classes would be slow.
 SYNCHRONIZED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 def plain_network(model: nn.Module) -> nn.Module:
-    """Return the network inside the wrappers of torch.compile and of data parallelism.
+    """Return the network inside the wrappers of ``torch.compile`` and of data parallelism.
 
     >>> plain_network(nn.DataParallel(nn.ReLU()))
     ReLU()
     """
-    check_type("model", model, nn.Module, "a network, an nn.Module")
+    check_type("model", model, nn.Module, "an nn.Module")
     while True:
         wraps = isinstance(model, nn.DataParallel) or is_synchronized(model)
         inner = getattr(model, "_orig_mod", getattr(model, "module", None) if wraps else None)
@@ -45,7 +45,7 @@ def is_synchronized(module: nn.Module) -> bool:
 
 
 def changeable(model: nn.Module) -> nn.Module:
-    """Return the network inside its wrappers; raise if no modules can be inserted or removed any more.
+    """Return the network inside its wrappers; raise if modules can no longer be inserted or removed.
 
     >>> changeable(nn.DataParallel(nn.ReLU()))
     ReLU()
@@ -53,7 +53,7 @@ def changeable(model: nn.Module) -> nn.Module:
     network = plain_network(model)
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise SiteError(f"{type(module).__name__}: a TorchScript program cannot be changed: insert before tracing")
+            raise SiteError(f"a TorchScript program ({type(module).__name__}) cannot be changed. Insert before tracing")
         if is_synchronized(module):
             raise SiteError(
                 f"model is wrapped in {type(module).__name__}: insert into the network first and wrap it afterwards"
@@ -63,55 +63,56 @@ def changeable(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Example:
-    """The arguments of a forward pass; the images among them are all its tensors with the most axes."""
+    """Arguments of a forward pass; the tensors with the most axes are the images."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    #: axes of an image: one for sound, two for photographs, three for videos and volumes
+    #: number of axes of an image: one for audio, two for images, three for videos and volumes
     axes: int = 2
 
     @cached_property
     def image(self) -> Tensor:
-        """The first of the images: photographs, volumes, sounds, or the input of a generator."""
+        """The first image tensor: images, volumes, audio, or the input of a generator."""
         tensors = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
         if not tensors:
             raise ValueError(f"model must be called with images as tensors; got {self}")
-        return max(tensors_in(tensors) or tensors, key=Tensor.dim)  # without floats: images of integers
+        return max(float_tensors(tensors) or tensors, key=Tensor.dim)  # Integer images have no float tensor.
 
     @cached_property
     def count(self) -> int:
-        """Number of images in a list, each ``(c, h, w)``, as detection models take them; 0 if they are a batch."""
-        if self.image.dim() > 1 + self.axes:  # a list of batches, such as the pathways of SlowFast
+        """Number of images in a list of ``(c, h, w)`` tensors, as in detection models; 0 for a batch."""
+        if self.image.dim() > 1 + self.axes:  # This is a list of batches, such as the two pathways of SlowFast.
             return 0
         lists = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, (list, tuple))]
         return next((len(value) for value in lists if any(item is self.image for item in value)), 0)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the images: batch, channels, and the size."""
+        """Shape of the images: batch, channels and size."""
         return (self.count, *self.image.shape) if self.count else tuple(self.image.shape)
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Size of the images along one to three axes. A batch with one more axis is sound without channels."""
-        return self.shape[2:] or self.shape[1:]
+        """Size of the images along one to three axes."""
+        return self.shape[2:] or self.shape[1:]  # A batch (b, w) is audio without a channel axis.
 
     def __str__(self) -> str:
-        inputs = [*map(shown, self.args), *(f"{name}={shown(value)}" for name, value in self.kwargs.items())]
+        keywords = (f"{name}={format_value(value)}" for name, value in self.kwargs.items())
+        inputs = [*map(format_value, self.args), *keywords]
         return f"of shape {inputs[0]}" if len(inputs) == 1 and not self.kwargs else f"({', '.join(inputs)})"
 
 
-def tensors_in(value: object) -> list[Tensor]:
+def float_tensors(value: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def shown(value: object) -> str:
-    """Return an argument as text for a message, with the shapes of tensors."""
+def format_value(value: object) -> str:
+    """Format an argument for a message, with tensors replaced by their shapes."""
     return repr(tree_map_only(Tensor, lambda tensor: tuple(tensor.shape), value))
 
 
 def make_example(model: nn.Module, example_input: Any = None) -> Example:
-    """Return the arguments of a dry run: those of the user, or random images of a shape, by default the model's.
+    """Return the arguments of a dry run: the given input, or random images of the given or default shape.
 
     >>> make_example(nn.Conv2d(1, 8, 3)).shape
     (1, 1, 224, 224)
@@ -119,31 +120,31 @@ def make_example(model: nn.Module, example_input: Any = None) -> Example:
     if isinstance(example_input, Example):
         return example_input
     convolutions = [module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
-    of_images = [module for module in convolutions if len(module.kernel_size) == 2]  # others may be of vectors
-    first = next(iter(of_images or convolutions), None)
+    images_2d = [module for module in convolutions if len(module.kernel_size) == 2]  # A Conv1d may process vectors.
+    first = next(iter(images_2d or convolutions), None)
     axes = 2 if first is None else len(first.kernel_size)
     if example_input is None:
         example_input = default_shape(model, first, axes)
-    if isinstance(example_input, Mapping) and tensors_in(dict(example_input)):
+    if isinstance(example_input, Mapping) and float_tensors(dict(example_input)):
         return Example((), dict(example_input), axes)
-    if isinstance(example_input, Tensor) or (isinstance(example_input, (tuple, list)) and tensors_in(example_input)):
+    if isinstance(example_input, Tensor) or (isinstance(example_input, (tuple, list)) and float_tensors(example_input)):
         return Example(example_input if isinstance(example_input, tuple) else (example_input,), axes=axes)
     shape = tuple(example_input) if isinstance(example_input, Sequence) else ()
     counts = [isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in shape]
     if not all(counts) or len(shape) not in range(2, 6) or len(shape) == 1 + axes > 2:
-        what = "images, their shape, or a tuple or dictionary of arguments with images among them"
-        raise ValueError(f"example_input must be {what}; got {shown(example_input)}")
+        what = "images, their shape, or a tuple or dictionary of arguments that contains images"
+        raise ValueError(f"example_input must be {what}; got {format_value(example_input)}")
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    # Not zeros, which a network without biases would map to zeros.
+    # The images are random, because a network without biases maps zeros to zeros.
     images = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu")
     return Example((images.to(device=like.device, dtype=like.dtype),), axes=axes)
 
 
 def default_shape(model: nn.Module, first: nn.Module | None, axes: int) -> tuple[int, ...]:
-    """Return the shape of one image by a model's first convolution, its patches or timm's configuration."""
+    """Return the shape of one image, read from the first convolution, the patch embedding or timm's configuration."""
     config = getattr(model, "pretrained_cfg", None) or {}
     channels, *size = config.get("input_size", (3, *DEFAULT_SIZES[axes]))
-    # timm's configuration describes the published weights, not other channels or another size.
+    # timm's configuration describes the published weights. The model may have other channels or another image size.
     img_size = getattr(getattr(model, "patch_embed", None), "img_size", None) or getattr(model, "image_size", None)
     if axes == 2 and img_size is not None:
         size = [img_size] * 2 if isinstance(img_size, int) else list(img_size)
@@ -151,16 +152,16 @@ def default_shape(model: nn.Module, first: nn.Module | None, axes: int) -> tuple
 
 
 def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
-    """Return the path of the module that ends a plain Sequential or, at index 0, begins it; other paths are kept.
+    """Return the path of the last module of a plain Sequential (of the first module for index 0), or the path itself.
 
-    A block cannot be a child of a Sequential, which would call it as one of its layers. A ModuleList, or a module of a
-    traced graph, is not called itself: its last module is meant, too.
+    A block cannot be a child of a Sequential, which would call it as one of its layers. A ModuleList and the modules of
+    a traced graph are never called, so their last module is used as well.
     """
     module = model.get_submodule(name)
     while True:
         kind = type(module)
         is_sequence = kind.forward is nn.Sequential.forward or isinstance(module, nn.ModuleList) or kind is nn.Module
-        # The wrapper of torch.compile runs no hooks.
+        # The wrapper of torch.compile does not run hooks.
         if isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
             name, module = f"{name}._orig_mod", inner
         elif is_sequence and len(module._modules):
@@ -171,31 +172,31 @@ def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
 
 
 def modules_around(name: str) -> list[str]:
-    """Return the paths of the modules that contain a module, without the model."""
+    """Return the paths of the modules that contain a module, except the model."""
     return list(accumulate(name.split(".")[:-1], lambda path, part: f"{path}.{part}"))
 
 
 @contextmanager
-def same_random_numbers(model: nn.Module) -> Iterator[None]:
+def fixed_seed(model: nn.Module) -> Iterator[None]:
     """Seed the random number generators, and restore their states afterwards."""
-    available = torch.cuda.is_available()  # tensors without values may be on a GPU that does not exist
+    available = torch.cuda.is_available()  # Fake tensors may be on a GPU that does not exist.
     gpus = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda and available})
     with torch.random.fork_rng(gpus):
-        # torch.manual_seed would also seed GPUs that are not in use yet, for good.
+        # torch.manual_seed would also seed GPUs that are not in use yet, and their state would not be restored.
         for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)):
             generator.manual_seed(0)
         yield
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
-    """Return a context in which compiled models run in eager in this thread: a compiled graph does not see hooks."""
-    # Without dynamo nothing is compiled, and importing it takes a second.
+    """Return a context in which compiled models run in eager mode in this thread, because graphs do not run hooks."""
+    # If dynamo is not loaded, no model is compiled. Importing it would take a second.
     return scope(plain_network(model), "eager", {model: True}) if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
 def quiet_eval(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, uncompiled; every module's mode is restored afterwards.
+    """Run a model in evaluation and eager mode without gradients, and restore the mode of every module afterwards.
 
     >>> model = nn.Dropout()
     >>> with quiet_eval(model):
@@ -207,10 +208,10 @@ def quiet_eval(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:
-            module.training = False  # not by train(), which a network may override to keep a state
+            module.training = False  # A network may override train(), so it is not called.
         with torch.no_grad(), uncompiled(model), ExitStack() as stack:
             for device in {parameter.device.type for parameter in model.parameters()} - {"meta"}:
-                stack.enter_context(torch.autocast(device, enabled=False))  # feature maps have the network's dtype
+                stack.enter_context(torch.autocast(device, enabled=False))  # Feature maps keep the network's dtype.
             yield
     finally:
         for module, training in modes:

@@ -1,4 +1,4 @@
-"""Costs of blocks and networks: their parameters, and multiply-adds counted in a forward pass."""
+"""Costs of blocks and networks: parameters, and MACs (multiply-accumulate operations) of a forward pass."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from vision_attn.attention.blocks import attention_modules, use_impl
 from vision_attn.checks import product
 from vision_attn.networks.insertion.backbone import quiet_eval
 from vision_attn.networks.insertion.layout import FeatureMap
-from vision_attn.networks.insertion.makers import reason
+from vision_attn.networks.insertion.makers import describe_error
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
 
 class Cost(NamedTuple):
-    """The cost of a network, or what is added to it or removed."""
+    """Cost of a network, or a difference between two costs."""
 
-    #: learned numbers
+    #: number of parameters (scalars)
     parameters: int
-    #: in one forward pass of one image
+    #: MACs of one forward pass of one image
     multiply_adds: int
 
 
 def describe_added(added: Cost, network: Cost) -> str:
-    """Describe an added cost, in percent of the network's.
+    """Describe an added cost as a percentage of the cost of the network.
 
     >>> describe_added(Cost(269, 500), Cost(1000, 0))
-    'together +26.9 % parameters, – multiply-adds'
+    'total +26.9 % parameters, – MACs'
     """
-    parameters, multiply_adds = map(percent, added, network)
-    return f"together {parameters} parameters, {multiply_adds} multiply-adds"
+    parameters, macs = map(percent, added, network)
+    return f"total {parameters} parameters, {macs} MACs"
 
 
 def percent(part: float, total: float) -> str:
@@ -44,21 +44,21 @@ def percent(part: float, total: float) -> str:
 
 
 class NoModules(nullcontext[None]):
-    """A stand-in for torch's module tracker, whose hooks break networks that compute gradients in a forward pass."""
+    """Replacement for torch's module tracker, whose hooks break networks that compute gradients in a forward pass."""
 
     parents: tuple[str, ...] = ("Global",)
 
 
 def count_flops() -> FlopCounterMode:
-    """Return torch's counter of FLOPs, two for a multiply-add, with formulas for the fused kernels of the CPU."""
-    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count  # which loads Triton
+    """Return torch's FLOP counter (two FLOPs per MAC), with formulas for the fused CPU kernels."""
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count  # This import loads Triton.
 
     def count_encoder(x: Tensor, *args: Any, **kwargs: Any) -> int:
-        """Count the matrices of an attention or encoder layer on each token of ``(b, t, c)``, and the attention."""
+        """Count the FLOPs of the projections and the attention of a layer on tokens ``(b, t, c)``."""
         weights = sum(p.numel() for p in args if isinstance(p, nn.Parameter) and p.dim() == 2)
         return 2 * x.shape[0] * x.shape[1] * (weights + 2 * x.shape[1] * x.shape[2])
 
-    vars(count_encoder)["_get_raw"] = True  # takes tensors; the others take shapes
+    vars(count_encoder)["_get_raw"] = True  # The function receives tensors; the default is shapes.
     aten = torch.ops.aten
     formulas = {
         aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **options: sdpa_flop_count(q, k, v),
@@ -72,51 +72,51 @@ def count_flops() -> FlopCounterMode:
 
 def measure_cost(block: nn.Module, x: FeatureMap, y: FeatureMap) -> Cost:
     """Return the cost of a block in all calls of its module; raise unless it returns feature maps like ``y``."""
-    multiply_adds = 0
+    macs = 0
     for (_, *shape), (_, *expected) in zip(x.shapes, y.shapes, strict=True):
         try:
             output, count = run_on_meta(block, shape)
         except Exception as error:
-            raise wrong_map(block, x.target, shape, error) from error
+            raise feature_map_error(block, x.target, shape, error) from error
         if [*output.shape[1:]] != expected:
             got = f"{type(block).__name__} returns {tuple(output.shape)} for {(1, *shape)}"
-            raise ValueError(f"block must return a map {(1, *expected)} at {x.target!r}; {got}")
-        multiply_adds += count
-    return Cost(sum(p.numel() for p in block.parameters()), multiply_adds)
+            raise ValueError(f"block must return a feature map of shape {(1, *expected)} at {x.target!r}; {got}")
+        macs += count
+    return Cost(sum(p.numel() for p in block.parameters()), macs)
 
 
-def wrong_map(block: nn.Module, site: str, shape: Sequence[int], error: Exception) -> ValueError:
-    """Build the error for a block that does not run on the feature map of a site."""
-    what = f"block must take the map {(1, *shape)} at {site!r}; {type(block).__name__} does not"
-    return ValueError(f"{what} ({reason(error)})")
+def feature_map_error(block: nn.Module, site: str, shape: Sequence[int], error: Exception) -> ValueError:
+    """Return the error for a block that does not run on the feature map at a site."""
+    what = f"block must accept the feature map of shape {(1, *shape)} at {site!r}; {type(block).__name__} does not"
+    return ValueError(f"{what} ({describe_error(error)})")
 
 
 def pairs_compared(block: nn.Module, size: tuple[int, ...]) -> int:
-    """Return the number of (query, key) pairs of a block's full attention on a feature map of this size, or 0."""
+    """Return the number of query-key pairs of the full attention in a block on a feature map of this size, or 0."""
     full = [x for x in attention_modules(block).values() if x.resolved_pattern.is_global]
     return max((product(size) * product(-(-side // x.kv_stride) for side in size) for x in full), default=0)
 
 
-def count_multiply_adds(module: nn.Module, shape: tuple[int, ...]) -> int:
-    """Return the multiply-adds of one forward pass of one image or feature map, without computing values.
+def count_macs(module: nn.Module, shape: tuple[int, ...]) -> int:
+    """Return the MACs of one forward pass of one image or feature map, without computing values.
 
     >>> from vision_attn.attention.blocks import Attention2d
-    >>> count_multiply_adds(Attention2d(64, 4, device="meta"), (1, 64, 14, 14))  # 4·64²·196 + 2·64·196²
+    >>> count_macs(Attention2d(64, 4, device="meta"), (1, 64, 14, 14))  # 4·64²·196 + 2·64·196²
     8128512
     """
     return run_on_meta(module, shape[1:])[1]
 
 
 def run_on_meta(module: nn.Module, shape: Sequence[int]) -> tuple[Tensor, int]:
-    """Return the output of a module for a feature map of this shape, without values, and its multiply-adds."""
+    """Return the output of a module for a feature map of this shape, without values, and the MACs."""
     state = {name: x.to("meta") for name, x in (*module.named_parameters(), *module.named_buffers())}
     like = next(module.parameters(), torch.empty(0))
-    # All products of the implementation "bmm" are matrix products, which the counter knows.
+    # All products of the implementation "bmm" are matrix products, which the counter supports.
     with use_impl(module, "bmm"), quiet_eval(module):
         try:
             with count_flops() as counter:
                 output = functional_call(module, state, (torch.empty(1, *shape, device="meta", dtype=like.dtype),))
-        except Exception:  # a module that creates tensors or reads values runs with values alone
+        except Exception:  # A module that creates tensors or reads values does not run on the meta device.
             with count_flops() as counter:
                 output = module(torch.zeros(1, *shape, device=like.device, dtype=like.dtype))
     return output, counter.get_total_flops() // 2

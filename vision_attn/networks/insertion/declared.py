@@ -1,4 +1,4 @@
-"""Stages and layouts that a network declares: timm's metadata, and a table for networks without metadata."""
+"""Stages and layouts from the metadata of a network, and a table of stages for networks without metadata."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 from torch import nn
 
-#: The children of torchvision's residual networks that are stages, one after the other.
+#: The children of torchvision's residual networks that are stages.
 RESNET = ("relu", "layer1", "layer2", "layer3", "layer4")
 
-#: The blocks of torchvision's networks that alternate with what makes maps smaller.
-ODD = ("features.1", "features.3", "features.5", "features.7")
+#: The stages of torchvision's networks whose even-numbered modules reduce the size of the feature maps.
+ODD_FEATURES = ("features.1", "features.3", "features.5", "features.7")
 
-#: Stages by class, or the one part of a network in which the last module of each size of map is a stage. In a path {i}
-#: counts from 0 and {j} from 1, as far as there are modules. Paths that a network does not have are left out; where it
-#: has none of them, it is such a part itself. In torchvision's other networks ``features`` is such a part.
+#: Stages by class: a tuple of paths, or the path of the part of the network in which the last module of each feature
+#: map size is a stage. In a path, {i} counts from 0 and {j} from 1, as far as there are modules. Paths that a network
+#: does not have are ignored; if it has none of the paths, the network itself is this part. In torchvision's other
+#: networks, it is ``features``.
 STAGES: dict[str, tuple[str, ...] | str] = {
     "diffusers.models.autoencoders.vae.Encoder": ("down_blocks.{i}", "mid_block"),
     "timm.models.coat.CoaT": ("serial_blocks{j}",),
@@ -26,7 +27,7 @@ STAGES: dict[str, tuple[str, ...] | str] = {
     "timm.models.mvitv2.MultiScaleVit": ("stages.{i}",),
     "timm.models.twins.Twins": ("blocks.{i}",),
     "torchvision.models._utils.IntermediateLayerGetter": RESNET,
-    "torchvision.models.convnext.ConvNeXt": ODD,
+    "torchvision.models.convnext.ConvNeXt": ODD_FEATURES,
     "torchvision.models.googlenet.GoogLeNet": ("conv1", "conv3", "inception3b", "inception4e", "inception5b"),
     "torchvision.models.inception.Inception3": ("Conv2d_2b_3x3", "Conv2d_4a_3x3", "Mixed_5d", "Mixed_6e", "Mixed_7c"),
     "torchvision.models.maxvit.MaxVit": ("stem", "blocks.{i}"),
@@ -34,7 +35,7 @@ STAGES: dict[str, tuple[str, ...] | str] = {
     "torchvision.models.regnet.RegNet": ("stem", "trunk_output.block{j}"),
     "torchvision.models.resnet.ResNet": RESNET,
     "torchvision.models.shufflenetv2.ShuffleNetV2": ("conv1", "maxpool", "stage2", "stage3", "conv5"),
-    "torchvision.models.swin_transformer.SwinTransformer": ODD,
+    "torchvision.models.swin_transformer.SwinTransformer": ODD_FEATURES,
     "torchvision.models.video.mvit.MViT": ("blocks.{i}",),
     "torchvision.models.video.resnet.VideoResNet": RESNET[1:],
     "torchvision.models.video.swin_transformer.SwinTransformer3d": tuple(f"features.{index}" for index in (0, 2, 4, 6)),
@@ -47,35 +48,35 @@ STAGES: dict[str, tuple[str, ...] | str] = {
     "transformers.models.vit.modeling_vit.ViTModel": ("layers.{i}",),
 }
 
-#: Networks whose tokens are not in raster order, and their order.
+#: Networks whose tokens are not in raster order, and the reason for error messages.
 NON_RASTER = {
     "timm.models.hiera.Hiera": "the tokens of Hiera are in the order of its mask units",
-    "torchvision.models.video.mvit.MViT": "the tokens of MViT are those of a video",
+    "torchvision.models.video.mvit.MViT": "the tokens of MViT belong to a video",
 }
 
 
 @dataclass(frozen=True)
 class Declared:
-    """Metadata of a network, or of the one part of it that has any."""
+    """Metadata of a network, or of the only part of it that has metadata."""
 
-    #: the parts that declare stages where there are several, and then nothing else
+    #: the parts that declare stages, if there are several; all other fields are then empty
     parts: tuple[str, ...] = ()
     #: path and channels of each stage
     stages: tuple[tuple[str, int | None], ...] = ()
-    #: the part in which the last module of each feature map size is a stage; None where nothing is declared
+    #: the part in which the last module of each feature map size is a stage; None without metadata
     trunk: str | None = None
-    #: tokens before a grid
+    #: number of tokens before a grid
     prefix: int | None = None
-    #: whether channels are last
+    #: True if channels are the last axis
     channels_last: bool = False
-    #: why its tokens are not a feature map
+    #: reason why the tokens are not a feature map
     non_raster: str = ""
 
 
 def read_metadata(model: nn.Module) -> Declared:
     """Return the metadata of a model, or of the part of it that declares stages."""
     found: dict[str, Declared] = {}
-    for wrapped in (False, True):  # ``features_only=True`` wraps a network, or the parts of one
+    for wrapped in (False, True):  # timm's ``features_only=True`` wraps a network or the parts of one.
         for path, module in model.named_modules():
             inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
             if not inside and (declared := read_module(module, path, wrapped)) is not None:
@@ -86,7 +87,10 @@ def read_metadata(model: nn.Module) -> Declared:
 
 
 def read_module(module: nn.Module, path: str, wrapped: bool) -> Declared | None:
-    """Return the metadata of a module; None unless it declares stages in itself, or ``wrapped`` in a module inside."""
+    """Return the metadata of a module, or None if the declared stages are not in the module.
+
+    With ``wrapped``, the stages may also be in a module inside.
+    """
     parent = f"{path}." if path else ""
     stages, entries = get_stages(module), get_feature_info(module)
     if isinstance(stages, str):
@@ -102,11 +106,11 @@ def read_module(module: nn.Module, path: str, wrapped: bool) -> Declared | None:
         if not wrapped and known.isdisjoint([*names, *(name.replace(".", "_") for name in names)]):
             return None
         paths = [find_path(name, known) for name in names]
-        while paths and paths[-1] not in known:  # ``features_only=True`` cuts off the modules after the last feature
+        while paths and paths[-1] not in known:  # ``features_only=True`` removes the modules after the last feature.
             paths.pop()
     channels = [entry.get("num_chs") for entry in entries] + [None] * len(paths)
     prefix = getattr(module, "num_prefix_tokens", None)
-    pairs = zip((parent + name for name in paths), channels, strict=False)  # crossvit has stages twice
+    pairs = zip((parent + name for name in paths), channels, strict=False)  # CrossViT declares stages twice.
     return Declared(
         stages=tuple(dict(pairs).items()),
         trunk=None if paths else path,
@@ -117,13 +121,13 @@ def read_module(module: nn.Module, path: str, wrapped: bool) -> Declared | None:
 
 
 def find_path(name: str, known: Collection[str]) -> str:
-    """Return the path of a declared module: ``features_only=True`` flattens paths or wraps the network in a module."""
+    """Return the path of a declared module, which ``features_only=True`` may have flattened or wrapped."""
     wrapped = [path for path in known if path.endswith(f".{name}")]
     return next((path for path in (name, name.replace(".", "_"), *wrapped[:1]) if path in known), name)
 
 
 def get_feature_info(module: nn.Module) -> list[Mapping[str, Any]]:
-    """Return the entries of timm's ``feature_info`` that name a module."""
+    """Return the entries of timm's ``feature_info`` that contain the name of a module."""
     info = getattr(module, "feature_info", None)
     entries = getattr(info, "info", info)
     known = entries if isinstance(entries, (list, tuple)) else []
@@ -138,6 +142,6 @@ def get_stages(module: nn.Module) -> Any:
 
 
 def get_class_entry(table: Mapping[str, Any], module: nn.Module) -> Any:
-    """Return the entry of a table for the class of a module, or for one of its base classes."""
+    """Return the entry of a table for the class of a module or one of its base classes."""
     kinds = (f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__)
     return next((table[kind] for kind in kinds if kind in table), None)

@@ -1,8 +1,8 @@
-"""One forward pass of an example: the shapes that modules take and return, and the feature maps among them.
+"""Dry run: one forward pass of an example records the shapes of inputs and outputs, and finds the feature maps.
 
-Feature maps are found by shape and by the metadata of the network: its stages and their channels, the tokens before a
-grid, whether channels are last. Where both leave the layout open, the user gives ``layout=`` or chooses other modules.
-A backward pass shows which of several tensors the network reads.
+Feature maps are found by shape and by the metadata of the network: stages and their channels, the number of tokens
+before a grid, and the position of the channel axis. If both leave the layout open, the user passes ``layout=`` or
+chooses other modules. A backward pass shows which of several tensors the network uses.
 """
 
 from __future__ import annotations
@@ -21,66 +21,68 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.backbone import (
-    Example,
-    end_of_sequential,
-    make_example,
-    quiet_eval,
-    same_random_numbers,
-)
+from vision_attn.networks.insertion.backbone import Example, end_of_sequential, fixed_seed, make_example, quiet_eval
 from vision_attn.networks.insertion.costs import Cost, count_flops
 from vision_attn.networks.insertion.declared import Declared, read_metadata
-from vision_attn.networks.insertion.layout import Element, FeatureMap, Form, change, count_prefix, map_shape, token_grid
+from vision_attn.networks.insertion.layout import (
+    Element,
+    FeatureMap,
+    TensorSpec,
+    apply_to_element,
+    count_prefix,
+    map_shape,
+    token_grid,
+)
 
-#: Layouts that a user can declare.
+#: Values of the argument ``layout``.
 LAYOUT = re.compile(r"b c (w|h w|t h w)|b (w|h w|t h w) c|b \((\d+ \+ )?h w\) c")
 
-#: Tokens before a grid, tried where the model declares none: a class token, a class and a distillation token, and four
-#: register tokens without and with the class token.
+#: Numbers of tokens before a grid, tried if the model has no metadata: no token, a class token, a class and a
+#: distillation token, four register tokens, and four register tokens with a class token.
 PREFIXES = (0, 1, 2, 4, 5)
 
-#: Paths of modules and their hooks, called as ``hook(module, args, kwargs, output)``; pre-hooks without ``output``.
+#: Paths of modules and hooks. Hooks are called as ``hook(module, args, kwargs, output)``, pre-hooks without ``output``.
 Hooks = Iterable[tuple[str, Callable[..., Any]]]
 
-#: A feature map's layout, and its size along one to three axes.
+#: Layout of a feature map, and its size along one to three axes.
 Layout = tuple[str, tuple[int, ...]]
 
 
 class DryRun:
-    """The calls of a model's modules in one forward pass, and the feature maps in them.
+    """Record the calls of all modules in one forward pass, and find their feature maps.
 
     Args:
         model: the network.
-        example_input: an :class:`Example`, or as in :func:`vision_attn.insert_`.
-        layout: of all feature maps; read from shapes and metadata when None.
+        example_input: an :class:`Example`, or an input as in :func:`vision_attn.insert_`.
+        layout: layout of all feature maps; inferred from shapes and metadata when None.
     """
 
     def __init__(self, model: nn.Module, example_input: Any = None, layout: str | None = None) -> None:
         if layout is not None and not LAYOUT.fullmatch(layout):
-            raise ValueError(f"layout must be like 'b c h w', 'b h w c' or 'b (1 + h w) c'; got {layout!r}")
+            raise ValueError(f"layout must be of the form 'b c h w', 'b h w c' or 'b (1 + h w) c'; got {layout!r}")
         self.model = model
         self.example: Example = make_example(model, example_input)
         self.layout = layout
         self.declared: Declared = read_metadata(model)
         known = dict(model.named_modules(remove_duplicate=False))
-        #: declared channels, by the path of the module that ends a stage
+        #: declared channels, by the path of the last module of a stage
         self.channels: dict[str, int | None] = {
             end_of_sequential(model, path): count for path, count in self.declared.stages if path in known
         }
-        #: what each call took, ``"before"``, and returned, ``"after"``, by path, in the order in which calls end
-        self.calls: dict[str, list[dict[str, dict[Element, Form]]]] = {}
+        #: inputs (``"before"``) and outputs (``"after"``) of each call, by path, in the order in which the calls return
+        self.calls: dict[str, list[dict[str, dict[Element, TensorSpec]]]] = {}
         #: output and cost of the model
         self.output: object
         self.cost: Cost
         self.output, self.cost = self.measure((x, partial(self.record_call, x)) for x, _ in model.named_modules() if x)
 
     def record_call(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
-        """Keep the shapes of a call; a forward hook."""
-        call = {"before": Form.read(args) | Form.read(kwargs), "after": Form.read(output)}
+        """Record the shapes of a call, in a forward hook."""
+        call = {"before": TensorSpec.read(args) | TensorSpec.read(kwargs), "after": TensorSpec.read(output)}
         self.calls.setdefault(name, []).append(call)
 
     def run(self, hooks: Hooks = (), *, before: bool = False, gradients: bool = False) -> object:
-        """Run the model on a copy of the example, in evaluation mode, with the same random numbers each time.
+        """Run the model on a copy of the example, in evaluation mode, with a fixed random seed.
 
         Args:
             hooks: temporary hooks.
@@ -89,21 +91,22 @@ class DryRun:
         """
         model = self.model
         try:
-            with quiet_eval(model), same_random_numbers(model), torch.set_grad_enabled(gradients), ExitStack() as stack:
+            with quiet_eval(model), fixed_seed(model), torch.set_grad_enabled(gradients), ExitStack() as stack:
                 for path, hook in hooks:
                     module = model.get_submodule(path)
                     register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
                     stack.callback(register(hook, with_kwargs=True, prepend=True).remove)
-                # A forward may normalize an image in place, assign to a list or pop from a dictionary.
+                # A forward method may normalize an image in place, assign to a list or pop from a dictionary.
                 inputs = self.example.args, dict(self.example.kwargs)
                 args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), inputs)
                 return model(*args, **kwargs)
         except SiteError:
             raise
         except Exception as error:
-            why = f"{type(error).__name__}: {str(error).partition('tensor(')[0][:300]}"  # without values of tensors
-            remedy = "pass what its forward takes as example_input: images, their shape, or a tuple or dictionary"
-            raise SiteError(f"the model does not run on an example {self.example} ({why}): {remedy}") from error
+            # The values of tensors in the message are cut off.
+            why = f"{type(error).__name__}: {str(error).partition('tensor(')[0][:300]}"
+            remedy = "Pass an input of its forward as example_input: images, their shape, or a tuple or dictionary"
+            raise SiteError(f"the model does not run on an example {self.example} ({why}). {remedy}") from error
 
     def measure(self, hooks: Hooks = ()) -> tuple[object, Cost]:
         """Run the model and return its output, and its cost for one image."""
@@ -113,30 +116,30 @@ class DryRun:
         return output, Cost(parameters, counter.get_total_flops() // 2 // self.example.shape[0])
 
     def maps(self, target: str, at: str = "after") -> list[FeatureMap]:
-        """Return the feature maps in a module's input or output that have the same layout in all of its calls."""
+        """Return the feature maps in the input or output of a module that have the same layout in all calls."""
         calls = self.calls.get(target, [])
         by_signature: dict[Any, list[FeatureMap]] = {}
         for x in (x for call in calls for x in self.maps_in_call(target, call[at])):
-            # Of a block that runs in all calls, only a token grid has to keep its size.
+            # A block runs in all calls. Feature maps may change in size between calls, but a grid of tokens may not.
             signature = x.element, x.layout, x.shape[1], x.size if "(" in x.layout else None
             by_signature.setdefault(signature, []).append(x)
         alike = [maps for maps in by_signature.values() if len(maps) == len(calls)]
-        return [max(maps, key=lambda x: product(x.size))._replace(calls=tuple(x.form for x in maps)) for maps in alike]
+        return [max(maps, key=lambda x: product(x.size))._replace(calls=tuple(x.spec for x in maps)) for maps in alike]
 
-    def maps_in_call(self, target: str, forms: Mapping[Element, Form]) -> list[FeatureMap]:
-        found = ((element, form, self.find_layout(form, target)) for element, form in forms.items())
-        return [FeatureMap(target, element, form, *layout) for element, form, layout in found if layout is not None]
+    def maps_in_call(self, target: str, specs: Mapping[Element, TensorSpec]) -> list[FeatureMap]:
+        found = ((element, spec, self.find_layout(spec, target)) for element, spec in specs.items())
+        return [FeatureMap(target, element, spec, *layout) for element, spec, layout in found if layout is not None]
 
-    def find_layout(self, form: Form, target: str) -> Layout | None:
-        """Return the layout and size of the feature map in a tensor; None if it cannot be one of the images."""
-        shape, batch, axes = form.shape, self.example.shape[0], len(self.example.size)
-        if not form.dtype.is_floating_point or len(shape) not in (3, 4, 5) or 0 in shape:
+    def find_layout(self, spec: TensorSpec, target: str) -> Layout | None:
+        """Return the layout and size of the feature map in a tensor, or None if the tensor cannot be a feature map."""
+        shape, batch, axes = spec.shape, self.example.shape[0], len(self.example.size)
+        if not spec.dtype.is_floating_point or len(shape) not in (3, 4, 5) or 0 in shape:
             return None
         if self.layout is not None:
             return self.user_layout(shape, self.layout)
         if shape[0] % batch:
             return None
-        if self.example.image.dim() == 2:  # vectors of which images are made, or sound without channels
+        if self.example.image.dim() == 2:  # The input is vectors for an image generator, or audio without channels.
             axes = len(shape) - 2
         if len(shape) == 2 + axes:
             return self.spatial_layout(shape, target)
@@ -147,7 +150,7 @@ class DryRun:
         return None
 
     def user_layout(self, shape: tuple[int, ...], layout: str) -> Layout | None:
-        """Return the layout that the user declares, for any axes and batch of the model's input."""
+        """Return the layout from the argument ``layout``, for any axes and batch size of the input."""
         if "(" in layout:
             tokens, size = shape[1] - count_prefix(layout), self.example.image.shape[-2:]
             grid = token_grid(tokens, *size) if len(shape) == 3 and len(size) == 2 else None
@@ -155,7 +158,7 @@ class DryRun:
         return (layout, map_shape(shape, layout)[2:]) if len(layout.split()) == len(shape) else None
 
     def spatial_layout(self, shape: tuple[int, ...], target: str) -> Layout | None:
-        """Return a layout with channels second, unless metadata or the aspect of the image show that they are last."""
+        """Return a layout with channels second, unless metadata or the aspect ratio shows that channels are last."""
         names = {3: "w", 4: "h w", 5: "t h w"}[len(shape)]
         sizes = {layout: map_shape(shape, layout)[2:] for layout in (f"b c {names}", f"b {names} c")}
         fits = [layout for layout, size in sizes.items() if self.keeps_aspect(size)]
@@ -168,8 +171,8 @@ class DryRun:
 
     @cached_property
     def channels_last(self) -> bool:
-        """Whether channels are last where a shape leaves it open: declared, or so in most unambiguous feature maps."""
-        shapes = [form.shape for calls in self.calls.values() for form in calls[0]["after"].values()]
+        """True if channels are last in ambiguous shapes, by metadata or by the majority of unambiguous feature maps."""
+        shapes = [spec.shape for calls in self.calls.values() for spec in calls[0]["after"].values()]
         shapes = [shape for shape in shapes if len(shape) == 2 + len(self.example.size) and 1 not in shape[1:]]
         balance = sum(self.keeps_aspect(shape[1:-1]) - self.keeps_aspect(shape[2:]) for shape in shapes)
         return self.declared.channels_last or balance > 0
@@ -182,11 +185,12 @@ class DryRun:
         return abs(height * columns - width * rows) <= rows + columns
 
     def select_maps(self, targets: Iterable[str], at: str) -> list[FeatureMap]:
-        """Return the feature map of each of several modules, with ``read=False`` if the output does not depend on it.
+        """Return the feature map of each module, with ``read=False`` if the output does not depend on it.
 
-        Of several feature maps it is the one that the network reads, and else the declared one. A module whose complete
-        output is ignored is refused: a block there would have no effect. An unread feature map beside other tensors or
-        tokens, as in features-only networks or before a head on the class token, is a warning.
+        If there are several feature maps, the one that the network uses is selected, or else the declared one. An error
+        is raised if the network ignores the complete output, because a block there would have no effect. If it uses
+        other tensors or tokens of the output, as in a features-only network or before a head on the class token, a
+        warning is issued instead.
         """
         candidates = [self.require_maps(target, at) for target in targets]
         unread = self.find_unread([x for maps in candidates for x in maps], at)
@@ -195,40 +199,40 @@ class DryRun:
             read = [x for x in maps if x not in unread] or [x._replace(read=False) for x in maps]
             read = [x for x in read if x.shape[1] == self.channels.get(x.target)] or read
             if len(read) > 1:
-                what = f"{read[0].target!r} {'takes' if at == 'before' else 'returns'} {len(read)} maps"
-                raise SiteError(f"{what}, and a block works on one: choose modules inside it")
+                what = f"{read[0].target!r} {'receives' if at == 'before' else 'returns'} {len(read)} feature maps"
+                raise SiteError(f"{what}, but a block processes only one. Choose modules inside it")
             if not read[0].read and self.is_ignored(maps[0].target, at):
-                what = f"{maps[0].target!r}: the network ignores the {'input' if at == 'before' else 'output'}"
-                raise SiteError(f"{what} of this module, so a block there would have no effect. Choose another module")
+                what = f"the network ignores the {'input' if at == 'before' else 'output'} of {maps[0].target!r}"
+                raise SiteError(f"{what}, so a block there would have no effect. Choose another module")
             selected.append(read[0])
         return selected
 
     def require_maps(self, target: str, at: str) -> list[FeatureMap]:
-        """Return the feature maps that a module takes or returns; raise if there are none."""
+        """Return the feature maps in the input or output of a module; raise if there are none."""
         self.check_called(target)
         if maps := self.maps(target, at):
             return maps
         calls = self.calls[target]
-        shapes = ", ".join(str(form.shape) for form in calls[0][at].values())
+        shapes = ", ".join(str(spec.shape) for spec in calls[0][at].values())
         if self.maps_in_call(target, calls[0][at]):
             raise SiteError(
-                f"{target!r} is called {len(calls)} times in one forward pass, on different tokens or layouts: a block "
-                f"stores one token grid. Insert into the shared module: va.insert_(model.{target.split('.')[0]}, ...)"
+                f"{target!r} is called {len(calls)} times in one forward pass with different token grids or layouts, "
+                f"but a block stores one. Insert into the shared module: va.insert_(model.{target.split('.')[0]}, …)"
             )
-        what = f"{'takes' if at == 'before' else 'returns'} {shapes or 'no tensor'} for images {self.example.shape}"
-        why = f", as {self.declared.non_raster}" if self.declared.non_raster else ""
-        remedy = "choose another module, or declare the layout of its feature map with layout="
-        raise SiteError(f"{target!r} {what}, and no feature map was found in that{why}: {remedy}")
+        what = f"{'receives' if at == 'before' else 'returns'} {shapes or 'no tensor'} for images {self.example.shape}"
+        why = f", because {self.declared.non_raster}" if self.declared.non_raster else ""
+        remedy = "Choose another module, or pass the layout of its feature map as layout="
+        raise SiteError(f"{target!r} {what}, and no feature map was found in it{why}. {remedy}")
 
     def check_called(self, target: str) -> None:
         """Raise for a module that the forward pass does not call."""
         if target not in self.calls:
-            raise SiteError(f"{target!r} is not called in the forward pass: choose another module")
+            raise SiteError(f"{target!r} is not called in the forward pass. Choose another module")
 
     def find_unread(self, maps: list[FeatureMap], at: str) -> list[FeatureMap]:
-        """Return the feature maps that the output does not depend on, by one forward and backward pass."""
+        """Return the feature maps on which the output does not depend, by one forward and backward pass."""
         inputs: dict[FeatureMap, list[Tensor]] = {x: [] for x in maps}
-        hooks = [(x.target, partial(tap, x.element, inputs[x])) for x in maps]
+        hooks = [(x.target, partial(track_gradient, x.element, inputs[x])) for x in maps]
         try:
             output = self.run(hooks, before=at == "before", gradients=True)
             with torch.enable_grad():
@@ -237,13 +241,13 @@ class DryRun:
                     return [x for x in maps if self.is_ignored(x.target, at)]
                 every = [x for tensors in inputs.values() for x in tensors]
                 found = iter(torch.autograd.grad(torch.stack(sums).sum(), every, allow_unused=True))
-        except (SiteError, RuntimeError):  # a network that has no backward
+        except (SiteError, RuntimeError):  # The network has no backward pass.
             return []
         gradients = {x: [next(found) for _ in tensors] for x, tensors in inputs.items()}
         return [x for x, each in gradients.items() if not any(is_read(x, gradient) for gradient in each)]
 
     def is_ignored(self, target: str, at: str) -> bool:
-        """Return True if noise in everything that a module takes or returns leaves the output of the network as is."""
+        """Return True if noise in the complete input or output of a module does not change the network's output."""
 
         def add_noise(x: Tensor) -> Tensor:
             return x + (1 + x.abs().amax()) * torch.rand_like(x) if x.is_floating_point() else x
@@ -252,25 +256,27 @@ class DryRun:
             return tree_map_only(Tensor, add_noise, output[0] if output else (args, kwargs))
 
         output = self.run([(target, hook)], before=at == "before")
-        return any(x.numel() for x in get_tensors(output)) and same_bits(self.output, output)
+        return any(x.numel() for x in get_tensors(output)) and bitwise_equal(self.output, output)
 
 
-def tap(element: Element, tensors: list[Tensor], module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
-    """Keep one tensor of a module's output, or of its arguments in a pre-hook, to follow its gradient."""
+def track_gradient(
+    element: Element, tensors: list[Tensor], module: nn.Module, args: Any, kwargs: Any, *output: Any
+) -> Any:
+    """Store one tensor of the output of a module, or of its arguments in a pre-hook, to compute its gradient."""
 
     def keep(x: Tensor) -> Tensor:
         tensors.append(x * 1 if x.requires_grad else x.detach().clone().requires_grad_())
-        return tensors[-1] * 1  # which the network may change in place
+        return tensors[-1] * 1  # The network may change this copy in place.
 
     if output:
-        return change(output[0], element, keep)
+        return apply_to_element(output[0], element, keep)
     if isinstance(element, str):
-        return args, change(kwargs, element, keep)
-    return change(args, element, keep), kwargs
+        return args, apply_to_element(kwargs, element, keep)
+    return apply_to_element(args, element, keep), kwargs
 
 
 def is_read(feature_map: FeatureMap, gradient: Tensor | None) -> bool:
-    """Return True if a feature map, and not only the tokens before it, is in the graph of the output."""
+    """Return True if the output depends on a feature map, not only on the tokens before it."""
     prefix = count_prefix(feature_map.layout)
     if gradient is None or has_no_values(gradient) or not prefix:
         return gradient is not None
@@ -287,8 +293,8 @@ def get_tensors(value: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(fields) if isinstance(leaf, Tensor)]
 
 
-def same_bits(one: object, other: object) -> bool:
-    """Return True if two outputs are bitwise identical, NaN included; tensors without values are compared by shape."""
+def bitwise_equal(one: object, other: object) -> bool:
+    """Return True if two outputs are bitwise identical, including NaN. Fake and meta tensors are compared by shape."""
     ours, theirs = get_tensors(one), get_tensors(other)
     return len(ours) == len(theirs) and all(
         x.shape == y.shape and x.dtype == y.dtype and (has_no_values(x) or torch.equal(x.nan_to_num(), y.nan_to_num()))

@@ -1,8 +1,9 @@
-"""Any block as an identity at initialization: how is found by running the block on random maps.
+"""Initialize any block as an identity, by running it on random feature maps.
 
-The last layers of a block are set to zero if its output is the map then, as at the end of a residual branch, or a half
-or a quarter of it, as in front of the sigmoids that weigh a map, which is scaled back. Such a block learns from the
-first step. Any other block gets a gate of zeros, one a channel, which learns first: ``x + gate · (block(x) − x)``.
+The last layers of a block are set to zero if the output is then equal to the input, as at the end of a residual branch,
+or to a half, quarter or eighth of the input, as in front of one to three sigmoids. In the second case, the output is
+scaled back. Such a block learns from the first step. Any other block gets a gate with one value per channel, which is
+initialized to zero: ``x + gate · (block(x) − x)``. The block learns as soon as the gate differs from zero.
 """
 
 from __future__ import annotations
@@ -17,23 +18,26 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.gated_residual import refuse_normalized_zeros
 from vision_attn.checks import check_flags, check_number
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.backbone import quiet_eval, same_random_numbers
-from vision_attn.networks.insertion.costs import wrong_map
+from vision_attn.networks.insertion.backbone import fixed_seed, quiet_eval
+from vision_attn.networks.insertion.costs import feature_map_error
 
-#: Output of one to three sigmoids of zero in a row, as a ratio to the map; and of the identity.
+#: Ratio of output to input for an identity, and for a product with one to three factors of sigmoid(0).
 RATIOS = (1.0, 0.5, 0.25, 0.125)
 
 
 class ExactBlock(nn.Module):
-    """A block as an identity at initialization: ``x + gate · (scale · block(x) − x)``, or ``scale · block(x)``.
+    """Wrapper that makes a block an identity at initialization.
+
+    Computes ``x + gate · (scale · block(x) − x)``, or ``scale · block(x)`` without a gate.
 
     Args:
         block: the block.
-        channels: channels of the map.
-        like: tensor whose device and dtype the gate has.
-        gated: add the gate, which is zero at initialization.
+        channels: channels of the feature map.
+        like: tensor that defines the device and dtype of the gate.
+        gated: add the gate, which is initialized to zero.
         scale: factor of the output of the block.
-        copied: give the block a contiguous copy of the map, because it changes its map in place or calls ``view``.
+        copied: pass a contiguous copy of the feature map to the block, because it changes its input in place or calls
+            ``view``.
 
     >>> x = torch.randn(2, 8, 7, 7)
     >>> torch.equal(ExactBlock(nn.Conv2d(8, 8, 1), 8, x, gated=True)(x), x)
@@ -62,59 +66,59 @@ class ExactBlock(nn.Module):
 
 
 def run_on_copy(block: nn.Module, x: Tensor, copied: bool) -> Tensor:
-    """Run a block on a map, or on a contiguous copy of it."""
+    """Run a block on a feature map, or on a contiguous copy of it."""
     return block(x.clone(memory_format=torch.contiguous_format) if copied else x)
 
 
 def unwrap(block: nn.Module) -> nn.Module:
-    """Return the block in an :class:`ExactBlock`, and any other block itself."""
+    """Return the block inside an :class:`ExactBlock`, or the block itself if it is not wrapped."""
     return block.block if isinstance(block, ExactBlock) else block
 
 
 def init_identity_(
     block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact: bool, zeros: bool = True
 ) -> dict[str, Any]:
-    """Run a block on random maps, and make it an identity at initialization if ``exact`` is set.
+    """Run a block on random feature maps, and make it an identity at initialization if ``exact`` is set.
 
     Without ``zeros``, every block gets a gate.
 
     Returns:
-        Fields of its record: ``around``, the options of the :class:`ExactBlock` that it needs, and ``begins``.
+        Fields of its record: ``around``, the options of the required :class:`ExactBlock`, and ``begins``.
 
     Raises:
-        SiteError: the output for the map has NaN or infinity.
-        ValueError: the block does not run on the map.
+        SiteError: the output contains NaN or infinity.
+        ValueError: the block does not run on the feature map.
     """
-    with quiet_eval(block), same_random_numbers(block):
-        # Over some orders of magnitude: what is halved in half precision may not come back.
+    with quiet_eval(block), fixed_seed(block):
+        # The values span several orders of magnitude, because halving is not always exact in half precision.
         x = torch.randn(2, *shape[1:]) * torch.exp2(-12 * torch.rand(2, *shape[1:]))
-        x = torch.cat([x, -x])  # a layer in front of a ReLU may give zeros for one of them
+        x = torch.cat([x, -x])  # A layer in front of a ReLU may return zeros for one of the signs.
         x = x.movedim(1, -1).contiguous().movedim(-1, 1).to(device=like.device, dtype=like.dtype)
         try:
             trial = Trial(block, x)
         except Exception as error:
-            raise wrong_map(block, site, shape[1:], error) from error
+            raise feature_map_error(block, site, shape[1:], error) from error
         if not trial.y.isfinite().all():
-            what = f"{type(block).__name__} gives NaN or infinity on a map of {'×'.join(map(str, shape[2:]))}"
-            raise SiteError(f"{site!r}: {what}: choose a larger one")
+            what = f"{type(block).__name__} returns NaN or infinity for the {'×'.join(map(str, shape[2:]))} feature map"
+            raise SiteError(f"{what} at {site!r}. Choose a site with a larger feature map")
         around: dict[str, Any] = {"copied": True} if trial.copied else {}
         if not exact or trial.y.shape != x.shape or (zeros and trial.ratio == 1):
             return {"around": around}
         if zeros and (layers := trial.zero_last_layers_()):
-            begins, scale = f"{' and '.join(layers)} zero at first", 1 / (trial.ratio or 1.0)
+            begins, scale = f"{' and '.join(layers)} set to zero", 1 / (trial.ratio or 1.0)
             if scale > 1:
-                around["scale"], begins = scale, f"{begins}, its output times {scale:g}"
+                around["scale"], begins = scale, f"{begins}, output multiplied by {scale:g}"
             return {"around": around, "begins": begins}
-    return {"around": around | {"gated": True}, "begins": "a gate of zero, which learns first"}
+    return {"around": around | {"gated": True}, "begins": "gate set to zero"}
 
 
 class Trial:
-    """A block, a map, and the output of the block for it."""
+    """Run of a block on a feature map, with the output."""
 
     def __init__(self, block: nn.Module, x: Tensor) -> None:
-        """Run the block on a map with channels last in memory; a block that cannot have it gets a copy."""
+        """Run the block on a channels-last feature map, or on a contiguous copy if the block does not support it."""
         self.block, self.x, self.copied = block, x, False
-        #: modules with parameters, in the order of their calls
+        #: modules with parameters, in the order in which they are called
         self.calls: list[nn.Module] = []
         given = x.clone()
         with ExitStack() as stack:
@@ -132,14 +136,14 @@ class Trial:
 
     @property
     def ratio(self) -> float | None:
-        """The ratio of the output to the map if it is one of :data:`RATIOS`, bit for bit."""
+        """Ratio of output to input if it is exactly one of :data:`RATIOS`, else None."""
         return next((ratio for ratio in RATIOS if torch.equal(self.y / ratio, self.x)), None)
 
     def zero_last_layers_(self) -> list[str]:
-        """Set the last layers to zero until the output is a ratio of the map, and return their names.
+        """Set the last layers to zero until the output is a ratio of the input, and return the names of the layers.
 
-        The block is unchanged and the list empty if that is impossible, or if zeros get no gradient, such as those of
-        queries and keys that are both zero.
+        If this is impossible, or if a zero layer receives no gradient because, for example, queries and keys are both
+        zero, the block is unchanged and the list is empty.
         """
         values = {parameter: parameter.clone() for parameter in self.block.parameters()}
         zeros: list[nn.Module] = []
@@ -157,19 +161,19 @@ class Trial:
                 break
         if zeros and self.ratio and self.learns(zeros):
             names = {module: name for name, module in self.block.named_modules()}
-            return [names[module] or "its own parameters" for module in reversed(zeros)]
+            return [names[module] or "parameters of the block" for module in reversed(zeros)]
         for parameter, value in values.items():
             parameter.copy_(value)
         return []
 
     def learns(self, zeros: Iterable[nn.Module]) -> bool:
-        """Return True if each row of the layers of zeros has a gradient, in its weight or its bias."""
+        """Return True if each row of the zero layers has a gradient, in its weight or bias."""
         with torch.enable_grad():
             y = self.run()
             loss = (torch.randn(y.shape).to(y) * y).sum()
             for module in zeros:
                 grads = torch.autograd.grad(loss, direct_parameters(module), retain_graph=True, allow_unused=True)
-                learning: dict[int, Tensor] = {}  # by the number of rows, which weight and bias have in common
+                learning: dict[int, Tensor] = {}  # Weight and bias have the same number of rows, which is the key.
                 for grad in (grad for grad in grads if grad is not None):
                     rows = torch.atleast_1d(grad.reshape(*grad.shape[:1], -1).any(-1))
                     learning[len(rows)] = rows | learning.get(len(rows), False)
@@ -179,5 +183,5 @@ class Trial:
 
 
 def direct_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the trainable parameters of a module, without those of its children."""
+    """Return the trainable parameters of a module, without parameters of its children."""
     return [p for p in module.parameters(recurse=False) if p.requires_grad and p.is_floating_point()]

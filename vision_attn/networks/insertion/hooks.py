@@ -1,7 +1,7 @@
-"""The hooks that run a block at its site, and those that report a block whose site other code has taken away.
+"""Hooks that run a block at its site, and hooks that raise an error if other code has removed the site.
 
 A block is a child of its target, or of a module inside or around the target. A hook at the target applies the block to
-the feature map that the target returns or receives. The record of the block defines where it runs.
+the feature map that the target returns or receives. The record of the block defines the site.
 """
 
 from __future__ import annotations
@@ -15,33 +15,39 @@ from torch.fx import Proxy
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.attention.scopes import scoped_output
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.layout import change, count_prefix, from_map, to_map, token_grid
+from vision_attn.networks.insertion.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
 from vision_attn.networks.insertion.record import InsertedBlock
 
-#: The attribute in which a block keeps its :class:`InsertedBlock`.
+#: The attribute in which a block stores its :class:`InsertedBlock`.
 RECORD = "insertion"
 
-#: The attribute of a target that locates its block: the record of a block inside the target, whose path it has, or the
-#: block itself where it is a child of a module around the target. A copy of the target alone has another record object.
+#: The attribute of a target that locates its block. For a block inside the target, it is the record, which contains the
+#: path. For a block that is a child of a module around the target, it is the block. In a copy of the target, the record
+#: is another object.
 LOCATION = "inserted_at"
 
-#: Normalization layers, whose scales do not decay whatever their shape.
+#: Normalization layers. Their scales have no weight decay, whatever their shape.
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
-#: Layers that passes over a network fuse or drop, beside normalization layers.
+#: Other layers that graph transformations fuse or remove.
 FUSED = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.dropout._DropoutNd)
 
-#: The attribute in which a block keeps the module that it replaced, which is not a child: its keys are not the model's.
+#: The attribute in which a block stores the module that it replaced. The module is not a child, so its keys are not in
+#: the state dict of the model.
 REPLACED = "replaced"
 
 
 def run_after(module: nn.Module, args: tuple[object, ...], output: object) -> object:
-    """The forward hook. It looks its block up by name, so that copies and pickles of a model run their own blocks."""
-    return run_block(get_block(module), output) if LOCATION in vars(module) else output  # a hook moved by fuse_modules
+    """Run a block on the output of its target, in a forward hook.
+
+    The block is found by name, so that copies and pickles of a model run their own blocks.
+    """
+    # fuse_modules moves the hook to another module, which has no block.
+    return run_block(get_block(module), output) if LOCATION in vars(module) else output
 
 
 def run_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The forward pre-hook that runs a block on the input of its target."""
+    """Run a block on the input of its target, in a forward pre-hook."""
     block = get_block(module)
     if isinstance(vars(block)[RECORD].element, str):
         return args, run_block(block, kwargs)
@@ -49,16 +55,16 @@ def run_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def get_block(module: nn.Module) -> nn.Module:
-    """Return the block that runs at a module, or has replaced a module itself."""
+    """Return the block that runs at a module; if a block replaced the module, return this block."""
     location: Any = vars(module).get(LOCATION, module)
     return module.get_submodule(location.held) if isinstance(location, InsertedBlock) else location
 
 
 def check_block(owner: nn.Module, args: Any, *, target: str, path: str | None, record: InsertedBlock) -> None:
-    """Check that a block still runs at a module inside ``owner``, which other code may have replaced.
+    """Check in a forward pre-hook of ``owner`` that a block still runs at a module inside.
 
-    A forward pre-hook of ``owner``. A block outside its target, at ``path``, is attached again to the norm that is at
-    the target now, such as a frozen one. A block whose target was replaced or fused is an error.
+    Other code may have replaced the target. If the new module is a norm, such as a frozen batch norm, a block outside
+    its target, at ``path``, is attached to it. For any other replaced or fused module, an error is raised.
     """
     try:
         module, outside = owner.get_submodule(target), None if path is None else owner.get_submodule(path)
@@ -78,37 +84,37 @@ def check_block(owner: nn.Module, args: Any, *, target: str, path: str | None, r
 
 
 def missing_block_error(record: InsertedBlock, change: str) -> SiteError:
-    """Return the error where other code has taken the target of a block away."""
+    """Return the error for a block whose target other code has removed or replaced."""
     remedy = "Replace, fuse and reparameterize modules before inserting blocks; va.remove_(model) removes the others"
-    return SiteError(f"the block at {record.site!r} is no longer run: the module there was {change}. {remedy}")
+    return SiteError(f"the block at {record.site!r} no longer runs: the module there was {change}. {remedy}")
 
 
 def refuse_tracing(module: nn.Module, args: tuple[object, ...]) -> None:
-    """A forward pre-hook of norms, which torch.fx does not trace into: the block would have no node of the graph."""
+    """Raise in a forward pre-hook of a norm if it is traced, because the graph would not contain the block."""
     if any(isinstance(x, Proxy) for x in args):
         raise tracing_error(module, vars(get_block(module))[RECORD])
 
 
 def tracing_error(module: nn.Module, record: InsertedBlock) -> SiteError:
-    """Return the error where a graph would hold a block inside a module that passes over the graph fuse or drop."""
-    why = f"fusing or dropping the {type(module).__name__} would lose it"
+    """Return the error for a block inside a module that graph transformations fuse or remove."""
+    why = f"fusing or removing the {type(module).__name__} would remove the block"
     remedy = "Trace, fuse or quantize before inserting, or insert after a residual block"
     return SiteError(f"the block at {record.site!r} cannot be traced by torch.fx: {why}. {remedy}")
 
 
 def hook_(module: nn.Module, block: nn.Module) -> None:
-    """Let a module run a block: before older hooks, so that feature taps see the map with the block."""
+    """Register the hook that runs a block, before older hooks, so that feature taps receive the block's output."""
     record: InsertedBlock = vars(block)[RECORD]
     vars(module)[LOCATION] = block if record.held.startswith(".") else record
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     if run_after in hooks or run_before in hooks:
-        return  # a replica of ``nn.DataParallel``
+        return  # Replicas of ``nn.DataParallel`` already have the hook.
     if record.at == "before":
         module.register_forward_pre_hook(run_before, with_kwargs=True, prepend=True)
     else:
         module.register_forward_hook(run_after, prepend=True)
     if type(module).__module__.startswith(("torch.nn", "torch.ao.nn")):
-        vars(module)["__module__"] = __name__  # torch.fx traces into it, and the block becomes a node
+        vars(module)["__module__"] = __name__  # With this name torch.fx traces into it, and the block becomes a node.
     if isinstance(module, nn.modules.batchnorm._NormBase):
         module.register_forward_pre_hook(refuse_tracing, prepend=True)
 
@@ -138,7 +144,7 @@ def is_fusible(module: nn.Module) -> bool:
 
 
 def run_block(block: nn.Module, value: Any) -> Any:
-    """Return the value with the block applied to the map in it."""
+    """Return the value with the block applied to the feature map in it."""
     record: Any = block.insertion
     layout, size = record.layout, record.map_size
 
@@ -146,17 +152,17 @@ def run_block(block: nn.Module, value: Any) -> Any:
         if "(" in layout and x.shape[1] != count_prefix(layout) + record.tokens:
             raise grid_error(record, f"{x.shape[1] - count_prefix(layout)} tokens")
         x_map = to_map(x, layout, size)
-        if isinstance(x_map, Proxy):  # one node of a traced graph
+        if isinstance(x_map, Proxy):  # A traced graph contains the block as one node.
             path = x_map.tracer.path_of_module(block)
             return from_map(x, x_map.tracer.create_proxy("call_module", path, (x_map,), {}), layout)
         y = block(x_map)
         return from_map(x, y if isinstance(block, GatedResidual) else scoped_output(block, x_map, y), layout)
 
-    return change(value, record.element, run_on)
+    return apply_to_element(value, record.element, run_on)
 
 
 def check_grid(network: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], record: InsertedBlock) -> None:
-    """Refuse images with as many tokens as a block expects in another grid: 448×112 pixels for 224×224."""
+    """Raise for images with the same number of tokens in another grid, such as 448×112 instead of 224×224 pixels."""
     images = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() == len(record.input_shape))
     size = next((tuple(x.shape[2:]) for x in images), ())
     if len(size) != 2 or size == record.input_shape[2:]:
@@ -167,15 +173,15 @@ def check_grid(network: nn.Module, args: tuple[object, ...], kwargs: dict[str, o
 
 
 def grid_error(record: InsertedBlock, got: str) -> ValueError:
-    """Return the error where tokens are of another grid than a block was inserted for."""
-    remedy = "insert it with example_input of the size that is used"
-    return ValueError(f"the block at {record.site!r} is for a grid of {record.size} tokens; got {got}: {remedy}")
+    """Return the error for tokens of another grid than the grid of a block."""
+    remedy = "Insert the block with an example_input of the size that you use"
+    return ValueError(f"the block at {record.site!r} expects a grid of {record.size} tokens; got {got}. {remedy}")
 
 
 def is_site(module: nn.Module) -> bool:
-    """Return True if a block runs at this module or replaced it."""
+    """Return True if a block runs at this module, or if the module is a block that replaced another module."""
     return REPLACED in vars(module) or LOCATION in vars(module)
 
 
-#: Hooks that check a block, as functions of partials with its record.
+#: Hooks that check a block; they are registered as partials with its record.
 CHECKS = (check_block, check_grid)

@@ -1,7 +1,7 @@
 """Insert blocks into an existing network, replace its modules by attention, and restore it.
 
-The order: metadata of the network, one dry run, sites, blocks. The blocks are attached, the network runs once more, and
-they are detached again if its output is not bitwise identical.
+The sites are found from the metadata of the network and one dry run. The blocks are then attached and the network runs
+once more. If its output is not bitwise identical, the blocks are detached again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vision_attn.networks.insertion.sites import Names, find_targets, select_sit
 from vision_attn.networks.insertion.verify import attach_verified
 
 
-@torch.inference_mode(False)  # whose tensors could not be trained
+@torch.inference_mode(False)  # Tensors created in inference mode cannot be trained.
 def insert_(
     model: nn.Module,
     block: Maker | str | None = None,
@@ -45,53 +45,55 @@ def insert_(
     exact: bool = True,
     **block_options: Any,
 ) -> InsertionReport:
-    """Insert a block at chosen modules of a model, in place.
+    """Insert a block at selected modules of a model, in place.
 
-    The output of the module at a site becomes ``block(output)``. A block is an identity at initialization, or is made
-    one: the output of the network stays bitwise identical, its own keys and checkpoints stay valid, and :func:`remove_`
-    takes the blocks out. At a ``Sequential``, the block runs after its last module.
+    The output of the module at a site becomes ``block(output)``. The block is an identity at initialization: the output
+    of the network stays bitwise identical, its state-dict keys and checkpoints stay valid, and :func:`remove_` removes
+    the blocks again. At a ``Sequential``, the block runs after its last module.
 
-    Each block is tried on random feature maps. If its last layers can be zeros, as in front of a sigmoid or at the end
-    of a residual branch, they are set to zero, and the factor of one half from each sigmoid is undone. Any other block,
-    and one that changes the output of the network nevertheless, becomes ``x + gate · (block(x) − x)`` with a gate of
-    zeros. The report lists which. An explicit ``gate_init`` takes precedence.
+    Each block is first run on random feature maps. If its last layers can be zero, such as layers in front of a sigmoid
+    or at the end of a residual branch, they are set to zero, and each factor of sigmoid(0) = 0.5 is compensated by a
+    factor of 2. Any other block, and any block that still changes the output of the network, becomes
+    ``x + gate · (block(x) − x)`` with a gate that is initialized to zero. The report lists these blocks. An explicit
+    ``gate_init`` takes precedence.
 
     Args:
-        model: any network on images, sound or video. Its feature maps may be ``(b, c, h, w)``, ``(b, h, w, c)``, or
-            the tokens ``(b, t, c)`` of a grid, after class and register tokens, which are left alone; alone or in a
-            tuple, list or dictionary. With one or three axes they are ``(b, c, w)`` or ``(b, c, t, h, w)``, or the
-            same with channels last.
-        block: class or function called as ``block(channels, **block_options)``, with ``device`` and ``dtype`` where it
-            has such arguments; or a name of timm's ``create_attn``, such as ``"cbam"``. When None,
-            :class:`vision_attn.AttentionBlock2d`, or for feature maps with one and three axes
-            :class:`AttentionBlock1d` and :class:`AttentionBlock3d`. It takes and returns ``(b, c, h, w)`` whatever the
-            layout.
-        stages: stages by index or name, as :func:`vision_attn.stage_names` lists them; negative indices count from the
+        model: network for images, audio or video. Its feature maps are ``(b, c, h, w)``, ``(b, h, w, c)``, or the
+            tokens ``(b, t, c)`` of a grid, optionally after class and register tokens, which the block does not change.
+            With one or three axes, they are ``(b, c, w)`` or ``(b, c, t, h, w)``, or the same with channels last. They
+            may be inside a tuple, list or dictionary.
+        block: class or function that is called as ``block(channels, **block_options)``, with ``device`` and ``dtype``
+            if it has these arguments; or a name of timm's ``create_attn``, such as ``"cbam"``. The default is
+            :class:`vision_attn.AttentionBlock2d`, or :class:`AttentionBlock1d` and :class:`AttentionBlock3d` for
+            feature maps with one and three axes. For every layout, the block receives and returns ``(b, c, h, w)``.
+        stages: stages by index or name, as listed by :func:`vision_attn.stage_names`; negative indices count from the
             end.
-        names: globs on module paths, case-sensitive: ``"layer3.*"`` is every child of ``layer3``, ``"**.conv2"`` every
-            ``conv2`` at any depth; or compiled regular expressions that match complete paths.
-        where: a function of path and module that returns True at a site.
-        exclude: globs or expressions like ``names``, for sites that are left out.
-        at: ``"after"`` a site, ``"before"`` it, or in the ``"branch"`` of a residual block, before its addition.
-        layout: layout of the feature maps in their tensors, where shapes are ambiguous: ``"b c h w"``, ``"b h w c"``,
+        names: globs on module paths, case-sensitive: ``"layer3.*"`` matches every child of ``layer3``, and
+            ``"**.conv2"`` every ``conv2`` at any depth. Compiled regular expressions must match complete paths.
+        where: function of path and module that returns True at a site.
+        exclude: globs or regular expressions like ``names``, for sites to leave out.
+        at: ``"after"`` the site, ``"before"`` it, or in the ``"branch"`` of a residual block, before its addition.
+        layout: layout of the feature maps, if it cannot be inferred from shapes: ``"b c h w"``, ``"b h w c"``,
             ``"b (h w) c"``, or ``"b (1 + h w) c"`` after one class token.
-        example_input: input of the model's forward for the dry run that finds the feature maps: a batch of images or
-            its shape, a list of images ``(c, h, w)``, a tuple of arguments, or a dictionary of keyword arguments, in
-            which the tensors with the most axes are the images. By default one image of the model's own size, else
-            (1, 3, 224, 224); for a network whose first convolution is a Conv3d (1, 3, 16, 112, 112).
-        exact: False to leave a block as it is; the report then has the change of the output.
-        **block_options: passed to ``block``; explicit options are never changed. Without ``num_heads`` a block has 8
-            heads or, where 8 do not divide the channels, the largest number below that does. The default block attends
-            in 512 channels at most: where there are more, ``key_dim`` and ``value_dim`` are 512 channels divided by the
-            heads. ``key_dim=None, value_dim=None`` uses all channels. The record of the block has the numbers.
+        example_input: input of the model's forward for the dry run: a batch of images or its shape, a list of images
+            ``(c, h, w)``, a tuple of arguments, or a dictionary of keyword arguments. The tensors with the most axes
+            are the images. The default is one image of the model's default size, or else (1, 3, 224, 224); for a
+            network whose first convolution is a Conv3d, it is (1, 3, 16, 112, 112).
+        exact: if False, insert the block unchanged; the report then contains the change of the output.
+        **block_options: options of ``block``; explicit options are never overridden. The default number of heads is 8
+            or, if 8 does not divide the number of channels, the largest smaller number that does. The default block
+            attends in at most 512 channels: on wider feature maps, ``key_dim`` and ``value_dim`` are 512 divided by the
+            number of heads. ``key_dim=None, value_dim=None`` uses all channels. The record of the block contains the
+            values.
 
     Returns:
         A report that prints as a table.
 
     Raises:
-        SiteError: nothing matches, a module that matches cannot take a block, or the block returns NaN there; the
-            message names the module and the reason, and the model is as it was.
-        ValueError: not exactly one of ``stages``, ``names`` and ``where``, or options that the block refuses.
+        SiteError: no module matches, a matching module cannot take a block, or the block returns NaN there. The message
+            names the module and the reason, and the model is unchanged.
+        ValueError: not exactly one of ``stages``, ``names`` and ``where`` is given, or an option of the block is
+            invalid.
 
     >>> from torchvision.models import resnet18
     >>> report = insert_(resnet18(), stages=-1, num_heads=4)
@@ -105,13 +107,13 @@ def insert_(
     sites = select_sites(dry_run, stages, names, where, exclude)
     side = "before" if at == "before" else "after"
     maps = dry_run.select_maps(find_targets(dry_run, sites, at), side)
-    # Zeros that are the identity on a random map may not be on the maps of the network: gates always are.
+    # Zero layers that are an identity on a random feature map may not be one on those of the network: a gate always is.
     for zeros in (True, False):
         blocks = [new_block(dry_run, block, x, side, block_options, exact=exact, zeros=zeros) for x in maps]
-        report = make_report(blocks, "inserted", dry_run)
+        report = make_report(blocks, "inserted", dry_run, warn=zeros)
         try:
             changed = attach_verified(dry_run, blocks)
-        except SiteError:  # a module may depend on how many children it has
+        except SiteError:  # A module may depend on its number of children.
             for x, new in zip(maps, blocks, strict=True):
                 held = attach.choose_block_path(model, x.target, inside=True)
                 vars(new)[RECORD] = replace(vars(new)[RECORD], held=held)
@@ -134,33 +136,37 @@ def replace_(
     example_input: Any = None,
     **block_options: Any,
 ) -> InsertionReport:
-    """Replace chosen modules of a model by attention, in place.
+    """Replace selected modules of a model by attention, in place.
 
-    A ``Conv2d`` becomes a :class:`vision_attn.StridedAttention2d` from its input channels to its output channels, with
-    its groups in the projections (``groups=1`` for dense ones) and an average pool for its stride, as in BoTNet; its
-    kernel and dilation have no counterpart, since every position attends to every other, and it attends in all
-    channels. Any other module that returns a feature map of the shape it takes, such as squeeze and excitation, becomes
-    the :class:`vision_attn.AttentionBlock2d` that :func:`insert_` inserts. The new modules are untrained, and unlike
-    :func:`insert_` this changes the output of the network. :func:`remove_` restores the old modules.
+    A ``Conv2d`` becomes a :class:`vision_attn.StridedAttention2d` with the same input and output channels. As in
+    BoTNet, its stride becomes an average pool. Its groups become groups of the projections (``groups=1`` makes them
+    dense). Kernel size and dilation have no counterpart, because every position attends to every other position. The
+    attention uses all channels.
+
+    Any other module whose output has the shape of its input, such as squeeze and excitation, becomes the
+    :class:`vision_attn.AttentionBlock2d` that :func:`insert_` inserts. The new modules are untrained, so the output of
+    the network changes. :func:`remove_` restores the original modules.
 
     Args:
-        model: any network on images whose feature maps are ``(b, c, h, w)``.
+        model: network for images whose feature maps are ``(b, c, h, w)``.
         block: class or function to use instead of these two, called as ``block(channels, device=…, dtype=…,
-            **block_options)``, and with ``stride=…, out_channels=…`` in the place of a convolution.
+            **block_options)``, and with ``stride=…, out_channels=…`` in place of a convolution.
         stages: as in :func:`insert_`.
-        names: as in :func:`insert_`: ``"layer4.*.conv2"`` are the 3×3 convolutions of a ResNet-50's last stage.
+        names: as in :func:`insert_`; ``"layer4.*.conv2"`` selects the 3×3 convolutions in the last stage of a
+            ResNet-50.
         where: as in :func:`insert_`.
         exclude: as in :func:`insert_`.
         example_input: as in :func:`insert_`.
-        **block_options: passed to the block.
+        **block_options: options of the block.
 
     Returns:
-        A report that prints as a table; parameters and multiply-adds are those of the new modules.
+        A report that prints as a table, with the parameters and MACs of the new modules.
 
     Raises:
-        SiteError: nothing matches, or a module that matches cannot be replaced; the message names the module and the
-            reason, and the model is as it was.
-        ValueError: not exactly one of ``stages``, ``names`` and ``where``, or options that the block refuses.
+        SiteError: no module matches, or a matching module cannot be replaced. The message names the module and the
+            reason, and the model is unchanged.
+        ValueError: not exactly one of ``stages``, ``names`` and ``where`` is given, or an option of the block is
+            invalid.
 
     Source: Srinivas et al., *Bottleneck Transformers for Visual Recognition*, 2021, https://arxiv.org/abs/2101.11605
 
@@ -178,17 +184,18 @@ def replace_(
         old = model.get_submodule(site)
         plain = x.element == 0 and y.element is None and x.layout.startswith("b c") and y.layout.startswith("b c")
         if not plain or not (isinstance(old, nn.Conv2d) or x.shape == y.shape):
-            what = f"a {type(old).__name__} that returns {y.shape} for {x.shape}"
-            raise SiteError(f"{site!r} is {what}: choose a Conv2d, or a module that keeps the shape of its map")
+            what = f"{site!r} cannot be replaced: it is a {type(old).__name__} that returns {y.shape} for {x.shape}"
+            raise SiteError(f"{what}. Choose a Conv2d, or a module whose output has the shape of its input")
         inner = any(other.startswith(f"{site}.") for other in sites)
         if inner or any(RECORD in vars(module) for module in old.modules()):
-            raise SiteError(f"{site!r} is or holds an inserted block or another site: choose one, or remove_ it first")
+            what = f"{site!r} cannot be replaced: it is or contains an inserted block or another selected module"
+            raise SiteError(f"{what}. Choose one of the modules, or call va.remove_(model) first")
         make, options = block, block_options
         if isinstance(old, nn.Conv2d) and block is None:
             make = StridedAttention2d
             options = {"groups": old.groups, **options} if old.groups > 1 else options
         blocks.append(new_block(dry_run, make, x, "instead", options, y))
-    report = make_report(blocks, "put in place", dry_run)
+    report = make_report(blocks, "inserted as replacements", dry_run, warn=True)
     with attach.attach_blocks_(model, blocks):
         _, cost = dry_run.measure()
     removed = (new + before - after for new, before, after in zip(report.added, dry_run.cost, cost, strict=True))
@@ -196,16 +203,18 @@ def replace_(
 
 
 def remove_(model: nn.Module) -> InsertionReport:
-    """Remove every inserted block and restore every replaced module: the same model, object for object.
+    """Remove every inserted block and restore every replaced module.
+
+    The model then consists of the same module objects as before.
 
     Args:
-        model: a model that :func:`insert_` or :func:`replace_` changed.
+        model: a model with blocks from :func:`insert_` or :func:`replace_`.
 
     Returns:
         A report of the removed blocks.
 
     Raises:
-        ValueError: nothing is inserted in the model.
+        ValueError: the model has no inserted block.
 
     >>> from torchvision.models import resnet18
     >>> from vision_attn.networks.insertion import insert_
@@ -237,32 +246,32 @@ def new_block(
     exact: bool = False,
     zeros: bool = True,
 ) -> nn.Module:
-    """Build a block for a feature map, with its record; one that replaces a module returns another feature map."""
+    """Build a block with its record. A block that replaces a module maps the feature map ``x`` to one like ``y``."""
     make, channels = makers.get_maker(block, len(x.size)), x.shape[1]
     options = {**makers.default_widths(make, channels, options), **options}
     is_timm = isinstance(block, str) and block in makers.TIMM_BLOCKS
     if is_timm and "feat_size" in makers.get_arguments(make):
         options = {"feat_size": x.size, **options}
     held, element = (attach.choose_block_path(dry_run.model, x.target), x.element) if y is None else (CHILD, None)
-    place = x.target, at, "", options, channels, x.size, 0, 0, dry_run.example.shape
-    record = InsertedBlock(*place, layout=x.layout, element=element, held=held, read=x.read)
-    new = attach.build_block(dry_run.model, record, make, x.form)
+    fields = x.target, at, "", options, channels, x.size, 0, 0, dry_run.example.shape
+    record = InsertedBlock(*fields, layout=x.layout, element=element, held=held, read=x.read)
+    new = attach.build_block(dry_run.model, record, make, x.spec)
     record = replace(record, block=str(block) if is_timm else type(new).__name__)
     if y is None and not isinstance(new, GatedResidual):
-        form = x.form
-        if form.device.type == "meta":  # where a block cannot be tried
-            form = form._replace(device=torch.device("cpu"))
-            new = attach.build_block(dry_run.model, record, make, form)
-        record = replace(record, **init_identity_(new, x.target, x.shape, form, exact, zeros))
-    new = attach.add_record(new, record, x.form)
+        spec = x.spec
+        if spec.device.type == "meta":  # Blocks on the meta device have no values to test.
+            spec = spec._replace(device=torch.device("cpu"))
+            new = attach.build_block(dry_run.model, record, make, spec)
+        record = replace(record, **init_identity_(new, x.target, x.shape, spec, exact, zeros))
+    new = attach.add_record(new, record, x.spec)
     cost, compared = measure_cost(new, x, y or x), pairs_compared(new, x.size)
     vars(new)[RECORD] = replace(record, compared=compared, **cost._asdict())
     return new
 
 
-def make_report(blocks: Sequence[nn.Module], verb: str, dry_run: DryRun) -> InsertionReport:
-    """Report on new blocks, with warnings before anything is changed, as they may be turned into errors."""
+def make_report(blocks: Sequence[nn.Module], verb: str, dry_run: DryRun, warn: bool) -> InsertionReport:
+    """Return the report of new blocks. Issue its warnings before the model changes: a filter may make them errors."""
     report = InsertionReport(tuple(vars(block)[RECORD] for block in blocks), verb, dry_run.cost)
-    for line in report.warnings:
-        warnings.warn(line, stacklevel=4)  # insert_ is decorated
+    for line in report.warnings if warn else ():
+        warnings.warn(line, stacklevel=4)  # The decorator of insert_ adds a frame.
     return report

@@ -1,6 +1,6 @@
-"""The layout of a feature map in a tensor, and the place of the tensor in what a module takes or returns.
+"""The layout of a feature map in a tensor, and the position of the tensor in the input or output of a module.
 
-Layouts are ``"b c h w"``, ``"b h w c"``, or tokens ``"b (1 + h w) c"``, here after a class token.
+Layouts are ``"b c h w"``, ``"b h w c"``, and tokens such as ``"b (1 + h w) c"``, in this example after a class token.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-#: An index of a tuple or list, a key of a dictionary, or None where the value is the tensor itself.
+#: An index of a tuple or list, a key of a dictionary, or None if the value is the tensor itself.
 Element = int | str | None
 
 
-class Form(NamedTuple):
-    """A tensor without its values."""
+class TensorSpec(NamedTuple):
+    """Shape, dtype and device of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
-    def read(cls, value: object) -> dict[Element, Form]:
-        """Return the tensors in what a module takes or returns, without their values."""
+    def read(cls, value: object) -> dict[Element, TensorSpec]:
+        """Return the specifications of the tensors in the input or output of a module."""
         items: list[tuple[Element, object]] = [(None, value)]
         if isinstance(value, Mapping):
             items = [(key, item) for key, item in value.items() if isinstance(key, str)]
@@ -35,28 +35,28 @@ class Form(NamedTuple):
 
 
 class FeatureMap(NamedTuple):
-    """A feature map that a module, its **target**, takes or returns."""
+    """A feature map in the input or output of a module, its **target**."""
 
     target: str
     element: Element
-    form: Form
+    spec: TensorSpec
     layout: str
-    #: rows and columns; of the largest feature map where the module is called several times
+    #: rows and columns of the feature map; of the largest feature map if the module is called several times
     size: tuple[int, ...]
-    #: whether the output of the network depends on it
+    #: True if the output of the network depends on the feature map
     read: bool = True
-    #: the tensors of all calls of the module
-    calls: tuple[Form, ...] = ()
+    #: the tensors in all calls of the module
+    calls: tuple[TensorSpec, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Batch, channels, rows, columns, or as many axes as there are."""
-        return map_shape(self.form.shape, self.layout, self.size)
+        """Shape of the feature map: batch, channels, and one to three axes, such as rows and columns."""
+        return map_shape(self.spec.shape, self.layout, self.size)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shape of the feature map in each call of the module."""
-        return [map_shape(form.shape, self.layout, self.size) for form in self.calls]
+        """Shape of the feature map in each call of the module."""
+        return [map_shape(spec.shape, self.layout, self.size) for spec in self.calls]
 
 
 def count_prefix(layout: str) -> int:
@@ -66,7 +66,7 @@ def count_prefix(layout: str) -> int:
 
 
 def map_shape(shape: tuple[int, ...], layout: str, size: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Return the shape ``(b, c, h, w)`` of the map in a tensor; the size of a grid is not in the tensor's shape."""
+    """Return the shape ``(b, c, h, w)`` of the feature map in a tensor. The size is needed for the grid of tokens."""
     if layout.startswith("b c"):
         return shape
     return (shape[0], shape[-1], *(size if "(" in layout else shape[1:-1]))
@@ -82,7 +82,7 @@ def to_map(x: Tensor, layout: str, size: tuple[int, ...]) -> Tensor:
 
 
 def from_map(x: Tensor, y: Tensor, layout: str) -> Tensor:
-    """Return a tensor like ``x`` with the feature map ``y``, ``(b, c, h, w)``, in the place of its own."""
+    """Return a tensor like ``x`` in which the feature map is replaced by ``y``, ``(b, c, h, w)``."""
     if layout.startswith("b c"):
         return y
     if "(" not in layout:
@@ -92,8 +92,8 @@ def from_map(x: Tensor, y: Tensor, layout: str) -> Tensor:
 
 
 def token_grid(tokens: int, rows: int, columns: int) -> tuple[int, int] | None:
-    """Return the rows and columns of a grid of tokens with the aspect ratio of the image; None if there is none."""
-    if tokens < 2:  # one token is a class, or a vector
+    """Return the rows and columns of a grid of tokens with the aspect ratio of the image, or None."""
+    if tokens < 2:  # A single token is a class token or a vector.
         return None
     height = math.sqrt(tokens * rows / columns)
     heights = range(max(1, math.floor(height) - 1), math.ceil(height) + 2)
@@ -101,7 +101,7 @@ def token_grid(tokens: int, rows: int, columns: int) -> tuple[int, int] | None:
     return next((grid for grid in grids if abs(grid[1] - grid[0] * columns / rows) < 1), None)
 
 
-def change(value: Any, element: Element, function: Callable[[Any], Any]) -> Any:
+def apply_to_element(value: Any, element: Element, function: Callable[[Any], Any]) -> Any:
     """Return a value of the same type with a function applied to one of its elements."""
     if element is None:
         return function(value)

@@ -1,4 +1,4 @@
-"""Classes, functions and names that blocks are built from, with or without the arguments ``device`` and ``dtype``."""
+"""Classes and functions that build blocks, with or without the arguments ``device`` and ``dtype``, and their names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Maker = Callable[..., nn.Module]
 
 #: The default block, by the number of axes of a feature map.
 ATTENTION_BLOCKS: dict[int, Maker] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
-#: Arguments of :func:`vision_attn.insert_` that no block has.
+#: Arguments of :func:`vision_attn.insert_` that are not options of a block.
 SITE_ARGUMENTS = ("stages", "names", "where", "exclude", "at", "layout", "example_input", "exact")
 #: Blocks of this library by name.
 BLOCKS: dict[str, Maker] = {name: kind for name, kind in vars(blocks).items() if isinstance(kind, type)}
@@ -32,16 +32,16 @@ TIMM_BLOCKS = (
     *("sk", "splat", "lambda", "bottleneck", "halo", "nl", "bat"),
 )
 
-#: Most channels that a default block attends in: eight heads of 64. BoTNet attends in 512 in the last stage of a
-#: ResNet-50, a quarter of its channels, and non-local networks in half of theirs.
+#: Largest attention width of a default block: eight heads of 64 channels. BoTNet uses 512 channels in the last stage of
+#: a ResNet-50, a quarter of the channels there; non-local networks use half of the channels.
 MAX_WIDTH = 512
 
-#: Arguments of timm for the bottleneck of squeeze-and-excitation layers, which attention does not have.
+#: Arguments of timm for the bottleneck of squeeze-and-excitation layers. Attention has no such bottleneck.
 BOTTLENECK_ARGUMENTS = ("act_layer", "rd_channels", "rd_divisor", "rd_ratio")
 
 
 def get_maker(block: Maker | str | None, axes: int = 2) -> Maker:
-    """Return the class or function for a name; a class or function is returned as it is.
+    """Return the class or function for a name; a class or function is returned unchanged.
 
     >>> get_maker("cbam")(8)(torch.randn(1, 8, 7, 7)).shape
     torch.Size([1, 8, 7, 7])
@@ -58,7 +58,7 @@ def get_maker(block: Maker | str | None, axes: int = 2) -> Maker:
     if isinstance(block, str | nn.Module) or not callable(block):
         names = ", ".join(("attention", *BLOCKS, *TIMM_BLOCKS))
         got = repr(block) if isinstance(block, str) else f"a {type(block).__name__}"
-        raise ValueError(f"block must be a class or function that makes modules, or one of {names}; got {got}")
+        raise ValueError(f"block must be a class or function that returns a module, or one of {names}; got {got}")
     return block
 
 
@@ -67,10 +67,11 @@ def get_arguments(make: Maker) -> dict[str, inspect.Parameter]:
 
 
 def make_block(make: Maker, channels: int, *, device: Any = None, dtype: Any = None, **options: Any) -> nn.Module:
-    """Build a block on a device and of a dtype, whether or not ``make`` takes these arguments."""
+    """Build a block with a device and dtype, even if ``make`` does not have these arguments."""
     known = get_arguments(make)
-    if "_" in known and (unknown := options.keys() - known.keys()):  # where timm drops what it does not know
-        raise TypeError(f"it takes no {', '.join(sorted(unknown))}, only {', '.join(list(known)[1:-1])}")
+    if "_" in known and (unknown := options.keys() - known.keys()):  # timm's layers ignore unknown arguments.
+        options_of_block = ", ".join(list(known)[1:-1])
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}: expected one of {options_of_block}")
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     to = {"device": device, "dtype": dtype}
     options |= {name: value for name, value in to.items() if name in known or takes_all}
@@ -80,10 +81,10 @@ def make_block(make: Maker, channels: int, *, device: Any = None, dtype: Any = N
 
 
 def default_widths(make: Maker, channels: int, options: Mapping[str, Any]) -> dict[str, int]:
-    """Return heads and widths of a block that the user leaves open and whose own defaults do not fit.
+    """Return the number and widths of heads that are not among the options and whose default does not fit.
 
-    A default block attends in 512 channels at most, in heads of a multiple of 8. Heads that share all channels divide
-    them.
+    A default block attends in at most 512 channels, and the width of its heads is a multiple of 8. In a block that uses
+    all channels, the number of heads divides the number of channels.
 
     >>> default_widths(AttentionBlock2d, 2048, {})
     {'key_dim': 64, 'value_dim': 64}
@@ -103,7 +104,7 @@ def default_widths(make: Maker, channels: int, options: Mapping[str, Any]) -> di
 
 
 def fitting_heads(channels: int, most: int = 8) -> int:
-    """Return the largest number of heads, up to a limit, that divides the channels.
+    """Return the largest number of heads, up to a limit, that divides the number of channels.
 
     >>> fitting_heads(64), fitting_heads(20), fitting_heads(185), fitting_heads(64, 5)
     (8, 5, 5, 4)
@@ -116,39 +117,39 @@ def build_timm_layer(
 ) -> nn.Module:
     """Build a block from the arguments that timm's networks pass to a layer."""
     if channels == 8 and kwargs == {"rd_ratio": 1.0}:
-        # timm's EfficientNets test whether a layer takes rd_ratio. Refusing it avoids a block of 8 channels, which not
-        # every number of heads divides.
-        raise TypeError("rd_ratio is for layers with a bottleneck of channels: attention has none")
+        # timm's EfficientNets test whether a layer has the argument rd_ratio by building it with 8 channels. Not every
+        # number of heads divides 8, so the block is not built.
+        raise TypeError("rd_ratio applies to layers with a channel bottleneck, but attention has no bottleneck")
     known = get_arguments(block)
-    unused = {*BOTTLENECK_ARGUMENTS, *({"feat_size"} - known.keys())}  # only blocks with tables have a fixed size
+    unused = {*BOTTLENECK_ARGUMENTS, *({"feat_size"} - known.keys())}  # Only blocks with position tables use the size.
     kwargs = {name: value for name, value in kwargs.items() if name not in unused}
     if "stride" not in known and (stride := kwargs.pop("stride", 1)) != 1:
-        what = f"block must take stride, as timm_layer(StridedAttention2d, …) does, where timm strides by {stride}"
-        raise ValueError(f"{what}; got {block}")
+        what = f"block must have the argument stride, because timm passes stride={stride}; got {block}"
+        raise ValueError(f"{what}. Use timm_layer(StridedAttention2d, …)")
     return block(channels, device=device, dtype=dtype, **options, **kwargs)
 
 
 def timm_layer(block: Maker | None = None, **options: Any) -> Maker:
-    """Return a block class as a layer for timm's networks that take an attention layer as an argument.
+    """Return a block as a layer for timm's networks that have an argument for the class of attention layers.
 
     ``timm.create_model("resnet50", block_args=dict(attn_layer=timm_layer(num_heads=4)))`` has the block in every
-    residual block, before the addition. The default block is an identity at initialization: the network computes the
-    same as without the layer. ``self_attn_layer`` of timm's BoTNets replaces a convolution with its stride, and takes
-    ``timm_layer(StridedAttention2d)``.
+    residual block, before the addition. The default block is an identity at initialization, so the output of the
+    network is the same as without the layer. ``self_attn_layer`` of timm's BoTNets replaces a convolution and its
+    stride: pass ``timm_layer(StridedAttention2d)``.
 
-    Such a network has no record of its layers: rebuild it by the same call. Each layer has the defaults of its class,
-    so that checkpoints fit. :class:`AttentionBlock2d` then attends in all channels, which in the last stages of a
-    ResNet-50 are 1,024 and 2,048: ``timm_layer(key_dim=64, value_dim=64)`` attends in 512 of them, like the blocks of
-    :func:`insert_`.
+    Such a network has no record of its layers, so rebuild it with the same call. Each layer has the defaults of its
+    class, so that checkpoints can be loaded. :class:`AttentionBlock2d` then uses all channels, which are 1,024 and
+    2,048 in the last stages of a ResNet-50. ``timm_layer(key_dim=64, value_dim=64)`` uses 512 channels, like the blocks
+    of :func:`insert_`.
 
     Args:
-        block: class or function called as ``block(channels, device=…, dtype=…, **options)``, with ``stride`` and
-            ``feat_size`` too where it has such arguments and timm passes them; :class:`vision_attn.AttentionBlock2d`
-            when None.
-        **options: passed to ``block``.
+        block: class or function that is called as ``block(channels, device=…, dtype=…, **options)``, also with
+            ``stride`` and ``feat_size`` if it has these arguments and timm passes them. The default is
+            :class:`vision_attn.AttentionBlock2d`.
+        **options: options of ``block``.
 
     Returns:
-        A callable that can be copied and pickled where ``block`` can.
+        A callable that can be copied and pickled if ``block`` can.
 
     >>> import torch
     >>> layer = timm_layer(num_heads=4)
@@ -159,14 +160,14 @@ def timm_layer(block: Maker | None = None, **options: Any) -> Maker:
 
 
 def refuse_misspelled(options: Iterable[str]) -> None:
-    """Raise for a block's option that is close to an argument of :func:`vision_attn.insert_` for sites."""
+    """Raise for an option of a block if its name is close to an argument of :func:`vision_attn.insert_`."""
     for name in options:
         for close in difflib.get_close_matches(name, SITE_ARGUMENTS, n=1):
             raise TypeError(f"insert_() got an unexpected argument {name!r}. Did you mean {close!r}?")
 
 
-def hint(error: BaseException, make: Maker) -> str:
-    """Suggest an argument in place of an unexpected one."""
+def suggest_argument(error: BaseException, make: Maker) -> str:
+    """Return a sentence that suggests the closest argument for an unexpected one; empty if there is none."""
     _, unknown, name = str(error).rpartition("unexpected keyword argument ")
     if not unknown:
         return ""
@@ -174,10 +175,10 @@ def hint(error: BaseException, make: Maker) -> str:
     if make in ATTENTION_BLOCKS.values():
         known |= get_arguments(blocks.Attention2d).keys()
     close = difflib.get_close_matches(name.strip("'"), sorted(known), n=1)
-    return f": did you mean {close[0]!r}?" if close else ""
+    return f". Did you mean {close[0]!r}?" if close else ""
 
 
-def reason(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the message of an error or, if it is empty, the line outside of torch that raised it."""
     if str(error):
         kind = "" if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: "

@@ -1,4 +1,4 @@
-"""Sites: the modules of a network that a user selects by stage, by name or by a function, and their targets."""
+"""Sites: modules of a network that the user selects by stage, name or function; their targets; and stages."""
 
 from __future__ import annotations
 
@@ -18,47 +18,48 @@ from torch.utils._pytree import tree_map_only
 from vision_attn.checks import as_list, check_choice, product
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import CONTAINERS, inserted_blocks
-from vision_attn.networks.insertion.backbone import end_of_sequential, modules_around, plain_network, shown
+from vision_attn.networks.insertion.backbone import end_of_sequential, format_value, modules_around, plain_network
 from vision_attn.networks.insertion.dry_run import DryRun, get_tensors
 from vision_attn.networks.insertion.layout import FeatureMap
 from vision_attn.text import shorten
 
-#: A glob or a regular expression on module paths.
+#: A glob or regular expression for module paths.
 Names = str | re.Pattern[str]
 
-#: Arguments of :func:`vision_attn.insert_`.
+#: Types of the arguments of :func:`vision_attn.insert_`.
 Stages = int | str | Iterable[int | str] | None
 Globs = Names | Iterable[Names] | None
 Where = Callable[[str, nn.Module], bool] | None
 
-#: Operations between a branch and its addition: a constant or learned scale, dropout, another dtype.
+#: Operations that may follow a branch before its addition: a constant or learned scale, dropout, a change of dtype.
 SCALING = ("MulBackward0", "DivBackward0", "NativeDropoutBackward0", "ToCopyBackward0", "CloneBackward0")
 
 
 def parse_sites(words: Sequence[str]) -> dict[str, Any]:
-    """Parse the sites of a command line: whole numbers are stages, all other words are globs on module paths.
+    """Parse sites from the command line: integers are stages, and all other words are globs on module paths.
 
     >>> parse_sites(["-2", "-1"]), parse_sites(["layer3.*"])
     ({'stages': [-2, -1]}, {'names': ['layer3.*']})
     """
     numbers = [word for word in words if re.fullmatch(r"-?\d+", word)]
     if numbers and len(numbers) < len(words):
-        raise ValueError(f"insert takes stages by index or modules by name, not both; got {' '.join(words)}")
+        raise ValueError(f"insert must be indices of stages or names of modules, not both; got {' '.join(words)}")
     return {"stages": [int(word) for word in numbers]} if numbers else {"names": words} if words else {}
 
 
 def select_sites(dry_run: DryRun, stages: Stages, names: Globs, where: Where, exclude: Globs) -> list[str]:
-    """Return the paths of the modules that are selected by stage, by name or by a function, and not excluded."""
-    if sum(choice is not None for choice in (stages, names, where)) != 1:
-        raise ValueError("choose sites by exactly one of stages, names and where")
-    # A block that replaced a module is a site, which is refused later; modules inside of blocks are not sites.
+    """Return the paths of the modules that are selected by stage, name or function, and not excluded."""
+    given = [name for name, x in (("stages", stages), ("names", names), ("where", where)) if x is not None]
+    if len(given) != 1:
+        raise ValueError(f"pass exactly one of stages, names and where; got {' and '.join(given) or 'none'}")
+    # A block that replaced a module is a site, for which an error is raised later. Modules inside blocks are not sites.
     blocks = inserted_blocks(dry_run.model)
     inside = {id(module) for block in blocks.values() for module in block.modules()}
     inside -= {id(dry_run.model.get_submodule(site)) for site in blocks}
     named = dry_run.model.named_modules(remove_duplicate=False)
     modules = {name: module for name, module in named if name and id(module) not in inside}
     if stages is not None:
-        chosen = match_stages(dry_run, several("stages", stages, (int, str)))
+        chosen = match_stages(dry_run, check_list("stages", stages, (int, str)))
     elif names is not None:
         chosen = match_names(modules, names)
     else:
@@ -67,24 +68,27 @@ def select_sites(dry_run: DryRun, stages: Stages, names: Globs, where: Where, ex
         excluded = set(match_names(modules, exclude, "exclude"))
         chosen = [name for name in chosen if name not in excluded]
     if not chosen:
-        raise SiteError("no module is chosen: where is true for none, or all are excluded; see model.named_modules()")
+        why = "where returns True for no module" if where is not None else "exclude matches all selected modules"
+        raise SiteError(f"no module is selected: {why}. See model.named_modules() for the modules")
     if unknown := [name for name in chosen if name not in modules]:
-        raise SiteError(f"stages: the model declares {unknown[0]!r} as a stage and has no such module: use names=")
+        raise SiteError(f"stages: the metadata of the model has a stage {unknown[0]!r}, but no such module. Use names=")
     return first_names(dry_run.model, chosen)
 
 
 def first_names(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return the paths of modules without duplicates: the first path of each module."""
+    """Return the first path of each module, without duplicates."""
     first = {id(module): name for name, module in model.named_modules()}
     return list(dict.fromkeys(first[id(model.get_submodule(name))] for name in names))
 
 
-def several(argument: str, value: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Return one or several values of some types as a list."""
-    what = "an index or a name, or several" if int in kinds else "a glob or a compiled regular expression, or several"
+def check_list(argument: str, value: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """Return one or several values of the given types as a list; raise for other types."""
+    what = (
+        "an index, a name, or a list of these" if int in kinds else "a glob, a compiled regular expression, or a list"
+    )
     items = as_list(argument, value, what, single=kinds)
     if not items or not all(isinstance(item, kinds) for item in items):
-        raise ValueError(f"{argument} must be {what}; got {shown(value)}")
+        raise ValueError(f"{argument} must be {what}; got {format_value(value)}")
     return items
 
 
@@ -95,30 +99,34 @@ def match_stages(dry_run: DryRun, wanted: Iterable[int | str]) -> list[str]:
     by_word: dict[int | str, str] = {**dict(enumerate(available)), **dict(from_end), **{x: x for x in available}}
     for stage in wanted:
         if stage not in by_word:
-            listed = ", ".join(f"{index} {name!r}" for index, name in enumerate(available)) or "none: use names="
-            raise SiteError(f"stages: there is no stage {stage!r}; the stages are {listed}")
+            listed = ", ".join(f"{index} {name!r}" for index, name in enumerate(available))
+            remedy = f"The stages are {listed}" if listed else "The model has no stages; use names="
+            raise SiteError(f"stages: there is no stage {stage!r}. {remedy}")
     return [by_word[stage] for stage in wanted]
 
 
 def match_names(
     modules: Mapping[str, nn.Module], patterns: Names | Iterable[Names], argument: str = "names"
 ) -> list[str]:
-    """Return the paths of the modules that patterns match, in the order of the patterns."""
+    """Return the paths of the modules that match the patterns, in the order of the patterns."""
     chosen = []
-    for pattern in dict.fromkeys(several(argument, patterns, (str, re.Pattern))):
+    for pattern in dict.fromkeys(check_list(argument, patterns, (str, re.Pattern))):
         matches = pattern.fullmatch if isinstance(pattern, re.Pattern) else partial(glob_matches, pattern)
         found = [name for name in modules if matches(name)]
         if not found:
-            glob, top = getattr(pattern, "pattern", pattern), shorten((x for x in modules if "." not in x), limit=12)
-            raise SiteError(f"{argument}: {glob!r} matches no module; at the top the model has {top}")
+            glob, top = (
+                getattr(pattern, "pattern", pattern),
+                shorten((x for x in modules if x and "." not in x), limit=12),
+            )
+            raise SiteError(f"{argument}: no module matches {glob!r}. Top-level modules: {top}")
         chosen += found
     return chosen
 
 
 def glob_matches(pattern: str, name: str) -> bool:
-    """Match a glob on module paths: ``*`` stays within a part, ``**`` stands for any number of parts."""
+    """Match a glob on module paths: ``*`` matches within a part, ``**`` matches any number of parts."""
     path = name.split(".")
-    ends = {0}  # of the pattern's first parts: a linear number of steps, unlike backtracking
+    ends = {0}  # The set of possible ends of the matched parts needs a linear number of steps, unlike backtracking.
     for part in pattern.split("."):
         if part == "**":
             ends = set(range(min(ends, default=len(path) + 1), len(path) + 1))
@@ -128,7 +136,7 @@ def glob_matches(pattern: str, name: str) -> bool:
 
 
 def find_targets(dry_run: DryRun, sites: Iterable[str], at: str) -> list[str]:
-    """Return the paths of the modules at which the blocks of these sites run."""
+    """Return the paths of the modules at which the blocks for the sites run."""
     check_choice("at", at, ("after", "before", "branch"))
     targets = [end_of_sequential(dry_run.model, site, 0 if at == "before" else -1) for site in sites]
     if at == "branch":
@@ -144,18 +152,18 @@ def find_targets(dry_run: DryRun, sites: Iterable[str], at: str) -> list[str]:
 
 
 def stage_names(model: nn.Module, example_input: Any = None) -> list[str]:
-    """Return the paths of a model's stages, from the image to the head.
+    """Return the paths of the stages of a model, from the image to the head.
 
-    Stages are read from the model's metadata, such as timm's ``feature_info``. In a network of torchvision, and in any
-    other whose feature maps only become smaller, the last module of each feature map size is a stage.
+    Stages are read from the model's metadata, such as timm's ``feature_info``, or from a built-in table. In any other
+    network whose feature maps only get smaller, the last module of each feature map size is a stage.
 
     Args:
         model: the network.
-        example_input: for a dry run, as in :func:`vision_attn.insert_`.
+        example_input: input for a dry run, as in :func:`vision_attn.insert_`.
 
     Raises:
-        SiteError: the model does not run on the example, or it declares no stages and its maps become larger again, as
-            in a U-Net; the message names modules to choose from.
+        SiteError: the model does not run on the example, or it has no metadata and its feature maps get larger again,
+            as in a U-Net. The message names modules to choose from.
 
     >>> from torchvision.models import resnet18
     >>> stage_names(resnet18(), (1, 3, 64, 64))
@@ -169,45 +177,46 @@ def find_stages(dry_run: DryRun) -> list[str]:
     """Return the paths of the stages of a network, from the image to the head."""
     declared = dry_run.declared
     if declared.parts:
-        raise SiteError(f"stages: several parts declare them, {shorten(declared.parts)}: choose sites by names=")
+        raise SiteError(f"stages: several parts of the model have stages: {shorten(declared.parts)}. Use names=")
     if declared.stages:
         return [path for path, _ in declared.stages]
     every = find_units(dry_run, declared.trunk or "")
-    tokens = sum("(" in x.layout for x in every)  # whose shape is ambiguous
-    # The output of global pooling is no stage.
+    tokens = sum("(" in x.layout for x in every)  # The shape of tokens is ambiguous.
+    # The output of global pooling is not a stage.
     units = [x for x in every if "(" not in x.layout and (declared.trunk or product(x.size) > 1)]
     ends = last_of_each_size(units)
-    areas = [product(x.size) for x in ends]
+    areas, remedy = [product(x.size) for x in ends], "Use names="
     if not units or len(units) < tokens:
         why, ends = "most of its modules return tokens or no feature map", last_of_each_size(every)
     elif areas != sorted(areas, reverse=True):
-        why = "its maps become larger again"
+        why = "its feature maps get larger again"
         ends = last_of_each_size(x for x in find_units(dry_run, "", 1) if "(" not in x.layout)
     elif not declared.trunk and product(every[-1].size) == 1 and max(ends[-1].size) <= 2:
-        why = "on an image so small nothing distinguishes a 1×1 stage from pooling: pass a larger example_input="
+        why = "on such a small image, a 1×1 stage cannot be distinguished from pooling"
+        remedy = "Pass a larger example_input= or use names="
     else:
         return [stage_path(dry_run, x, units) for x in ends]
     choice = shorten([f"{x.target!r} ({'×'.join(map(str, x.size))})" for x in ends], limit=12)
-    what = f"{type(dry_run.model).__name__} declares none, and {why}"
-    raise SiteError(f"stages: {what}: choose sites by names=, as among {choice or 'those of model.named_modules()'}")
+    what = f"{type(dry_run.model).__name__} declares no stages, and {why}"
+    raise SiteError(f"stages: {what}. {remedy}, for example {choice or 'a name from model.named_modules()'}")
 
 
 def last_of_each_size(units: Iterable[FeatureMap]) -> list[FeatureMap]:
-    """Return the last of each run of feature maps of one size."""
+    """Return the last feature map of each sequence of feature maps of the same size."""
     return [list(group)[-1] for _, group in groupby(units, key=lambda x: x.size)]
 
 
 def stage_path(dry_run: DryRun, end: FeatureMap, units: Iterable[FeatureMap]) -> str:
-    """Return the outermost module that ends with a module and has feature maps of one size only."""
+    """Return the outermost module that ends with the module of a feature map and contains no other feature map size."""
     others = [other.target for other in units if other.size != end.size]
     around = [name for name in modules_around(end.target) if not any(x.startswith(f"{name}.") for x in others)]
     return next(name for name in (*around, end.target) if end_of_sequential(dry_run.model, name) == end.target)
 
 
 def find_units(dry_run: DryRun, path: str, sizes: int = 2) -> list[FeatureMap]:
-    """Return the feature maps of a network's units, in the order of their calls.
+    """Return the feature maps of the units of a network, in the order of their calls.
 
-    A unit is a module that is no container and has feature maps of at most this many sizes inside.
+    A unit is a module that is not a container and contains feature maps of at most ``sizes`` sizes.
     """
     units = []
     for name, module in dry_run.model.get_submodule(path).named_children():
@@ -226,13 +235,13 @@ def find_units(dry_run: DryRun, path: str, sizes: int = 2) -> list[FeatureMap]:
 
 
 def find_branch_end(ends: dict[str, str], site: str, block: nn.Module, args: Any, kwargs: Any, output: object) -> None:
-    """Find the module that ends the branch: of the last two tensors added, the one with the longer history."""
+    """Find the last module of the branch, which is the summand of the last addition with more operations before it."""
     names: dict[Node | None, str] = {}
 
     def name_output(module: nn.Module, args: object, output: object) -> object:
         if not isinstance(output, Tensor) or not output.requires_grad:
             return output
-        output = output.clone()  # the output may be a view, and an addition in place rewrites the history of a view
+        output = output.clone()  # An in-place addition would change the autograd history if the output were a view.
         names[output.grad_fn] = paths[module]
         return output
 
@@ -240,7 +249,7 @@ def find_branch_end(ends: dict[str, str], site: str, block: nn.Module, args: Any
     with torch.enable_grad(), ExitStack() as stack:
         for module in paths:
             stack.callback(module.register_forward_hook(name_output).remove)
-        # Not leaves, as a block may change its input in place.
+        # The inputs must not be leaves of the autograd graph, because the module may change its input in place.
         args, kwargs = tree_map_only(
             Tensor, lambda x: x.detach().requires_grad_() * 1 if x.is_floating_point() else x, (args, kwargs)
         )
@@ -253,12 +262,12 @@ def find_branch_end(ends: dict[str, str], site: str, block: nn.Module, args: Any
         inner = [node for node, _ in end.next_functions if node is not None and node.next_functions]
         end = inner[0] if len(inner) == 1 else None
     if not has_branch or end not in names:
-        raise SiteError(f"{site!r} has no branch: no module's output is added to a shortcut in it. Use at='after'")
+        raise SiteError(f"{site!r} has no residual branch: it adds no output of a module to a shortcut. Use at='after'")
     ends[site] = names[end]
 
 
 def depth(node: Node | None, known: dict[Node, int] | None = None) -> int:
-    """Return the length of the longest path of operations to a tensor."""
+    """Return the length of the longest path of operations before a node of the autograd graph."""
     known = {} if known is None else known
     if node is not None and node not in known:
         known[node] = 1 + max((depth(before, known) for before, _ in node.next_functions), default=0)

@@ -1,4 +1,4 @@
-"""A warning for a block that no optimizer updates, as one that was created before the block was inserted."""
+"""A warning about blocks that no optimizer updates, for example because the optimizer was created before insertion."""
 
 from __future__ import annotations
 
@@ -8,42 +8,64 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-#: Updates of the other parameters after which a block that has not been updated is reported.
+#: Number of updates of the other parameters after which a block without an update is reported.
 PATIENCE = 5
 
 
-def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
-    """Warn once for a block if other parameters of a model are updated and those of a block are not.
+class Watch:
+    """Updates of a block, and of the other parameters of its model, since insertion."""
 
-    The check runs after gradients have been accumulated in the first trainable parameter of the block, for any
-    optimizer, compiled or not, until that parameter has been updated. Copies of the network are not watched.
+    def __init__(self, model: nn.Module, block: nn.Module) -> None:
+        # The garbage collector cannot follow hooks of tensors, so a hook must not refer to the model or its tensors.
+        self.references = weakref.ref(model), weakref.ref(block)
+        self.values, self.updates = set[float](), set[float]()
+
+    def is_updated(self) -> bool:
+        """Record the current state. Return True if the block has been updated, or no longer exists."""
+        model, block = (reference() for reference in self.references)
+        if model is None or block is None:
+            return True
+        self.values.add(fingerprint(block.parameters()))
+        others = {*model.parameters()}.difference(block.parameters())
+        self.updates.add(fingerprint(p for p in others if p.requires_grad))
+        return len(self.values) > 1
+
+
+#: Watched blocks of each model, by site.
+WATCHES: weakref.WeakKeyDictionary[nn.Module, dict[str, Watch]] = weakref.WeakKeyDictionary()
+
+
+def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
+    """Warn once if other parameters of a model are updated and those of a block are not.
+
+    The check runs after gradients have been accumulated in the first trainable parameter of the block, until the block
+    is updated. It works with any optimizer, compiled or not. One warning lists all such blocks of the model. Copies of
+    the network are not checked.
     """
-    watched = next((p for p in block.parameters() if p.requires_grad), None)
-    if watched is None:
+    parameter = next((p for p in block.parameters() if p.requires_grad), None)
+    if parameter is None:
         return
-    # Tensors keep their hooks alive outside of the garbage collector's sight: a hook must not refer to them.
-    references = weakref.ref(model), weakref.ref(block)
-    values, updates = list[float](), set[float]()
+    watches, watch = WATCHES.setdefault(model, {}), Watch(model, block)
+    watches[site] = watch
 
     def check(parameter: Tensor) -> None:
-        model, block = (reference() for reference in references)
-        own = list(block.parameters()) if block is not None else []
-        values.append(fingerprint(own))
-        if model is not None and values[-1] == values[0]:
-            others = {*model.parameters()}.difference(own)
-            updates.add(fingerprint(p for p in others if p.requires_grad))
-            if len(updates) <= PATIENCE:
+        if watches.get(site) is watch and not watch.is_updated():
+            if len(watch.updates) <= PATIENCE:
                 return
+            # The other blocks may not have received gradients in this backward pass yet.
+            stale = [x for x, other in watches.items() if len(other.updates) >= PATIENCE and not other.is_updated()]
+            for other in stale:
+                del watches[other]
             warnings.warn(
-                f"the block at {site!r} gets gradients and is not updated: the optimizer is older than the block. "
-                "Create it after insertion; va.check_optimizer(model, optimizer) lists the blocks that it lacks",
+                f"the optimizer does not update the blocks at {', '.join(map(repr, stale))}: it was probably created "
+                "before insertion. Create it after insertion; va.check_optimizer(model, optimizer) lists such blocks",
                 stacklevel=2,
             )
         handle.remove()
 
-    handle = watched.register_post_accumulate_grad_hook(check)
+    handle = parameter.register_post_accumulate_grad_hook(check)
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> float:
-    """Return a number that changes with an update: fused optimizers change values without counting a version."""
+    """Return a number that changes with an update: fused optimizers change values without increasing the version."""
     return sum(p._version + float(p.detach().flatten()[0]) for p in parameters if p.numel())

@@ -1,4 +1,4 @@
-"""Attach blocks to a network and verify that its output stays bitwise identical."""
+"""Attach blocks to a network and verify that the output stays bitwise identical."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import attach_blocks_
-from vision_attn.networks.insertion.dry_run import DryRun, get_tensors, has_no_values, same_bits
+from vision_attn.networks.insertion.dry_run import DryRun, bitwise_equal, get_tensors, has_no_values
 from vision_attn.networks.insertion.hooks import RECORD
 
 
 def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module]) -> float:
-    """Attach blocks if the network's output stays bitwise identical apart from what the blocks themselves change.
+    """Attach blocks and verify that the network's output changes only through the outputs of the blocks.
 
     Returns:
         Relative change of the output by the blocks.
@@ -25,26 +25,26 @@ def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module]) -> float:
         failure = None
         try:
             output = run_with(dry_run, blocks)
-            if same_bits(dry_run.output, output):
+            if bitwise_equal(dry_run.output, output):
                 return 0.0
         except SiteError as error:
             failure = error
-        # Copies of the feature maps in place of the blocks' outputs show whether the network bears a block at all.
+        # Blocks that return a copy of their input must not change the output, whatever the network does with the copy.
         copy = run_with(dry_run, blocks, blocks)
         # A network whose output varies from run to run cannot be compared.
-        if not same_bits(dry_run.output, copy) and same_bits(copy, run_with(dry_run, blocks, blocks)):
-            if not same_bits(dry_run.output, run_with(dry_run, blocks, ())):
-                raise refuse_child(blocks)
-            culprits = [x for x in blocks if not same_bits(dry_run.output, run_with(dry_run, blocks, [x]))]
+        if not bitwise_equal(dry_run.output, copy) and bitwise_equal(copy, run_with(dry_run, blocks, blocks)):
+            if not bitwise_equal(dry_run.output, run_with(dry_run, blocks, ())):
+                raise child_error(blocks)
+            culprits = [x for x in blocks if not bitwise_equal(dry_run.output, run_with(dry_run, blocks, [x]))]
             raise SiteError(
-                f"{quote_sites(culprits)} cannot take a block: the network changes this tensor in place and reads it "
-                "elsewhere too, where it would lack the change. Choose another module, or set inplace=False in it"
+                f"{quote_sites(culprits)} cannot take a block: the network changes this tensor in place and also reads "
+                "it elsewhere, where the change would be missing. Choose another module, or set inplace=False in it"
             )
         if failure is not None:
             raise failure
-        changed = relative_change(dry_run.output, output) if same_bits(dry_run.output, copy) else 0.0
+        changed = relative_change(dry_run.output, output) if bitwise_equal(dry_run.output, copy) else 0.0
         if not math.isfinite(changed):
-            raise SiteError(f"{vars(blocks[0])[RECORD].block} turns the network's output into NaN or infinity")
+            raise SiteError(f"{vars(blocks[0])[RECORD].block} makes the network's output NaN or infinite")
         return changed
 
 
@@ -52,14 +52,16 @@ def quote_sites(blocks: Iterable[nn.Module]) -> str:
     return ", ".join(repr(vars(block)[RECORD].site) for block in blocks)
 
 
-def refuse_child(blocks: Iterable[nn.Module]) -> SiteError:
-    """Build the error for modules that depend on their children."""
-    why = "takes no child, since it loops over or counts its own"
-    return SiteError(f"{quote_sites(blocks)} {why}: choose another module")
+def child_error(blocks: Iterable[nn.Module]) -> SiteError:
+    """Return the error for modules that depend on their children."""
+    why = "cannot have a block as its child, because it loops over its children or counts them"
+    return SiteError(f"{quote_sites(blocks)} {why}. Choose another module")
 
 
 def run_with(dry_run: DryRun, blocks: Sequence[nn.Module], copies: Collection[nn.Module] | None = None) -> object:
-    """Run the network with its blocks, or with some that return a copy of their input and others that return it as is.
+    """Run the network with its blocks.
+
+    If ``copies`` is given, these blocks return a copy of their input, and the other blocks return the input.
 
     Raises:
         SiteError: the network does not run, or does not call a block as often as the module at its site.
@@ -79,21 +81,21 @@ def run_with(dry_run: DryRun, blocks: Sequence[nn.Module], copies: Collection[nn
     except SiteError as error:
         if copies is None:
             raise
-        raise refuse_child(blocks) from error
+        raise child_error(blocks) from error
     finally:
         for block in blocks:
             vars(block).pop("forward", None)
     if wrong := [x for x in blocks if calls.count(x) != len(dry_run.calls[vars(x)[RECORD].site])]:
-        raise refuse_child(wrong)
+        raise child_error(wrong)
     return output
 
 
 def relative_change(before: object, after: object) -> float:
-    """Return the root mean square of the change of an output, relative to that of the output."""
+    """Return the root mean square of the change of an output, divided by the root mean square of the output."""
     change, total = 0.0, 0.0
     for x, y in zip(get_tensors(before), get_tensors(after), strict=True):
         if not has_no_values(x):
-            y = y if y.shape == x.shape else torch.zeros_like(x)  # such as another number of boxes
+            y = y if y.shape == x.shape else torch.zeros_like(x)  # A detector may return another number of boxes.
             change += float((y.double() - x.double())[x.isfinite()].square().sum())
             total += float(x.double()[x.isfinite()].square().sum())
     return math.sqrt(change / total) if change else 0.0

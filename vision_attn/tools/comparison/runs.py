@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vision_attn.networks.insertion import count_multiply_adds
+from vision_attn.networks.insertion import count_macs
 from vision_attn.tools.comparison.experiments import Measured, Runs, trials
 from vision_attn.tools.training.run import run_training
 from vision_attn.tools.training.settings import CALL_SETTINGS, Settings
@@ -63,7 +63,7 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     changed = {} if disabled is None else {"% changed when disabled": 100 * disabled.changed / disabled.images}
     return {
         "parameters": sum(parameter.numel() for parameter in result.model.parameters()),
-        "MACs": count_multiply_adds(result.model, (1, *result.input_size)),
+        "MACs": count_macs(result.model, (1, *result.input_size)),
         "ms a step": 1000 * settings["batch_size"] / speed,
         **changed,
         "top-1 %": result.final.top1,
