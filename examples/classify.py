@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 
 def decode(path):
-    """Read an image as in training: rotated as its EXIF data says, 16-bit values reduced to their upper 8 bits."""
+    """Read an image as in training: rotated according to EXIF, 16-bit values reduced to their upper 8 bits."""
     with Image.open(path) as file:
         image = ImageOps.exif_transpose(file)
         if image.mode == "F" or (image.mode == "I" and file.format not in ("PNG", "PPM")):

@@ -207,8 +207,9 @@ y_bmm = torch.bmm(weights_bmm, v_bmm)
 compare("values", "b n i d", y, "(b n) i d", y_bmm)
 
 # %% [markdown]
-# **Merge.** This step reverses the split. `h=h` tells einx how to split the tokens; `w`, `n` and `d` are inferred. The
-# bmm version separates the heads from the batch, moves the width in front of the tokens, and copies the data.
+# **Merge.** This step reverses the split. The argument `h=h` determines how the tokens are split into rows; `w`, `n`
+# and `d` are inferred. The bmm version separates the heads from the batch, moves the width in front of the tokens, and
+# copies the data.
 
 # %%
 merged = einx.id("b n (h w) d -> b (n d) h w", y, h=h)
