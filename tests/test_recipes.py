@@ -34,7 +34,8 @@ for i in range(16):
     picture[:, y : y + 48, x : x + 48] = 1
     save_image(picture, f"squares/images/{part}/{i}.png")
     Path(f"squares/labels/{part}/{i}.txt").write_text(f"0 {(x + 24) / 160} {(y + 24) / 160} 0.3 0.3")
-Path("squares.yaml").write_text(f"path: {Path('squares').resolve()}\\ntrain: images/train\\nval: images/val\\nnames: [square]")
+folders = f"path: {Path('squares').resolve()}\\ntrain: images/train\\nval: images/val"
+Path("squares.yaml").write_text(folders + "\\nnames: [square]")
 checkpoint = YOLO("yolov8n.yaml")
 checkpoint.model = DetectionModel("yolov8n.yaml", nc=1, verbose=False)
 checkpoint.save("yolov8n.pt")
@@ -78,22 +79,25 @@ trained.train(trainer=WithAttention, data="squares.yaml", epochs=1, imgsz=160, b
 assert torch.equal(started[1], before)
 """,
     "OpenMMLab": """
+from mmengine.model import BaseModule
 from mmengine.runner import Runner
 
-def backbone():
-    layers = [torch.nn.Conv2d(3, 32, 3, 2), torch.nn.ReLU(), torch.nn.Conv2d(32, 64, 3, 2)]
-    return Backbone(*layers)
-
 @MODELS.register_module()
-class Backbone(BaseModule, torch.nn.Sequential):
+class Backbone(BaseModule):
     def __init__(self):
-        BaseModule.__init__(self, init_cfg=dict(type="Kaiming", layer="Conv2d"))
-        for i, layer in enumerate([torch.nn.Conv2d(3, 32, 3, 2), torch.nn.ReLU(), torch.nn.Conv2d(32, 64, 3, 2)]):
-            self.add_module(str(i), layer)
+        super().__init__(init_cfg=dict(type="Kaiming", layer="Conv2d"))
+        layers = torch.nn.Conv2d(3, 32, 3, 2), torch.nn.ReLU(), torch.nn.Conv2d(32, 64, 3, 2)
+        self.layers = torch.nn.Sequential(*layers)
+
+    def forward(self, images):
+        return self.layers(images)
 
 def projection(model):
-    return va.inserted_blocks(model.backbone)["2"].attn.proj.weight
+    return va.inserted_blocks(model.backbone)["layers.2"].attn.proj.weight
 
+model = WithAttention(dict(type="Backbone"))
+BaseModel.init_weights(model)  # without the method of the page
+assert projection(model).abs().max() > 0
 model = WithAttention(dict(type="Backbone"))
 model.init_weights()
 assert projection(model).abs().max() == 0
