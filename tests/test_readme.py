@@ -35,8 +35,8 @@ PAGES = [
     *sorted(page for folder in ("docs", "examples", "weights") for page in (ROOT / folder).rglob("*.md")),
 ]
 WEIGHTS = sorted((ROOT / "weights").rglob("*.safetensors"))
-#: What a page imports of the extra `neighbours`; such a page runs in a process of its own, which some of these change.
-NEIGHBOURS = r"^(?:from|import) (diffusers|segmentation_models_pytorch|torchao|transformers|ultralytics)\b"
+#: Imports from the extra `integrations`. Some of these packages change global state: such a page runs in a new process.
+INTEGRATIONS = r"^(?:from|import) (diffusers|segmentation_models_pytorch|torchao|transformers|ultralytics)\b"
 #: There nothing is fetched or installed, and little said.
 QUIET = dict.fromkeys(("HF_HUB_OFFLINE", "YOLO_OFFLINE", "OMP_NUM_THREADS"), "1")
 QUIET |= dict.fromkeys(("YOLO_AUTOINSTALL", "YOLO_VERBOSE"), "0")
@@ -69,8 +69,8 @@ def numbers_apart(text):
     return re.sub(fraction, "…", text), [float(number) for number in re.findall(fraction, text)]
 
 
-def neighbours(path):
-    return set(re.findall(NEIGHBOURS, "".join(blocks(path.read_text(), "python")), flags=re.MULTILINE))
+def integrations(path):
+    return set(re.findall(INTEGRATIONS, "".join(blocks(path.read_text(), "python")), flags=re.MULTILINE))
 
 
 def run_here(codes):
@@ -94,12 +94,12 @@ def run_apart(codes):
     [
         pytest.param(path, marks=[] if path.name == "README.md" else [pytest.mark.slow], id=relative(path))
         for path in DOCS
-        if blocks(path.read_text(), "python")
+        if blocks(path.read_text(), "python") and path.name != "recipes.md"  # tests/test_recipes.py
     ],
 )
 def test_the_code_runs_and_prints_what_is_shown(path, tmp_path, monkeypatch):
-    if missing := [name for name in neighbours(path) if importlib.util.find_spec(name) is None]:
-        pytest.skip(f'{" and ".join(missing)} not installed: pip install ".[neighbours]"')
+    if missing := [name for name in integrations(path) if importlib.util.find_spec(name) is None]:
+        pytest.skip(f'{" and ".join(missing)} not installed: pip install ".[integrations]"')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))
     for table in (IMPLEMENTATIONS, TABLE):  # which the page for contributors adds to
@@ -107,7 +107,7 @@ def test_the_code_runs_and_prints_what_is_shown(path, tmp_path, monkeypatch):
             monkeypatch.setitem(table, name, None)
             del table[name]
     codes, outputs = zip(*code_and_output(path.read_text()), strict=True)
-    for printed, expected in zip((run_apart if neighbours(path) else run_here)(codes), outputs, strict=True):
+    for printed, expected in zip((run_apart if integrations(path) else run_here)(codes), outputs, strict=True):
         (words, numbers), (shown, shown_numbers) = numbers_apart(printed), numbers_apart(expected)
         assert words == shown
         assert numbers == pytest.approx(shown_numbers, rel=1e-3)

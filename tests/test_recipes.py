@@ -1,0 +1,174 @@
+"""Each section of docs/recipes.md runs in its own process, and is skipped by name where a package is missing."""
+
+import importlib.util
+import re
+
+import pytest
+from test_readme import ROOT, blocks, code_and_output, numbers_apart, run_apart
+
+pytestmark = pytest.mark.slow
+
+SECTIONS = {
+    title: text
+    for title, _, text in (part.partition("\n") for part in (ROOT / "docs/recipes.md").read_text().split("\n## ")[1:])
+    if blocks(text, "python")
+}
+
+#: Code that runs before the first block of a section: files and processes that its reader has.
+BEFORE = {
+    "Ultralytics YOLO": """
+from pathlib import Path
+import torch
+from torchvision.utils import save_image
+from ultralytics import YOLO
+from ultralytics.nn.tasks import DetectionModel
+from ultralytics.utils import DEFAULT_CFG
+
+torch.manual_seed(0)
+DEFAULT_CFG.plots = False
+for i in range(16):
+    part = "train" if i < 12 else "val"
+    for folder in ("images", "labels"):
+        Path("squares", folder, part).mkdir(parents=True, exist_ok=True)
+    picture, (x, y) = 0.3 * torch.rand(3, 160, 160), torch.randint(112, (2,)).tolist()
+    picture[:, y : y + 48, x : x + 48] = 1
+    save_image(picture, f"squares/images/{part}/{i}.png")
+    Path(f"squares/labels/{part}/{i}.txt").write_text(f"0 {(x + 24) / 160} {(y + 24) / 160} 0.3 0.3")
+folders = f"path: {Path('squares').resolve()}\\ntrain: images/train\\nval: images/val"
+Path("squares.yaml").write_text(folders + "\\nnames: [square]")
+checkpoint = YOLO("yolov8n.yaml")
+checkpoint.model = DetectionModel("yolov8n.yaml", nc=1, verbose=False)
+checkpoint.save("yolov8n.pt")
+""",
+    "fastai": """
+from pathlib import Path
+import torch
+from torchvision.utils import save_image
+
+for i in range(8):
+    for folder in ("train/daisy", "train/rose", "valid/daisy", "valid/rose"):
+        Path("flowers", folder).mkdir(parents=True, exist_ok=True)
+        save_image(torch.rand(3, 64, 64), f"flowers/{folder}/{i}.png")
+""",
+    "FSDP2 and DDP": """
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+""",
+}
+
+#: Code that runs after the last block of a section: what its prose states.
+AFTER = {
+    "Ultralytics YOLO": """
+images, restored, started = torch.rand(2, 3, 160, 160), YOLO("yolov8n.pt").model.eval(), []
+
+@torch.no_grad()
+def remember(trainer):
+    started.append(trainer.model.eval()(images)[0])
+    trainer.model.train()
+
+again = YOLO("yolov8n.pt")
+again.add_callback("on_pretrain_routine_end", remember)
+again.train(trainer=WithAttention, data="squares.yaml", epochs=1, imgsz=160, batch=4, workers=0)
+assert torch.equal(started[0], restored(images)[0])  # all weights are transferred
+trained = YOLO(again.trainer.best)
+assert va.inserted_blocks(trained.model)["model.9"].attn.proj.weight.abs().max() > 0
+before = trained.model.float().eval()(images)[0]
+trained.add_callback("on_pretrain_routine_end", remember)
+trained.train(trainer=WithAttention, data="squares.yaml", epochs=1, imgsz=160, batch=4, workers=0)
+assert torch.equal(started[1], before)
+""",
+    "OpenMMLab": """
+from mmengine.model import BaseModule
+from mmengine.runner import Runner
+
+@MODELS.register_module()
+class Backbone(BaseModule):
+    def __init__(self):
+        super().__init__(init_cfg=dict(type="Kaiming", layer="Conv2d"))
+        layers = torch.nn.Conv2d(3, 32, 3, 2), torch.nn.ReLU(), torch.nn.Conv2d(32, 64, 3, 2)
+        self.layers = torch.nn.Sequential(*layers)
+
+    def forward(self, images):
+        return self.layers(images)
+
+def projection(model):
+    return va.inserted_blocks(model.backbone)["layers.2"].attn.proj.weight
+
+model = WithAttention(dict(type="Backbone"))
+BaseModel.init_weights(model)  # without the method of the page
+assert projection(model).abs().max() > 0
+model = WithAttention(dict(type="Backbone"))
+model.init_weights()
+assert projection(model).abs().max() == 0
+data = [dict(images=torch.randn(3, 64, 64), labels=i % 5) for i in range(8)]
+runner = Runner(
+    dict(type="WithAttention", backbone=dict(type="Backbone")),
+    "work",
+    dict(dataset=data, batch_size=4, sampler=dict(type="DefaultSampler"), collate_fn=dict(type="default_collate")),
+    train_cfg=dict(by_epoch=True, max_epochs=1),
+    optim_wrapper=dict(
+        optimizer=dict(type="SGD", lr=0.01), paramwise_cfg=dict(custom_keys={"inserted": dict(lr_mult=5)})
+    ),
+)
+runner.train()
+assert projection(runner.model).abs().max() > 0
+assert {group["lr"] for group in runner.optim_wrapper.param_groups} == {0.01, 0.05}
+try:
+    va.load_checkpoint(model, "work/epoch_1.pth")
+except va.CheckpointError:
+    torch.save(torch.load("work/epoch_1.pth", weights_only=False)["state_dict"], "weights.pth")
+va.load_checkpoint(model, "weights.pth")
+assert torch.equal(projection(model), projection(runner.model))
+""",
+    "Lightning": """
+restored = Classifier.load_from_checkpoint("last.ckpt").net.eval()
+assert torch.equal(net.eval()(images := torch.rand(2, 3, 64, 64)), restored(images))
+assert va.inserted_blocks(net)["layer4.1"].attn.proj.weight.abs().max() > 0
+""",
+    "fastai": """
+assert all(block.attn.proj.weight.abs().max() > 0 for block in va.inserted_blocks(learn.model).values())
+""",
+    "Hugging Face Trainer": """
+loaded = ResNetForImageClassification.from_pretrained("run/checkpoint-2").eval()
+va.load_adapter_(loaded, "run/checkpoint-2/blocks.safetensors")
+assert torch.equal(loaded(images := torch.rand(2, 3, 64, 64)).logits, model.eval()(images).logits)
+assert all(block.attn.proj.weight.abs().max() > 0 for block in va.inserted_blocks(model).values())
+""",
+    "PEFT": """
+from peft import PeftModel
+
+images = torch.rand(2, 3, 64, 64)
+expected = tuned(images)
+merged = tuned.merge_and_unload()
+torch.testing.assert_close(merged(images), expected)
+va.save_adapter(merged, "blocks.safetensors")
+assert va.inserted_blocks(merged)["layer4.1"].attn.proj.weight.abs().max() > 0
+""",
+}
+
+
+def missing_packages(text):
+    found = re.findall(r"^(?:from|import) (\w+)", "".join(blocks(text, "python")), flags=re.MULTILINE)
+    return [name for name in dict.fromkeys(found) if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.parametrize("title", [pytest.param(title, id=f"recipes.md: {title}") for title in SECTIONS])
+def test_a_section_runs_and_prints_what_is_shown(title, tmp_path, monkeypatch):
+    if missing := missing_packages(SECTIONS[title]):
+        pytest.skip(f'{" and ".join(missing)} not installed: pip install ".[integrations]"')
+    monkeypatch.chdir(tmp_path)
+    codes, outputs = zip(*code_and_output(SECTIONS[title]), strict=True)
+    printed = run_apart([BEFORE.get(title, ""), *codes, AFTER.get(title, "")])[1:-1]
+    for lines, expected in zip(printed, outputs, strict=True):
+        if expected:  # libraries print their own logs
+            (words, numbers), (shown, shown_numbers) = numbers_apart(lines), numbers_apart(expected)
+            assert words.endswith(shown)
+            assert numbers[len(numbers) - len(shown_numbers) :] == pytest.approx(shown_numbers, rel=1e-3)
+
+
+def test_the_table_lists_every_section():
+    rows = re.findall(r"^\| \[([^\]]+)\]\((\S+)\) \|", (ROOT / "docs/recipes.md").read_text(), flags=re.MULTILINE)
+    anchors = [target for _, target in rows if target.startswith("#")]
+    titles = [*SECTIONS, "Other libraries"]
+    assert anchors == ["#" + re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
