@@ -100,7 +100,7 @@ class Tests:
             self.seconds[f"tests/{file}.py::{test}"] += float(seconds)
 
     def select(self, path, first, last, budget):
-        """Select the tests of some lines within a time budget, or the tests of the module if the lines run on import."""
+        """Select the tests of some lines within a budget, or of the module if the lines run only on import."""
         lines = self.data.contexts_by_lineno(self.files[path]) if path in self.files else {}
         of_lines = {self.node(x) for line in range(first, last + 1) for x in lines.get(line, ())} - {None}
         of_module = {self.node(x) for contexts in lines.values() for x in contexts} - {None}
