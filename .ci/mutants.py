@@ -1,7 +1,7 @@
-r"""Change the package in one place at a time, and list the changes that no fast test notices.
+r"""Change the package at one position at a time, and list the changes that no fast test detects.
 
-cosmic-ray proposes the changes, coverage selects the tests that run the changed line, fastest first. Libraries are
-imported once: each change is tried in a fork. From the root of a checkout:
+cosmic-ray generates the changes, and coverage selects the tests that run the changed line, fastest first. Libraries are
+imported once, and each change is tested in a forked process. From the root of a checkout:
 
     pip install cosmic-ray coverage
     export COVERAGE_FILE=/tmp/coverage OMP_NUM_THREADS=1
@@ -11,7 +11,7 @@ imported once: each change is tried in a fork. From the root of a checkout:
     cosmic-ray init /tmp/cosmic.toml /tmp/session.sqlite
     python .ci/mutants.py /tmp/session.sqlite /tmp/coverage /tmp/durations --count 300 --output /tmp/mutants.jsonl
 
-One change is drawn at each of ``--count`` positions in the code, the same with the same ``--seed``.
+One change is drawn at each of ``--count`` positions in the code. The sample depends only on ``--seed``.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     def pytest_sessionstart(self):
-        sys.meta_path.insert(0, self)  # before pytest, which imports files of its command line
+        sys.meta_path.insert(0, self)  # first, because pytest imports the files on its command line
 
     def find_spec(self, name, path=None, target=None):
         if name != self.name:
@@ -65,14 +65,14 @@ class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @cache
 def annotations(path):
-    """Spans of annotations, which nothing evaluates."""
+    """Return the spans of annotations, which are not evaluated."""
     nodes = list(ast.walk(ast.parse(Path(path).read_text())))
     found = [getattr(node, name, None) for node in nodes for name in ("annotation", "returns")]
     return [((x.lineno, x.col_offset), (x.end_lineno, x.end_col_offset)) for x in found if x is not None]
 
 
 def draw(session, seed, count, only):
-    """Draw one change at each of some positions of the code."""
+    """Draw positions of the code, and one change at each."""
     positions = defaultdict(list)
     with use_db(session, WorkDB.Mode.open) as work:
         for change in (item.mutations[0] for item in work.work_items):
@@ -87,7 +87,7 @@ def draw(session, seed, count, only):
 
 
 class Tests:
-    """The tests that run a line, fastest first."""
+    """Select the tests that run a line, fastest first."""
 
     def __init__(self, data_file, durations):
         self.data = coverage.CoverageData(data_file)
@@ -100,7 +100,7 @@ class Tests:
             self.seconds[f"tests/{file}.py::{test}"] += float(seconds)
 
     def select(self, path, first, last, budget):
-        """Select the tests of some lines within a budget; the tests of the module for lines that run only on import."""
+        """Select the tests of some lines within a budget, or of the module if the lines run only on import."""
         lines = self.data.contexts_by_lineno(self.files[path]) if path in self.files else {}
         of_lines = {self.node(x) for line in range(first, last + 1) for x in lines.get(line, ())} - {None}
         of_module = {self.node(x) for contexts in lines.values() for x in contexts} - {None}
@@ -150,16 +150,23 @@ def attempt(path, source, tests, log, limit):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("session", type=Path, help="file that `cosmic-ray init` wrote")
-    parser.add_argument("coverage", type=Path, help="data file of coverage, with a context for each test")
+    parser.add_argument("session", type=Path, help="file written by `cosmic-ray init`")
+    parser.add_argument("coverage", type=Path, help="data file of coverage with a context for each test")
     parser.add_argument("durations", type=Path, help="output of pytest --durations=0")
     parser.add_argument("--count", type=int, default=300, help="number of changes")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
-    parser.add_argument("--only", default="", help="beginning of the paths of the modules that are changed")
+    parser.add_argument("--only", default="", help="prefix of the paths of the modules to change")
     parser.add_argument("--budget", type=float, default=90, help="seconds of tests for one change")
-    parser.add_argument("--worker", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="try every Nth change")
     parser.add_argument(
-        "--output", type=Path, required=True, help="JSON lines; changes that it has are not tried again"
+        "--worker",
+        type=int,
+        nargs=2,
+        default=(0, 1),
+        metavar=("I", "N"),
+        help="test every Nth change, starting with the Ith",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="file of JSON lines; changes in an existing file are skipped"
     )
     options = parser.parse_args()
 

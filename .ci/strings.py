@@ -1,8 +1,8 @@
-"""List every sentence that users or contributors read in Python files: one line each, to be read from top to bottom.
+"""List the docstrings, comments and messages of Python files for proofreading, one per line.
 
 python .ci/strings.py                        the package, the examples and the benchmarks
 python .ci/strings.py vision_attn/tools      files or folders
-python .ci/strings.py --sample 50            fifty of them, drawn at random, with sentences of the documentation
+python .ci/strings.py --sample 50            fifty random texts, including sentences of the documentation
 """
 
 import argparse
@@ -19,7 +19,7 @@ PAGES = ("README.md", "CHANGELOG.md", "docs/*.md", "examples/README.md", "weight
 
 
 def python_texts(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield line, kind and text of the docstrings, comments and strings with a space in a file."""
+    """Yield the line, the kind and the text of all docstrings, comments, and strings of several words."""
     source = path.read_text()
     tree = ast.parse(source)
     docstrings = set()
@@ -35,7 +35,7 @@ def python_texts(path: Path) -> Iterator[tuple[int, str, str]]:
                 yield node.lineno, "docstring" if node in docstrings else "string", node.value
         elif isinstance(node, ast.JoinedStr) and re.search(r"[A-Za-z]{2,} ", text := ast.unparse(node)):
             yield node.lineno, "string", text[2:-1]
-    comments: list[list] = []  # first line, last line, text; comments on consecutive lines are one text
+    comments: list[list] = []  # first line, last line and text; comments on consecutive lines are joined
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not token.string.startswith(("# type:", "# noqa", "# %%")):
             line, text = token.start[0], token.string.lstrip("#: ")

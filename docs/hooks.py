@@ -1,5 +1,7 @@
-"""The site's files: those of the repository that its pages show or link to, in the same folders."""
+"""Collect the pages of the site from the repository, in the same folders, and render the notebooks."""
 
+import base64
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: The pages, and what they link to.
+#: The pages, and the files that they show or link to.
 SHOWN = (
     *("*.md", "LICENSE", "CITATION.cff", "docs/*.md", "docs/*.svg", "docs/explorer/*", "docs/api/*.md"),
     "vision_attn/attention/kernels.py",
@@ -17,20 +19,101 @@ SHOWN = (
     "benchmarks/*.py",
     *("weights/*.md", "weights/*/*.md", "weights/*/*.png"),
 )
+#: Cards of the home page: page, title, text and picture.
+CARDS = (
+    (
+        *("docs/quickstart.md", "Quickstart"),
+        "Fine-tune a pretrained network on a folder of images, in Python or on the command line.",
+        "examples/pictures/quickstart.png",
+    ),
+    (
+        *("docs/insert.md", "Insert blocks"),
+        "Add attention, or any other block, to a network without changing its output.",
+        "weights/recall_attention/attention.png",
+    ),
+    (
+        *("docs/see.md", "Visualize attention"),
+        "See what every position attends to, in figures and on an interactive page.",
+        "docs/explorer/light.png",
+    ),
+    (
+        *("docs/patterns.md", "Patterns and positions"),
+        "Full, axial, window, grid and neighborhood attention, or your own line of einx.",
+        "examples/pictures/einx_patterns.png",
+    ),
+    (
+        *("docs/results.md", "Results"),
+        "Where attention helps, measured against other blocks of the same size.",
+        "examples/results/recall.png",
+    ),
+    (
+        *("examples/README.md", "Tutorials and scripts"),
+        "Learn how attention is written, from one einsum to a transformer block.",
+        "examples/pictures/attention_matrices.png",
+    ),
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the files of the repository, and a page for each notebook."""
     for pattern in SHOWN:
         for path in sorted(ROOT.glob(pattern)):
             files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    for path in sorted(ROOT.glob("examples/notebooks/*.ipynb")):
+        page = path.relative_to(ROOT).with_suffix(".md").as_posix()
+        text, images = render_notebook(json.loads(path.read_text()), path.stem)
+        files.append(File.generated(config, page, content=text))
+        for name, content in images.items():
+            files.append(File.generated(config, f"examples/notebooks/{name}", content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Two columns of code, which are wider than a page of the site, come one below the other."""
-    return re.sub(
+    """Adapt a page to the site: link to rendered notebooks, stack wide columns of code, add cards to the home page."""
+    markdown = re.sub(r"(\]\([^):]*notebooks/\w+)\.ipynb\)", r"\1.md)", markdown)
+    markdown = re.sub(
         r"<table>\n<tr><th>(.*)</th><th>(.*)</th></tr>\n<tr><td>(.*?)</td><td>(.*?)</td></tr>\n</table>",
         r"**\1**\n\3\n**\2**\n\4",
         markdown,
         flags=re.DOTALL,
     )
+    if page.file.src_uri == "README.md":
+        markdown = markdown.replace("\n## ", f"\n{cards()}\n\n## ", 1)
+    return markdown
+
+
+def cards() -> str:
+    """Return the cards of the home page."""
+    items = [
+        f"-   [**{title}**]({target})\n\n    {text}\n\n    [![]({picture}){{ loading=lazy }}]({target})"
+        for target, title, text, picture in CARDS
+    ]
+    return '<div class="grid cards" markdown>\n\n' + "\n\n".join(items) + "\n\n</div>"
+
+
+def render_notebook(notebook: dict, name: str) -> tuple[str, dict[str, bytes]]:
+    """Return a notebook as Markdown, and its images by file name."""
+    parts: list[str] = []
+    images: dict[str, bytes] = {}
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(re.sub(r"(\]\(\w+)\.ipynb\)", r"\1.md)", source))
+            if len(parts) == 1:
+                parts.append(f"[Download the notebook]({name}.ipynb) or [the script](../{name}.py).")
+            continue
+        parts.append(f"```python\n{source}\n```")
+        printed = "".join("".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream")
+        outputs = [{"text/plain": printed}] if printed else []
+        outputs += [output["data"] for output in cell["outputs"] if "data" in output]
+        for data in outputs:
+            if "image/png" in data:
+                image = f"{name}-{len(images)}.png"
+                images[image] = base64.b64decode(data["image/png"])
+                parts.append(f"![]({image})")
+            elif "text/html" in data:
+                parts.append(f'<div class="output">{"".join(data["text/html"])}</div>')
+            else:
+                text = "".join(data["text/plain"]).rstrip()
+                parts.append(f"```text\n{text}\n```")
+    return "\n\n".join(parts) + "\n", images

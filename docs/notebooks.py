@@ -1,7 +1,9 @@
-"""Makes the notebooks of the walkthroughs: run from top to bottom, with what they print and draw.
+"""Run the walkthroughs of examples/ and write their notebooks, with all outputs.
 
-python docs/notebooks.py               all that are not in step with their walkthrough
-python docs/notebooks.py einx_vs_bmm   this one
+python docs/notebooks.py               the notebooks whose walkthrough has changed
+python docs/notebooks.py einx_vs_bmm   one notebook
+
+The images of the quickstart are read from the folder flowers, or downloaded.
 """
 
 import os
@@ -14,33 +16,34 @@ import nbformat
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Scripts in cells, each a text, in the order of the page that lists them.
+#: Scripts in cells, by name.
 WALKTHROUGHS = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py")) if path.read_text()[:4] == "# %%"}
 NOTEBOOKS = ROOT / "examples" / "notebooks"
 
 
 def convert(path):
-    """The notebook of a walkthrough, not yet run; links lead from its folder."""
+    """Return the notebook of a walkthrough without outputs, with links that start from its folder."""
     notebook = jupytext.read(path, fmt="py:percent")
     notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     for number, cell in enumerate(notebook.cells):
         cell.id = f"{path.stem.replace('_', '-')}-{number}"
         cell.metadata = {}
         if cell.cell_type == "markdown":
+            cell.source = cell.source.replace("](../", "](../../")
             for name in WALKTHROUGHS:
                 cell.source = cell.source.replace(f"]({name}.py)", f"]({name}.ipynb)")
     return notebook
 
 
 def execute(notebook, folder):
-    """Run it in a process of its own that sees this library; what it writes goes to the folder."""
+    """Run a notebook in a new process, which imports this library and writes files to the folder."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "KERAS_HOME": str(folder)}
-    client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}, record_timing=False)
+    client = NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(folder)}}, record_timing=False)
     client.execute(env=environment)
     for cell in notebook.cells:
         cell.metadata = {}
-        if cell.cell_type == "code":  # the remarks of other libraries on this environment are not the notebook's
+        if cell.cell_type == "code":  # without the warnings of other libraries about this environment
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return notebook
 
@@ -49,18 +52,22 @@ def sources(notebook):
     return [(cell.cell_type, cell.source) for cell in notebook.cells]
 
 
-def in_step(path):
-    """Whether the notebook of a walkthrough is there and has its text and code."""
-    made = NOTEBOOKS / f"{path.stem}.ipynb"
-    return made.exists() and sources(nbformat.read(made, as_version=4)) == sources(convert(path))
+def is_current(path):
+    """Return True if the notebook of a walkthrough has its text and code."""
+    written = NOTEBOOKS / f"{path.stem}.ipynb"
+    return written.exists() and sources(nbformat.read(written, as_version=4)) == sources(convert(path))
 
 
 def main(names):
     NOTEBOOKS.mkdir(exist_ok=True)
-    for path in [WALKTHROUGHS[name] for name in names] or [path for path in WALKTHROUGHS.values() if not in_step(path)]:
+    images = Path("flowers").resolve()
+    outdated = [name for name, path in WALKTHROUGHS.items() if not is_current(path)]
+    for name in names or outdated:
         with tempfile.TemporaryDirectory() as folder:
-            nbformat.write(execute(convert(path), folder), NOTEBOOKS / f"{path.stem}.ipynb")
-        print(f"made {path.stem}.ipynb")
+            if images.exists():
+                Path(folder, images.name).symlink_to(images)
+            nbformat.write(execute(convert(WALKTHROUGHS[name]), folder), NOTEBOOKS / f"{name}.ipynb")
+        print(f"wrote {name}.ipynb")
 
 
 if __name__ == "__main__":

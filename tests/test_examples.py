@@ -19,11 +19,9 @@ import timm
 import torch
 from networks import convolutions
 from PIL import Image
-from torchvision.datasets import ImageFolder
 
 import vision_attn as va
 from vision_attn.networks.models import create_model
-from vision_attn.networks.models.folder import create_eval_transform
 from vision_attn.tools import cli
 from vision_attn.tools.comparison import experiments, runs
 from vision_attn.tools.training.data import open_data, open_image
@@ -34,7 +32,6 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Arguments that reduce each example to a short run.
 EXAMPLES = {
     "train_cifar.py": "--epochs 6 --batch-size 24 --seeds 0 1 --lr 0.05",
-    "finetune_folder.py": "--model resnet20 --epochs 1 3 --batch-size 12 --workers 0",
     "classify.py": "",
     "evidence.py": "--epochs 1 --seeds 0 --jobs 1",
     "recall.py": "--variants linear matching --seeds 0 --steps 20 --jobs 1",
@@ -113,33 +110,6 @@ def test_train_cifar_compares_networks_and_resumes_a_run(image_folder, tmp_path,
     assert (code, "seed 0, epoch 1/6" in out, "seed 0, epoch 2/6" in out) == (0, False, True)
     resumed = json.loads((tmp_path / "resumed/runs.json").read_text())["runs"]["attention"]
     assert resumed["0"]["top-1 %"] == pytest.approx(complete["attention"]["0"]["top-1 %"])
-
-
-@pytest.mark.parametrize("flags", [(), ("--adapter-only",)], ids=str)
-def test_finetune_folder_trains_what_is_new_and_then_all(image_folder, tmp_path, run_here, monkeypatch, flags):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.chdir(tmp_path)
-    model = create_model("resnet20", num_classes=10)
-    torch.save(model.state_dict(), "zoo.pth")
-    files = "--data", image_folder, "--weights", "zoo.pth", "--output", "tuned"
-    code, out, err = run_here("finetune_folder.py", *files, *flags)
-    assert (code, err, out.count("  epoch ")) == (0, "", 1 if flags else 4)
-    assert "2 keys new by design: fc.weight, fc.bias" in out
-    (score,) = map(float, re.findall(r"^top-1 (.*) %, in tuned\.(?:pth|safetensors)$", out, re.MULTILINE))
-    tuned = create_model("resnet20", num_classes=3).eval()
-    if flags:
-        va.load_checkpoint(tuned, "zoo.pth", skip="fc.*")
-        assert {"fc.weight", "layer3.2.inserted.gate"} <= set(va.load_adapter_(tuned, "tuned.safetensors").loaded)
-    else:
-        va.insert_(tuned, stages=-1, example_input=(1, 3, 32, 32))
-        va.load_checkpoint(tuned, "tuned.pth")
-    assert torch.equal(model.conv1.weight, tuned.conv1.weight) == bool(flags)
-    assert tuned.get_submodule("layer3.2").inserted.attn.proj.weight.any()
-    images = ImageFolder(image_folder / "val", create_eval_transform(tuned))
-    with torch.no_grad():
-        right = sum(int(tuned(image[None]).argmax()) == label for image, label in images)
-    assert 100 * right / len(images) == pytest.approx(score, abs=0.01)
-    assert flags or score > 90
 
 
 def test_denoise_saves_each_run_and_resumes(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What the documentation says is so: its code runs, its output is the output, its links and commands lead somewhere."""
+"""The documentation is correct: its code runs and prints the output on the page, and links and commands are valid."""
 
 import contextlib
 import functools
@@ -9,6 +9,7 @@ import inspect
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -35,9 +36,10 @@ PAGES = [
     *sorted(page for folder in ("docs", "examples", "weights") for page in (ROOT / folder).rglob("*.md")),
 ]
 WEIGHTS = sorted((ROOT / "weights").rglob("*.safetensors"))
-#: Imports from the extra `integrations`. Some of these packages change global state: such a page runs in a new process.
+#: Imports of packages in the extra `integrations`. A page with such imports runs in a separate process, because some of
+#: the packages change the state of their process.
 INTEGRATIONS = r"^(?:from|import) (diffusers|segmentation_models_pytorch|torchao|transformers|ultralytics)\b"
-#: There nothing is fetched or installed, and little said.
+#: Environment of these processes: no downloads, no installation and little output.
 QUIET = dict.fromkeys(("HF_HUB_OFFLINE", "YOLO_OFFLINE", "OMP_NUM_THREADS"), "1")
 QUIET |= dict.fromkeys(("YOLO_AUTOINSTALL", "YOLO_VERBOSE"), "0")
 
@@ -59,12 +61,12 @@ def without_blocks(text):
 
 
 def code_and_output(text):
-    """The blocks marked python, and of each what it prints: a block marked text that follows with nothing between."""
+    """Return the Python blocks with their output, which is the text block that follows immediately."""
     return re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def numbers_apart(text):
-    """A text without its decimal fractions, and these: the last digit may be another on another machine."""
+def split_numbers(text):
+    """Return a text without its decimal fractions, and the fractions: their last digits depend on the machine."""
     fraction = r"[+-]?\d+\.\d+"
     return re.sub(fraction, "…", text), [float(number) for number in re.findall(fraction, text)]
 
@@ -80,7 +82,7 @@ def run_here(codes):
         yield out.getvalue()
 
 
-def run_apart(codes):
+def run_in_process(codes):
     between = "— the next block —"
     program = f"\nprint({between!r})\n".join(["import socket; socket.getaddrinfo = None  # no network", *codes])
     environment = os.environ | QUIET | {"YOLO_CONFIG_DIR": os.getcwd()}
@@ -97,47 +99,48 @@ def run_apart(codes):
         if blocks(path.read_text(), "python") and path.name != "recipes.md"  # tests/test_recipes.py
     ],
 )
-def test_the_code_runs_and_prints_what_is_shown(path, tmp_path, monkeypatch):
+def test_the_code_runs_and_prints_the_output_on_the_page(path, tmp_path, monkeypatch, image_folder):
     if missing := [name for name in integrations(path) if importlib.util.find_spec(name) is None]:
         pytest.skip(f'{" and ".join(missing)} not installed: pip install ".[integrations]"')
     monkeypatch.chdir(tmp_path)
+    Path("flowers").symlink_to(image_folder)  # the images of the quickstart
     monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))
-    for table in (IMPLEMENTATIONS, TABLE):  # which the page for contributors adds to
+    for table in (IMPLEMENTATIONS, TABLE):  # the page for contributors adds entries
         for name in ("matmul", "page.Theirs"):
             monkeypatch.setitem(table, name, None)
             del table[name]
     codes, outputs = zip(*code_and_output(path.read_text()), strict=True)
-    for printed, expected in zip((run_apart if integrations(path) else run_here)(codes), outputs, strict=True):
-        (words, numbers), (shown, shown_numbers) = numbers_apart(printed), numbers_apart(expected)
+    for printed, expected in zip((run_in_process if integrations(path) else run_here)(codes), outputs, strict=True):
+        (words, numbers), (shown, shown_numbers) = split_numbers(printed), split_numbers(expected)
         assert words == shown
         assert numbers == pytest.approx(shown_numbers, rel=1e-3)
 
 
 def first_cells(text, table):
-    """What is in the first cells of a table, by how its header begins: each word in backquotes."""
+    """Return the words in backquotes in the first column of the table whose header begins so."""
     body = text.partition(table)[2].partition("\n\n")[0]
     return [
         word for cell in re.findall(r"^\| ([^|]*`.*?) \|", body, re.MULTILINE) for word in re.findall(r"`(.+?)`", cell)
     ]
 
 
-def test_the_two_forms_are_those_that_run():
+def test_the_two_implementations_on_the_page_are_the_code_that_runs():
     for shown, impl in zip(blocks(page("implementations"), "py"), ("einx", "bmm"), strict=True):
         steps = [step for step in vars(IMPLEMENTATIONS[impl]).values() if step is not None]
         assert len(steps) == 5
         assert all(inspect.getsource(step) in shown for step in steps)
 
 
-def test_the_lines_of_the_patterns_are_those_that_run_and_its_terms_and_options_are_there():
+def test_the_tables_of_patterns_positions_and_arguments_match_the_code():
     rows = re.findall(r"^\| `([^`]+)` \| `(b n d [^`]+)` \| `(maps[^`]+)` \|", page("patterns"), flags=re.MULTILINE)
     assert len(rows) == 6
     for pattern, einx_line, torch_line in rows:
         line = resolve_pattern(eval(pattern, {"va": vision_attn})).for_rank(2).line
         assert (line.einx, line.torch) == (einx_line, torch_line)
-    terms = [term for term in first_cells(page("patterns"), "| `position=` |") if term.startswith("va.")]
-    assert len(terms) == 6
-    for term in terms:
-        vision_attn.Attention2d(16, 2, position=eval(term, {"va": vision_attn}))
+    encodings = [word for word in first_cells(page("patterns"), "| `position=` |") if word.startswith("va.")]
+    assert len(encodings) == 6
+    for encoding in encodings:
+        vision_attn.Attention2d(16, 2, position=eval(encoding, {"va": vision_attn}))
     options = first_cells(page("patterns"), "| argument of `va.Attention2d` |")
     names = {word.partition("(")[0] for word in options} - {"forward"}
     assert len(names) >= 10
@@ -150,7 +153,7 @@ def test_the_tables_of_implementations_and_of_the_benchmark_are_complete():
     assert sorted(first_cells(page("performance"), "| `--rows` |")) == sorted([*speed.ROWS, "all"])
 
 
-def test_the_table_and_the_drawing_have_every_module():
+def test_the_table_and_the_diagram_contain_every_module():
     package = ROOT / "vision_attn"
     layers = {path.name: path for path in package.iterdir() if (path / "__init__.py").exists()}
     modules = {
@@ -168,15 +171,15 @@ def test_the_table_and_the_drawing_have_every_module():
 
 
 def commands(text):
-    """What a page tells its reader to type: lines of its blocks, and code in its prose."""
-    lines = [line for block in blocks(text, "(?:text|sh)") for line in re.split(r"\n|&&", block)]
+    """Return the commands on a page: lines of its code blocks, and code in its prose."""
+    lines = [line for block in blocks(text, "(?:text|sh)") for line in re.split(r"\n|&&", block.replace("\\\n", ""))]
     lines += re.findall(r"`([^`\n]+)`", without_blocks(text))
     found = [shlex.split(line) for line in lines if re.match("vision-attn |python ", line)]
     return [words for words in found if "…" not in words]
 
 
 def parse(name, *words):
-    """A command line that is not carried out; what cannot be parsed ends the program."""
+    """Parse a command line without running it; raise SystemExit if it is wrong."""
     if name in cli.PLAIN:
         tyro.cli(functools.wraps(cli.PLAIN[name])(lambda *arguments, **flags: None), args=words)
         return
@@ -185,7 +188,7 @@ def parse(name, *words):
     cli.commands.settings_from([*words[name == "evaluate" :]], name)
 
 
-def test_the_commands_are_commands():
+def test_the_commands_can_be_parsed():
     for path in PAGES:
         for program, *arguments in commands(path.read_text()):
             if program == "python":
@@ -215,33 +218,48 @@ def broken_links(path):
             yield target
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     assert {relative(path): found for path in PAGES if (found := list(broken_links(path)))} == {}
 
 
-def test_every_page_can_be_found():
+def navigation():
+    """Return the titles of the navigation by page; None where the site takes the heading of the page."""
+    found = re.findall(r"^ +- (?:(.+): )?(\S+\.md)$", (ROOT / "docs/mkdocs.yml").read_text(), flags=re.MULTILINE)
+    return {path: title.strip('"') or None for title, path in found}
+
+
+def test_every_page_is_linked_and_in_the_navigation():
     linked = {
         (path.parent / target.partition("#")[0]).resolve()
         for path in DOCS
         for target in re.findall(r"\]\(([^)]+\.md[^)]*)\)", path.read_text())
     }
     assert set(DOCS[1:]) <= linked
-    navigation = set(re.findall(r": (\S+\.md)$", (ROOT / "docs/mkdocs.yml").read_text(), flags=re.MULTILINE))
-    assert {relative(path) for path in (ROOT / "docs").rglob("*.md")} <= navigation
-    assert [target for target in navigation if not (ROOT / target).exists()] == []
+    assert {relative(path) for path in (ROOT / "docs").rglob("*.md")} <= set(navigation())
+    notebooks = {relative(path.with_suffix(".md")) for path in (ROOT / "examples/notebooks").glob("*.ipynb")}
+    assert {path for path in navigation() if not (ROOT / path).exists()} == notebooks
 
 
-def test_the_api_reference_is_complete():
-    pages = [path.read_text() for path in sorted((ROOT / "docs/api").glob("*.md"))]
-    paths = re.findall(r"^::: (\S+)$", "\n".join(pages), flags=re.MULTILINE)
+def test_titles_are_those_of_the_navigation():
+    for path, title in navigation().items():
+        if title not in (None, "Home") and (heading := re.match("# (.*)", (ROOT / path).read_text())):
+            assert heading[1].replace("`", "") == title, path
+
+
+def test_the_api_reference_is_complete_and_current():
+    pytest.importorskip("griffe")
+    reference = runpy.run_path(str(ROOT / "docs/api_reference.py"))
+    paths = [path for of_page in reference["PATHS"].values() for path in of_page]
     assert len(paths) == len(set(paths))
     owners = (path.rpartition(".") for path in paths)
     found = [getattr(importlib.import_module(owner), name) for owner, _, name in owners]
     public = [getattr(owner, name) for owner in (vision_attn, convert, equations, figures) for name in owner.__all__]
-    assert {thing for thing in public if inspect.isfunction(thing) or inspect.isclass(thing)} <= set(found)
+    assert {value for value in public if inspect.isfunction(value) or inspect.isclass(value)} <= set(found)
+    written = {path.name: path.read_text() for path in (ROOT / "docs/api").glob("*.md")}
+    assert written == reference["generate"](), "python docs/api_reference.py updates the pages"
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=lambda path: path.parent.name)
-def test_a_card_names_the_file_it_belongs_to(weights):
+def test_a_model_card_contains_the_hash_of_its_weights(weights):
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     assert f"`{digest}`" in (weights.parent / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""Every walkthrough runs from top to bottom, with warnings as errors, and leaves the pictures that its page shows."""
+"""Every walkthrough runs from top to bottom, with warnings as errors, and writes the pictures that its page shows."""
 
 import contextlib
 import io
@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-#: Scripts in cells, each a text: prose in comments, and code that asserts what the prose says.
+#: Scripts in cells: prose in comments, and code that asserts the statements of the prose.
 WALKTHROUGHS = sorted(path for path in EXAMPLES.glob("*.py") if path.read_text().startswith("# %%"))
 PAGE = (EXAMPLES / "README.md").read_text()
 
 
 def run(path, folder):
-    """What a walkthrough prints, with every warning as an error; what it sets for its process is set back."""
+    """Return the output of a walkthrough, with every warning as an error, and restore the state of the process."""
     dtype = torch.get_default_dtype()
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -30,10 +30,10 @@ def run(path, folder):
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
-        patch.setenv("KERAS_HOME", str(folder))  # where Keras writes its settings
+        patch.setenv("KERAS_HOME", str(folder))  # the folder of Keras's settings
         patch.setenv("KERAS_BACKEND", "torch")
         warnings.simplefilter("error")
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it says which CUDA a machine has
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it logs the CUDA version
         try:
             runpy.run_path(str(path), run_name="__main__")
         finally:
@@ -42,23 +42,29 @@ def run(path, folder):
     return out.getvalue()
 
 
+def written_by(folder):
+    """Return the files of a walkthrough; a saved network counts as the file of its weights."""
+    return [path for path in folder.rglob("*") if path.is_file() and path.name not in ("config.json", "README.md")]
+
+
 def drawn_by(path):
     return set(re.findall(r'save_figure\(.*"(\S+\.png)"\)', path.read_text()))
 
 
-#: They take ten seconds each, for what other tests do on less.
-LONG = {"insert_and_finetune", "einx_vs_bmm"}
+#: Walkthroughs that take ten seconds or more. Other tests cover their calls on smaller inputs.
+LONG = {"insert_and_finetune", "einx_vs_bmm", "quickstart"}
 
 
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem in LONG)) for path in WALKTHROUGHS],
 )
-def test_it_runs_and_leaves_what_it_says(path, tmp_path):
+def test_it_runs_and_writes_the_files_that_it_reports(path, tmp_path, image_folder):
+    (tmp_path / "flowers").symlink_to(image_folder)  # the images of the quickstart
     printed, folder = run(path, tmp_path), tmp_path / "examples-output"
     assert str(EXAMPLES.parent) not in printed
-    said = set(re.findall(r"examples-output/(\S+\.\w+)", printed))
-    assert said == {file.name for file in folder.iterdir()} != set()
+    reported = set(re.findall(r"examples-output/([\w/.-]+\.\w+)", printed))
+    assert reported == {file.relative_to(folder).as_posix() for file in written_by(folder)} != set()
     assert {picture.name for picture in folder.glob("*.png")} == drawn_by(path)
     for page in folder.glob("*.md"):  # the cheat sheet
         assert page.read_text() == (EXAMPLES / page.name).read_text()
