@@ -146,20 +146,21 @@ class NormBlock2d(GatedResidual):
 
 
 class SqueezeExciteBlock2d(NormBlock2d):
-    """Squeeze and excitation as a residual block, in the place of attention: what of its gain compares no positions.
+    """Residual block with squeeze and excitation, which does not compare positions.
 
-    ``x + gate · y · sigmoid(W₂ relu(W₁ mean(y)))`` with ``y = norm(x)``, where the hidden width, about twice the
-    channels, makes the number of parameters that of :class:`AttentionBlock2d`, to the nearest width. The branch ends in
-    no projection that could be zero, so its gate is zero at first, and opens slowly. That of the paper,
-    which weighs the channels of a residual branch, is ``timm.layers.SqueezeExcite`` with ``at="branch"``; what of the
-    gain is owed to the normalised shortcut, :class:`NormBlock2d` tells.
+    ``x + gate · y · sigmoid(W₂ relu(W₁ mean(y)))`` with ``y = norm(x)``. The hidden width is about twice the number of
+    channels, so that the number of parameters is as close as possible to that of :class:`AttentionBlock2d`. There is no
+    last projection to initialize with zeros, so the gate is initialized with zeros and grows slowly.
+
+    The block of the paper, which scales the channels of a residual branch, is ``timm.layers.SqueezeExcite`` with
+    ``at="branch"``. :class:`NormBlock2d` is the control for the normalization and gate of this block.
 
     Args:
-        channels: channels of the map.
+        channels: number of channels.
         gate_init: initial gate of every channel.
 
     Raises:
-        ValueError: ``channels`` is not a whole number of at least 1, or ``gate_init`` is not finite.
+        ValueError: ``channels`` is not a positive integer, or ``gate_init`` is not finite.
 
     Source: Hu et al., *Squeeze-and-Excitation Networks*, 2018, https://arxiv.org/abs/1709.01507
 
@@ -173,7 +174,7 @@ class SqueezeExciteBlock2d(NormBlock2d):
         from timm.layers import SqueezeExcite
 
         super().__init__(channels, gate_init=gate_init)
-        # Attention has 4c² + 4c parameters, this branch hidden·(2c + 1) + c.
+        # Attention has 4c² + 4c parameters, this branch has hidden·(2c + 1) + c.
         hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 1)))
         self.excite = SqueezeExcite(channels, rd_channels=hidden)
 
