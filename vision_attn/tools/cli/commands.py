@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -232,6 +233,10 @@ def compare(words: list[str]) -> None:
     from vision_attn.tools.comparison.variants import recipe, settings_for_variant
     from vision_attn.tools.training.settings import Settings, changed
 
+    for name in flags_in(rest):
+        close = difflib.get_close_matches(name, Comparison.__annotations__, n=1)
+        if close and name not in Settings.__annotations__:
+            raise ValueError(f"unknown flag --{name.replace('_', '-')}. Did you mean --{close[0]}?")
     unset = Settings(insert=("…",))  # distinguishes sites that the user passes from no sites
     common = recipe(changed(settings_from(rest, prog, unset), unset))
     variants: dict[str, dict[str, Any]] = {}

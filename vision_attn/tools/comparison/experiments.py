@@ -229,9 +229,12 @@ def report_parts(runs: Runs, times: Measured, differences: Differences, note: st
         cells = [format_values(name, [one[name] for one in by_seed.values() if name in one]) for name in names]
         rows.append((variant, *([f"{times[variant]:.0f}"] if times else []), *cells, str(len(by_seed))))
     parts: list[str | Table] = [Table(rows), note] if note else [Table(rows)]
+    notes: list[str | Table] = []
     for name, found in differences.items():
-        parts += [f"Differences in {name}:", *difference_parts(found[: len(runs) - 1])]
-    return parts
+        table, *explanations = difference_parts(found[: len(runs) - 1])
+        parts += [f"Differences in {name}:", table]
+        notes += [text for text in explanations if text not in notes]
+    return parts + notes
 
 
 def print_parts(parts: Sequence[str | Table]) -> None:
@@ -239,15 +242,15 @@ def print_parts(parts: Sequence[str | Table]) -> None:
     from rich import box, table
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False, soft_wrap=False)
+    console = Console(highlight=False, markup=False)
     for part in parts:
         if isinstance(part, Table):
-            header, *rows = part.rows
-            shown = table.Table(box=box.SIMPLE_HEAD)
-            for index, name in enumerate(header):
-                shown.add_column(name, justify="left" if index in part.left else "right")
-            for row in rows:
+            shown = table.Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+            for index, (name, *cells) in enumerate(zip(*part.rows, strict=True)):
+                width = max(map(len, (*name.split(), *cells)))  # only headers are wrapped
+                shown.add_column(name, justify="left" if index in part.left else "right", min_width=width)
+            for row in part.rows[1:]:
                 shown.add_row(*row)
-            console.print(shown)
+            console.print(shown, width=max(console.width, console.measure(shown).minimum))
         else:
             console.print(" ".join(part.split("\n")), end="\n\n")
