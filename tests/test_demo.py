@@ -18,8 +18,8 @@ def test_the_demo_leaves_what_it_promises(capsys, tmp_path, monkeypatch):
     found, out = json.loads((tmp_path / "runs.json").read_text())["runs"], capsys.readouterr().out
     assert list(found) == ["plain", "attention"]
     for variant, runs in found.items():
-        assert re.search(rf"\| {variant} \| [\d,]+ \| {runs['0']['4 pairs %']:.1f} \|", out)
-    assert "Which colour has the twin" in (tmp_path / "explorer.html").read_text()
+        assert re.search(rf"^ {variant} +[\d,]+ +{runs['0']['4 pairs %']:.1f} ", out, re.MULTILINE)
+    assert "What color is the cell of the matching glyph?" in (tmp_path / "explorer.html").read_text()
     files = {"attention.png", "explorer.html", "runs.json", "comparison.md", "plain-0", "attention-0"}
     assert {path.name for path in tmp_path.iterdir()} == files
     assert list(va.inserted_blocks(va.load_model(tmp_path / "attention-0"))) == ["stage2.1.2"]

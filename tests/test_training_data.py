@@ -76,7 +76,19 @@ def test_a_damaged_image_is_named_in_one_line(image_folder, tmp_path, capsys, da
         Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(bad)
     else:
         os.symlink(tmp_path / "nowhere.png", bad)
-    line = ["train", "--data", str(tmp_path / "data"), "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
+    line = [
+        "train",
+        "--data",
+        str(tmp_path / "data"),
+        "--model",
+        "resnet20",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "16",
+        "--device",
+        "cpu",
+    ]
     assert cli.main([*line, "--workers", str(workers), "--output", str(tmp_path / "run")]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     assert f"error: {bad} " in said
@@ -99,11 +111,11 @@ def test_hidden_folders_and_files_are_ignored(tmp_path):
     ("settings", "message"),
     [
         ({"data": "nothing"}, "nothing: "),
-        ({"data": "one"}, "one has 1 class folders"),
-        ({"data": "without"}, "without has no folder 'train': .* val$"),
-        ({"data": "few"}, r"few: 0\.1 "),
-        ({"data": "few", "dataset": "cifar100"}, "cifar100 .*--download"),
-        ({}, "data .* 'folder': give --data"),
+        ({"data": "one"}, "one: expected CLASS/IMAGE .* got 1"),
+        ({"data": "without"}, "without contains no folder 'train': .* val$"),
+        ({"data": "few"}, r"few: cannot hold out 10 % "),
+        ({"data": "few", "dataset": "cifar100"}, "cannot read torch/cifar100 .*--download"),
+        ({}, "data is required: expected a folder of images"),
     ],
 )
 def test_missing_data_is_named(settings, message, tmp_path):
@@ -127,7 +139,7 @@ def test_without_evaluation_images_a_fraction_of_each_class_is_held_out(image_fo
     training, evaluation = halves()
     assert (len(training), len(evaluation), len({*training.rows, *evaluation.rows})) == (46, 6, 52)
     assert evaluation.labels.tolist() == [0, 0, 0, 0, 0, 1]
-    assert evaluation.name == f"{tmp_path / 'photos'}, 10 % of each class, held out by seed 0"
+    assert evaluation.name == f"{tmp_path / 'photos'}, 10 % of each class (split with seed 0)"
     assert halves()[1].rows == evaluation.rows != halves(seed=1)[1].rows
     # With evaluation images, an explicit fraction leaves them unseen.
     training, evaluation = halves(image_folder, val_share=0.25)
@@ -213,7 +225,7 @@ def test_a_worker_ignores_ctrl_c_and_its_death_is_an_error(image_folder, number)
     if number == signal.SIGINT:
         assert len(list(batches)) == 35
         return
-    with pytest.raises(DataError, match=r"^a worker process ended.*--workers: "):
+    with pytest.raises(DataError, match=r"^a worker process ended.*--workers"):
         list(batches)
     gc.collect()
 
