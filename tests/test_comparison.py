@@ -115,7 +115,7 @@ def test_a_comparison_resumes_where_it_was_interrupted(image_folder, tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         compare(two_variants(), seeds=(0,), output=resumed, jobs=1)
     again = compare(two_variants(), seeds=(0,), output=resumed, jobs=1)
-    assert "2 runs (1 are complete), 1 in parallel" in capsys.readouterr().out
+    assert "2 runs (1 complete), 1 in parallel" in capsys.readouterr().out
     assert {name: again[name]["0"]["top-1 %"] for name in again} == {n: found[n]["0"]["top-1 %"] for n in found}
     assert_same(*(va.load_model(path / "rope-0").state_dict() for path in (complete, resumed)))
     assert (saved.count("plain-0"), saved.count("rope-0") < 8) == (5, True), "what was saved is not trained again"

@@ -92,7 +92,7 @@ def trials(
     todo = {key: path for key, path in runs.items() if not is_complete(path, settings[key[0]])}
     with TemporaryDirectory() as slots:
         parallel = make_parallel(backend, jobs, len(runs), gpu, slots)
-        kept = f" ({len(runs) - len(todo)} are complete)" if len(todo) < len(runs) else ""
+        kept = f" ({len(runs) - len(todo)} complete)" if len(todo) < len(runs) else ""
         print(f"{len(runs)} runs{kept}, {parallel.n_jobs} in parallel", flush=True)
         caught = parallel(delayed(make_run)(run, *key, settings[key[0]], path) for key, path in todo.items())
     for text in dict.fromkeys(text for texts in caught for text in texts):
