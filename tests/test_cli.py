@@ -1,4 +1,4 @@
-"""The command line: output, exit status, and no traceback for a user's mistake."""
+"""Command line: output, exit status and error messages."""
 
 import csv
 import importlib
@@ -30,7 +30,7 @@ RUN = weights_folder() / "resnet20_attention_cifar100"
 def run(capsys, *arguments):
     try:
         code = cli.main([str(argument) for argument in arguments])
-    except SystemExit as end:  # of tyro, for help and for unknown flags
+    except SystemExit as end:  # tyro exits after help and for unknown flags
         code = end.code
     captured = capsys.readouterr()
     return code, captured.out, captured.err
@@ -101,7 +101,7 @@ def test_without_a_command_all_are_listed(capsys):
         (["compare", "--varients", "plain"], 2, "error: unknown flag --varients. Did you mean --variants?"),
         (["train", "--weights", "hostile.pth"], 1, "'posix.system'"),
         (["train", "--weights", "other.pth"], 1, "7 classes and the model has 3"),
-        (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # where root cannot write either
+        (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # not writable for root
         (["predict", RUN, "empty"], 1, "empty contains no images"),
         (["predict", RUN, "broken.png"], 1, "broken.png"),
         (["predict", RUN, "missing.png"], 1, "missing.png"),
@@ -152,7 +152,7 @@ def test_output_is_escaped_for_any_encoding(monkeypatch):
         (ModuleNotFoundError("No module", name="vision_attn.gone"), 1, None),
     ],
 )
-def test_an_error_is_one_line_in_which_a_name_cannot_steer_the_terminal(capsys, error, code, said):
+def test_an_error_is_one_line_without_control_characters(capsys, error, code, said):
 
     def fails():
         raise error
@@ -162,8 +162,8 @@ def test_an_error_is_one_line_in_which_a_name_cannot_steer_the_terminal(capsys, 
 
 
 @pytest.mark.parametrize("words", [["--version"], ["train", "--help"]], ids=" ".join)
-def test_a_reader_that_has_left_ends_the_program_quietly(words):
-    """As in ``vision-attn … | head``: no traceback, and no "Exception ignored" when the interpreter ends."""
+def test_a_closed_pipe_ends_the_program_without_a_message(words):
+    """As in ``vision-attn … | head``: no traceback, and no "Exception ignored" at exit."""
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([sys.executable, "-m", "vision_attn", *words], stdout=writing, stderr=subprocess.PIPE)
@@ -198,7 +198,7 @@ def test_a_full_or_closed_output_is_an_error_and_a_closed_standard_error_is_none
 )
 def test_an_output_that_cannot_be_written_is_reported_before_the_work(capsys, image_folder, monkeypatch, words, output):
     model = folder.load_model(RUN)
-    model.register_forward_pre_hook(lambda *given: pytest.fail("it works before it knows where to write"))
+    model.register_forward_pre_hook(lambda *given: pytest.fail("the network runs before the output is checked"))
     monkeypatch.setattr(folder, "load_model", lambda path: model)
     images = {"IMAGE": image_folder / "val" / "red" / "0.png"}
     code, out, err = run(capsys, *(images.get(word, word) for word in words), output)
@@ -223,7 +223,7 @@ def test_an_output_that_cannot_be_written_is_reported_before_the_work(capsys, im
         ),
     ],
 )
-def test_what_export_cannot_do_is_one_line_and_leaves_nothing(capsys, tmp_path, monkeypatch, flags, status, message):
+def test_unsupported_exports_are_one_line_and_write_no_file(capsys, tmp_path, monkeypatch, flags, status, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "openvino", None)
     (tmp_path / "EMPTY").mkdir()
@@ -244,7 +244,7 @@ def test_export_passes_its_flags_on(capsys, tmp_path):
 
 def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, image_folder):
     importlib.import_module("vision_attn.tools.training.run")
-    training = sys.modules["vision_attn.tools.training"]  # whose attributes are as they were afterwards
+    training = sys.modules["vision_attn.tools.training"]  # monkeypatch restores its attributes
     for name in [name for name in sys.modules if name.startswith("vision_attn.tools.training.")]:
         monkeypatch.setattr(training, name.rpartition(".")[2], sys.modules[name])
         monkeypatch.delitem(sys.modules, name)

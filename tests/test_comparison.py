@@ -1,4 +1,4 @@
-"""Comparing variants: the intervals are SciPy's, verdicts follow from them, interruptions change no table."""
+"""Comparison of variants: intervals, verdicts and interrupted comparisons."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_settings_of_blocks_go_to_the_variants_that_they_suit():
     ):
         found = variants[name]
         assert (found.block.rpartition(":")[2], found.block_options) == (block, options)
-    # Its place is the branch, unless all blocks have another. A new head is trained in all variants.
+    # It is inserted in the branch unless all blocks have another position. A new head is trained in all variants.
     assert settings_for_variant("se", {}, {})["at"] == "branch"
     assert settings_for_variant("plain", {}, {"freeze_backbone": True, "reset_head": True})["freeze_backbone"]
     custom = settings_for_variant("attention", {"block_options": ("num_heads=4",), "lr": 0.1}, common)
@@ -91,7 +91,7 @@ def test_a_comparison_resumes_where_it_was_interrupted(image_folder, tmp_path, m
     found = compare(two_variants(), seeds=(0, 1), output=complete, jobs=1, command="a command")
     assert "4 runs, 1 in parallel" in capsys.readouterr().out
     rope, plain = found["rope"]["0"], found["plain"]["0"]
-    assert rope["MACs"] - plain["MACs"] == 196_608  # as insert_ reports
+    assert rope["MACs"] - plain["MACs"] == 196_608  # as reported by insert_
     assert (rope["parameters"], "% changed when disabled" in plain) == (2_603, False)
     table = np.genfromtxt(complete / "rope-0" / "metrics.csv", delimiter=",", names=True)
     assert rope["ms per step"] == pytest.approx(1000 * 36 / np.median(table["images_per_second"]))
@@ -107,7 +107,7 @@ def test_a_comparison_resumes_where_it_was_interrupted(image_folder, tmp_path, m
 
     def interrupted(trainer):
         saved.append(trainer.folder.name)
-        if len(saved) == 9:  # five of the first run, and the second run's last but one
+        if len(saved) == 9:  # five saves of the first run, and the next-to-last save of the second run
             raise KeyboardInterrupt
         save(trainer)
 
@@ -119,7 +119,7 @@ def test_a_comparison_resumes_where_it_was_interrupted(image_folder, tmp_path, m
     assert {name: again[name]["0"]["top-1 %"] for name in again} == {n: found[n]["0"]["top-1 %"] for n in found}
     assert_same(*(va.load_model(path / "rope-0").state_dict() for path in (complete, resumed)))
     assert (saved.count("plain-0"), saved.count("rope-0") < 8) == (5, True), "what was saved is not trained again"
-    with pytest.raises(ValueError, match="plain-0 contains a run with lr=None instead of 0.1"):
+    with pytest.raises(ValueError, match=r"plain-0 contains a run with lr=None instead of 0\.1"):
         compare(two_variants(lr=0.1), seeds=(0,), output=resumed, jobs=1)
     with pytest.raises(ValueError, match=r"variants .*\['a'\]"):
         compare({"a": {}}, output=tmp_path / "none")
@@ -140,7 +140,7 @@ def test_an_interruption_keeps_the_completed_runs_of_processes_which_share_the_g
         if (variant, seed) == ("b", 1) and os.getppid() == parent:
             wait_for("*/run.json")
             os.kill(parent, signal.SIGINT)
-            time.sleep(600)  # is not waited for
+            time.sleep(600)  # the parent does not wait for it
         return {
             "pid": os.getpid(),
             "gpu": int(os.environ["CUDA_VISIBLE_DEVICES"].split(",")[0]),
@@ -180,9 +180,9 @@ def test_trials_report_means_deviations_and_intervals(tmp_path, monkeypatch, cap
     summary = json.loads((tmp_path / "runs.json").read_text())
     assert (set(summary["milliseconds"]), set(summary["differences"])) == ({"plain", "block"}, {"right %", "real px"})
     found = summary["differences"]
-    assert [found[name][0]["verdict"] for name in found] == ["better", "worse"]  # fewer pixels are better
+    assert [found[name][0]["verdict"] for name in found] == ["better", "worse"]  # lower is better for pixels
     assert (tmp_path / "comparison.png").read_bytes()[1:4] == b"PNG"
-    monkeypatch.setitem(SCORES, "plain", None)  # completed runs are not made again, nor steps timed
+    monkeypatch.setitem(SCORES, "plain", None)  # complete runs and timings are not repeated
     trials(measured, variants, **how, step=None)
     assert (tmp_path / "comparison.md").read_text() == text
     with pytest.raises(ValueError, match="block-0 contains a run with scale=2 instead of None"):
@@ -216,7 +216,7 @@ def test_compare_without_data_compares_on_recall(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_runs_are_dispatched_to_ray(tmp_path):
-    """In a process of its own, since Ray leaves threads and files open."""
+    """Test in a separate process, because Ray leaves threads and files open."""
     pytest.importorskip("ray")
     code = f"""if True:
         from vision_attn.tools.comparison import demo

@@ -1,4 +1,4 @@
-"""Exported networks, run without this library: the same output, with the classes, or no file."""
+"""Exported files: outputs in other runtimes, metadata and errors."""
 
 import dataclasses
 import json
@@ -110,7 +110,7 @@ def test_other_runtimes_compute_what_the_network_does(tmp_path, suffix):
         expected = network(normalize_images(pixels, MEAN, STD))
     for dynamic, size in (((), 1), (form.dynamic, 4 if "batch" in form.dynamic else 1)):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of these packages, about themselves
+            warnings.simplefilter("ignore")  # warnings of the runtimes
             export_model(network, path, input_size=(16, 24) if "size" in dynamic else (20, 28), dynamic=dynamic)
             outputs = torch.cat([*map(form.open(path), pixels.split(size))])
         torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
@@ -156,7 +156,7 @@ def test_both_files_of_a_format_are_replaced_or_none(tmp_path, monkeypatch):
         export_model(small_network(), paths[0])
 
 
-def test_attention_that_a_runtime_does_not_take_is_written_as_matrix_products(tmp_path, monkeypatch):
+def test_attention_that_a_runtime_does_not_support_is_exported_as_matrix_products(tmp_path, monkeypatch):
     form = FORMATS[".pt2"]
 
     def write(program, path, about):
@@ -172,11 +172,11 @@ def test_attention_that_a_runtime_does_not_take_is_written_as_matrix_products(tm
 
 def test_the_accuracy_of_8_bits_is_that_of_the_file(tmp_path, image_folder):
     model, path = small_network(), tmp_path / "net.onnx"
-    model.classes = ("red", "blue", "green")  # not in the order of the folders
+    model.classes = ("red", "blue", "green")  # in another order than the folders
     files = sorted((image_folder / "val").glob("*/*.png"))
     images = torch.stack([torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) / 255 for file in files])
     labels = torch.tensor([model.classes.index(file.parent.name) for file in files])
-    with torch.no_grad():  # the classifier is fitted to the classes, except that all green images are red
+    with torch.no_grad():  # fits the classifier to labels in which green images are red
         features = model[:-1](normalize_images(images, MEAN, STD))
         model[-1] = nn.Linear(8, 3, bias=False)
         model[-1].weight[:] = torch.linalg.lstsq(features, torch.eye(3)[labels % 2]).solution.mT
@@ -212,7 +212,11 @@ def test_the_accuracy_of_8_bits_is_that_of_the_file(tmp_path, image_folder):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("net.pte", {"dynamic": ["batch", "size"]}, "dynamic: ExecuTorch does not support a dynamic size. Remove 'size'"),
+        (
+            "net.pte",
+            {"dynamic": ["batch", "size"]},
+            "dynamic: ExecuTorch does not support a dynamic size. Remove 'size'",
+        ),
         ("net.tflite", {"dynamic": ["batch"]}, "dynamic: LiteRT does not support a dynamic batch. Remove 'batch'"),
         ("net.pt2", {"dynamic": ["width"]}, r"dynamic must be a sequence of 'batch' and 'size', got \['width'\]"),
         ("net.pt2", {"dynamic": "batch"}, "dynamic must be a sequence of 'batch' and 'size', got 'batch'"),
@@ -222,7 +226,7 @@ def test_the_accuracy_of_8_bits_is_that_of_the_file(tmp_path, image_folder):
         ("net.onnx", {"input_size": 16.0}, "input_size must be .* got 16.0"),
     ],
 )
-def test_what_a_format_cannot_do_is_refused(tmp_path, name, options, message):
+def test_unsupported_options_of_a_format_raise_errors(tmp_path, name, options, message):
     with pytest.raises(ValueError, match=message):
         export_model(small_network(), tmp_path / name, **options)
     assert list(tmp_path.iterdir()) == []
@@ -236,7 +240,7 @@ def test_what_a_format_cannot_do_is_refused(tmp_path, name, options, message):
         ("net.pt2", 0.0, ExportError, "RuntimeError: data-dependent control flow"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_and_an_old_file_survives(tmp_path, monkeypatch, name, bias, error, message):
+def test_a_failed_export_keeps_an_existing_file(tmp_path, monkeypatch, name, bias, error, message):
     def fail(program, path, about):
         raise RuntimeError("data-dependent control flow")
 
@@ -271,7 +275,7 @@ def test_weights_beside_a_graph_do_not_overwrite_another_file(tmp_path, monkeypa
 
 def test_a_wrapped_network_in_half_precision_is_exported_in_float32_and_stays_as_it_was(tmp_path):
     half, path = small_network().bfloat16(), tmp_path / "net.pt2"
-    va.set_impl_(half, "einx")  # which fixes the sizes
+    va.set_impl_(half, "einx")  # traces static shapes
     va.freeze_backbone_(half.train(), also_train="3.*")
     modes = [module.training for module in half.modules()]
     assert "pixels normalized with mean and std" in str(export_model(nn.DataParallel(half), path, normalize=False))

@@ -1,4 +1,4 @@
-"""Training: its settings, the steps and networks that they make, and the folder of a run."""
+"""Training: settings, training steps, networks and the folder of a run."""
 
 import copy
 import csv
@@ -33,7 +33,7 @@ OURS = "vision_attn.attention.blocks:AttentionBlock2d"
 
 
 def noise(count, *classes, side=16):
-    """A data set of noise in memory, of which image i has class i modulo the classes."""
+    """Return a data set of noise in memory, in which image i has class i modulo the number of classes."""
     pixels = np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
     targets = [index % len(classes) for index in range(count)]
     return Source("noise", classes, SimpleNamespace(data=pixels, targets=targets), range(count))
@@ -44,7 +44,7 @@ SOURCE = noise(32, "blue", "green", "red")
 
 @pytest.fixture
 def base(image_folder, tmp_path):
-    """A short run of a small network: four steps an epoch."""
+    """Return settings for a short run of a small network with four steps per epoch."""
     return Settings(
         data=image_folder, model="tiny", img_size=16, insert="layer1", epochs=3, batch_size=16, lr=0.05,
         crop_padding=2, clip_grad=5.0, device="cpu", output=tmp_path / "run",
@@ -60,7 +60,7 @@ def changed_keys(state, other):
 
 
 def make_trainer(settings, **options):
-    """A trainer on noise, of four steps an epoch, whose images reach the network as they are."""
+    """Return a trainer on noise with four steps per epoch, without augmentation and normalization."""
     settings = replace(settings, **{"batch_size": 8, "crop_padding": 0, "hflip": 0.0, **options})
     torch.manual_seed(0)
     network = build_network(settings, SOURCE, quiet)
@@ -84,7 +84,7 @@ def test_settings_survive_their_file_except_those_of_one_call(base, tmp_path):
     assert read_settings(tmp_path, ()) == replace(settings, output=None)
     file.write_text("lr: 1e-3\nepochs: 5\ninsert: layer3")
     assert read_settings(file, ()) == Settings(lr=0.001, epochs=5, insert=("layer3",))
-    file.write_text(f"block: {OURS}\ninsert: [layer3]\ndownload: true")  # code only where the caller names it too
+    file.write_text(f"block: {OURS}\ninsert: [layer3]\ndownload: true")  # code only if the caller passes it too
     found = read_settings(tmp_path, ("block",))
     assert (found.block, found.download) == (OURS, False)
 
@@ -161,9 +161,9 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     )
     assert list((folder / "logs").rglob("events.out.tfevents*"))
     with Image.open(folder / "first_batch.png") as picture:
-        assert picture.size == (8 * 18 + 2, 2 * 18 + 2)  # sixteen images with two pixels between
+        assert picture.size == (8 * 18 + 2, 2 * 18 + 2)  # sixteen images, separated by two pixels
 
-    # Disabling the blocks gives the scores of a copy whose gates are zero.
+    # Disabled blocks are equivalent to blocks with zero gates.
     assert str(result.disabled) in lines[-1]
     model, ungated = va.load_model(folder), copy.deepcopy(result.model)
     assert model.classes == ("blue", "green", "red")
@@ -174,7 +174,7 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     assert result.disabled.without.loss == pytest.approx(F.cross_entropy(ungated(images), labels).item(), rel=1e-4)
     assert result.disabled.changed == int((ungated(images).argmax(1) != result.model(images).argmax(1)).sum())
 
-    # The best network, loaded by a user or by ``evaluate``, has the scores of the log.
+    # The saved network has the scores in the log.
     assert evaluate(read_settings(folder, ()), folder, log=quiet) == result.best
     assert result.best.loss == pytest.approx(F.cross_entropy(model(images), labels).item(), rel=1e-4)
     with pytest.raises(ValueError, match=f"{folder} .*--resume {folder}"):
@@ -228,7 +228,7 @@ def test_a_run_stops_early_without_improvement(base, monkeypatch):
     monkeypatch.setattr(Evaluation, "without_blocks", lambda *given: None)
     base = replace(base, epochs=9, batch_size=36, early_stopping=2)
     assert run_training(base, log=lines.append).best.top1 == 50.0
-    run_training(replace(base, resume="auto"), log=lines.append)  # and does not go on when it is resumed
+    run_training(replace(base, resume="auto"), log=lines.append)  # a resumed run does not continue
     assert sum(line == "stopped early: no higher top-1 in the 2 epochs after epoch 2" for line in lines) == 2
     assert sum(line.startswith("epoch ") for line in lines) == 4
 
@@ -259,7 +259,7 @@ def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base):
     trainer = make_trainer(base, model="test_resnet", warmup_epochs=1, min_lr=0.01, attention_lr=0.2, layer_decay=0.5)
     for done in range(12):
         trainer.step(*batch(2), done // 4, done % 4)
-        warming = 0.0005 + done / 4 * (0.05 - 0.0005)  # from a hundredth of the rate
+        warming = 0.0005 + done / 4 * (0.05 - 0.0005)  # starts at 1/100 of the learning rate
         cosine = 0.01 + 0.04 / 2 * (1 + math.cos(math.pi * (done - 4) / 8))
         assert trainer.lr == pytest.approx(warming if done < 4 else cosine)
         rates = {group["name"]: group["lr"] for group in trainer.optimizer.param_groups}
@@ -294,7 +294,7 @@ def test_a_step_clips_gradients_smooths_labels_and_weights_classes(base):
     trainer.class_weights = torch.tensor([0.5, 1.0, 3.0])
     losses = F.cross_entropy(before(images), labels, trainer.class_weights, label_smoothing=0.3, reduction="none")
     assert trainer.step(images, labels, 0, 0).item() == pytest.approx(losses.mean().item(), rel=1e-5)
-    # The first step of Nesterov's momentum goes 1.5 times along the gradient, and no gradient is longer than 1e-3.
+    # The first step with Nesterov momentum is 1.5 times the gradient, whose norm is at most 1e-3.
     one, other = (torch.nn.utils.parameters_to_vector(model.parameters()) for model in (trainer.model, before))
     assert (one - other).norm().item() == pytest.approx(0.05 * 1.5 * 1e-3, rel=1e-3)
 
@@ -303,7 +303,7 @@ def test_accumulated_gradients_are_those_of_the_complete_batch(base, monkeypatch
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "100")  # the settings take precedence
     found = []
     for parts in (1, 4):
-        # Without batch norms, whose statistics would be those of a part.
+        # No batch norms, whose statistics depend on the micro-batch.
         trainer = make_trainer(base, model="test_efficientnet_gn", insert="blocks.1", grad_accum_steps=parts)
         start, sizes = copied(trainer.model), []
         trainer.model.conv_stem.register_forward_pre_hook(lambda module, args, sizes=sizes: sizes.append(len(args[0])))
@@ -337,7 +337,7 @@ def test_images_are_erased_and_mixed_by_timm(base):
     seed_all(7)
     mixed = trainer.augment(images, labels)
     seed_all(7)
-    torch.randint(1, (8, 1)), torch.randint(1, (8, 1)), torch.rand(8, 1)  # the crops and flips before
+    torch.randint(1, (8, 1)), torch.randint(1, (8, 1)), torch.rand(8, 1)  # crops and flips precede it
     expected = Mixup(0.4, 1.0, label_smoothing=0.0, num_classes=3)(normalized.clone(), labels)
     assert all(map(torch.equal, mixed, expected))
     erased, same = make_trainer(base, reprob=1.0).augment(normalized, labels)
@@ -364,7 +364,7 @@ def test_a_compiled_run_learns_the_same(base, tmp_path):
     assert compiled.final.top1 > 90
 
 
-def test_blocks_are_inserted_as_the_settings_say(base):
+def test_blocks_are_inserted_from_the_settings(base):
     def block(**options):
         (found,) = va.inserted_blocks(build_network(replace(base, **options), SOURCE, quiet).model).values()
         return found
@@ -396,7 +396,7 @@ def test_a_frozen_backbone_is_unchanged_and_its_adapter_restores_the_network(bas
     run_training(settings, log=quiet)
     found = va.load_model(base.output).state_dict()
     assert changed_keys(given, found) == {"fc.weight", "fc.bias"}
-    # The adapter of the best epoch needs only the checkpoint that the run began with.
+    # The adapter of the best epoch requires only the initial checkpoint.
     model = create_model(base.model, num_classes=3)
     va.load_checkpoint(model, file, skip=["fc.*"])
     va.load_adapter_(model, base.output / "adapter.safetensors")
