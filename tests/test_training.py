@@ -233,6 +233,20 @@ def test_a_run_stops_early_without_improvement(base, monkeypatch):
     assert sum(line.startswith("epoch ") for line in lines) == 4
 
 
+def test_blocks_that_lower_the_accuracy_of_the_best_network_are_reported(base, monkeypatch):
+    # before and after two epochs, then without blocks in the last and in the best epoch
+    scores, lines, original = iter([10.0, 60.0, 50.0, 55.0, 70.0]), [], Evaluation.__call__
+
+    def evaluated(evaluation, model):
+        found, predictions = original(evaluation, model)
+        return replace(found, top1=next(scores)), predictions
+
+    monkeypatch.setattr(Evaluation, "__call__", evaluated)
+    run_training(replace(base, epochs=2, batch_size=36), log=lines.append)
+    expected = "The best network scores higher with its blocks disabled: top-1 70.00 % instead of 60.00 %. "
+    assert lines[-1].startswith(expected)
+
+
 def test_the_moving_average_warms_up_and_is_saved(base):
     trainer = make_trainer(base, ema=0.999)
     begin = trainer.model.fc.weight.detach().clone()

@@ -163,4 +163,4 @@ def explore(
             width = 3.5 + 1.5 * len(one.heads)
             figure = attention_figure(pixels, one, reduction="none", titles=titles, width=width)
             save_figure(figure, png / f"{re.sub(r'[^A-Za-z0-9._-]', '_', site) or 'model'}.png")
-        print(f"wrote {len(maps)} PNG images to {png}")
+        print(f"wrote {len(maps)} PNG image{'s' * (len(maps) > 1)} to {png}")
