@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import threading
@@ -173,6 +174,8 @@ def make_parallel(backend: str, jobs: int | None, runs: int, gpu: bool, slots: s
 def start_worker(gpus: Sequence[str], slots: str) -> None:
     """Assign a GPU to this process and end the process with its parent. Several processes may share a GPU."""
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+    # Loky's start method, which workers inherit, cannot start the worker processes of a DataLoader.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     for slot in count() if gpus else ():
         with suppress(FileExistsError):
             (Path(slots) / str(slot)).mkdir()

@@ -119,7 +119,8 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
     log(f"{network}\n{len(source):,} training images of {source.name}, {data.storage}")
     log(f"{len(held_out):,} validation images of {held_out.name}, {evaluation.data.storage}")
     steps = len(source) // settings.batch_size
-    log(f"{settings.epochs:,} epochs of {steps:,} steps of {settings.batch_size} images on {accelerator.device}")
+    epochs = f"{settings.epochs:,} epoch{'s' * (settings.epochs > 1)}"
+    log(f"{epochs} of {steps:,} steps of {settings.batch_size} images on {accelerator.device}")
 
     if settings.output is None:  # after all checks
         settings = replace(settings, output=broadcast_object_list([numbered_folder() if main else None])[0])
