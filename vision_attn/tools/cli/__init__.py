@@ -82,7 +82,7 @@ def with_flags(message: str, command: str) -> str:
     Names are replaced at the start of the message and before an equals sign.
 
     >>> with_flags("val_share requires data=…", "train")
-    '--val-share requires --data …'
+    '--val-share requires --data'
     """
     if command in PLAIN:
         parameters = signature(PLAIN[command]).parameters.values()
