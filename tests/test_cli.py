@@ -1,4 +1,4 @@
-"""The command line: output, exit status, and no traceback for a user's mistake."""
+"""Command line: output, exit status and error messages."""
 
 import csv
 import importlib
@@ -30,14 +30,27 @@ RUN = weights_folder() / "resnet20_attention_cifar100"
 def run(capsys, *arguments):
     try:
         code = cli.main([str(argument) for argument in arguments])
-    except SystemExit as end:  # of tyro, for help and for unknown flags
+    except SystemExit as end:  # tyro exits after help and for unknown flags
         code = end.code
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
 def train(capsys, image_folder, tmp_path, *arguments):
-    small = "--data", image_folder, "--epochs", 1, "--batch-size", 16, "--device", "cpu", "--output", tmp_path / "run"
+    small = (
+        "--data",
+        image_folder,
+        "--model",
+        "resnet20",
+        "--epochs",
+        1,
+        "--batch-size",
+        16,
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "run",
+    )
     return run(capsys, "train", *small, *arguments)
 
 
@@ -73,23 +86,28 @@ def test_without_a_command_all_are_listed(capsys):
     assert all(f"  {name:<10}" in err for name in cli.COMMANDS)
     assert run(capsys, "--help")[:2] == (0, err)
     code, _, err = run(capsys, "trian")
-    assert (code, err.splitlines()[-1]) == (2, "vision-attn: error: there is no command 'trian'")
+    assert (code, err.splitlines()[-1]) == (2, "vision-attn: error: unknown command 'trian'. Did you mean 'train'?")
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["train", "--lable-smoothing=0.1"], 2, "--label-smoothing"),
-        (["train", "--insert", "layer9"], 2, "'layer9'"),
+        (["train", "--insert", "layer9"], 2, "error: --insert: "),
+        (["train", "--model", "None"], 2, "error: --model is required: "),
+        (["train", "--epochs", "0"], 2, "error: --epochs: "),
+        (["train", "--weights", "a.pth", "--pretrained"], 2, "error: --weights cannot be combined with --pretrained"),
+        (["compare", "--data", "empty"], 2, "error: --model is required: "),
+        (["compare", "--varients", "plain"], 2, "error: unknown flag --varients. Did you mean --variants?"),
         (["train", "--weights", "hostile.pth"], 1, "'posix.system'"),
         (["train", "--weights", "other.pth"], 1, "7 classes, the model has 3"),
-        (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # where root cannot write either
-        (["predict", RUN, "empty"], 1, "empty has no images"),
+        (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # not writable for root
+        (["predict", RUN, "empty"], 1, "empty contains no images"),
         (["predict", RUN, "broken.png"], 1, "broken.png"),
         (["predict", RUN, "missing.png"], 1, "missing.png"),
         (["evaluate", RUN], 2, "--data"),
         (["explore", "IMAGE", "--model", "resnet20"], 2, "resnet20 has no attention"),
-        (["explore", "IMAGE", "--model", RUN, "--adapter", "a"], 2, "adapter "),
+        (["explore", "IMAGE", "--model", RUN, "--adapter", "a"], 2, "--adapter "),
         (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "Window"),
     ],
     ids=lambda value: " ".join(map(str, value[:4])) if isinstance(value, list) else "",
@@ -134,7 +152,7 @@ def test_output_is_escaped_for_any_encoding(monkeypatch):
         (ModuleNotFoundError("No module", name="vision_attn.gone"), 1, None),
     ],
 )
-def test_an_error_is_one_line_in_which_a_name_cannot_steer_the_terminal(capsys, error, code, said):
+def test_an_error_is_one_line_without_control_characters(capsys, error, code, said):
 
     def fails():
         raise error
@@ -144,8 +162,8 @@ def test_an_error_is_one_line_in_which_a_name_cannot_steer_the_terminal(capsys, 
 
 
 @pytest.mark.parametrize("words", [["--version"], ["train", "--help"]], ids=" ".join)
-def test_a_reader_that_has_left_ends_the_program_quietly(words):
-    """As in ``vision-attn … | head``: no traceback, and no "Exception ignored" when the interpreter ends."""
+def test_a_closed_pipe_ends_the_program_without_a_message(words):
+    """As in ``vision-attn … | head``: no traceback, and no "Exception ignored" at exit."""
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([sys.executable, "-m", "vision_attn", *words], stdout=writing, stderr=subprocess.PIPE)
@@ -180,7 +198,7 @@ def test_a_full_or_closed_output_is_an_error_and_a_closed_standard_error_is_none
 )
 def test_an_output_that_cannot_be_written_is_reported_before_the_work(capsys, image_folder, monkeypatch, words, output):
     model = folder.load_model(RUN)
-    model.register_forward_pre_hook(lambda *given: pytest.fail("it works before it knows where to write"))
+    model.register_forward_pre_hook(lambda *given: pytest.fail("the network runs before the output is checked"))
     monkeypatch.setattr(folder, "load_model", lambda path: model)
     images = {"IMAGE": image_folder / "val" / "red" / "0.png"}
     code, out, err = run(capsys, *(images.get(word, word) for word in words), output)
@@ -192,16 +210,20 @@ def test_an_output_that_cannot_be_written_is_reported_before_the_work(capsys, im
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [
-        (("-o", "net.pth"), 2, r"output must end in \.onnx, .* got 'net\.pth'"),
-        (("-o", "net.pte", "--dynamic", "size"), 2, "dynamic: ExecuTorch files have a fixed size: leave out 'size'"),
-        (("-o", "net.onnx", "--input-size", "0"), 2, "input_size must be .* got 0"),
-        (("-o", "net.pt2", "--int8", "EMPTY"), 2, r"int8: only \.onnx files are quantized"),
-        (("-o", "net.onnx", "--int8", "EMPTY"), 1, "EMPTY has 0 class folders"),
+        (("-o", "net.pth"), 2, r"--output must end in \.onnx, .* got 'net\.pth'"),
+        (("-o", "net.pte", "--dynamic", "size"), 2, "--dynamic: ExecuTorch does not support a dynamic size"),
+        (("-o", "net.onnx", "--input-size", "0"), 2, "--input-size must be .* got 0"),
+        (("-o", "net.pt2", "--int8", "EMPTY"), 2, r"--int8 requires an \.onnx file"),
+        (("-o", "net.onnx", "--int8", "EMPTY"), 1, "EMPTY: expected CLASS/IMAGE .* got 0"),
         (("-o", "file/net.onnx"), 1, "'.*/file'"),
-        (("-o", "net.xml"), 1, r'OpenVINO needs the package openvino: pip install "vision-attn\[runtimes\]"\n'),
+        (
+            ("-o", "net.xml"),
+            1,
+            r'OpenVINO requires the package openvino. Install it: pip install "vision-attn\[runtimes\]"\n',
+        ),
     ],
 )
-def test_what_export_cannot_do_is_one_line_and_leaves_nothing(capsys, tmp_path, monkeypatch, flags, status, message):
+def test_unsupported_exports_are_one_line_and_write_no_file(capsys, tmp_path, monkeypatch, flags, status, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "openvino", None)
     (tmp_path / "EMPTY").mkdir()
@@ -216,18 +238,18 @@ def test_export_passes_its_flags_on(capsys, tmp_path):
     flags = ("--input-size", "40", "48", "--dynamic", "size", "--no-normalize")
     code, out, _ = run(capsys, "export", RUN, "-o", tmp_path / "net.pt2", *flags)
     assert code == 0
-    assert "takes images (1, 3, height, width), traced at 40×48, normalized by mean and std before" in out
-    assert "run on 6 random images: the largest difference from the network's output is " in out
+    assert "input (1, 3, height, width), traced at 40×48, pixels normalized with mean and std" in out
+    assert "largest difference from the network on 6 random images: " in out
 
 
 def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, image_folder):
     importlib.import_module("vision_attn.tools.training.run")
-    training = sys.modules["vision_attn.tools.training"]  # whose attributes are as they were afterwards
+    training = sys.modules["vision_attn.tools.training"]  # monkeypatch restores its attributes
     for name in [name for name in sys.modules if name.startswith("vision_attn.tools.training.")]:
         monkeypatch.setattr(training, name.rpartition(".")[2], sys.modules[name])
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    code, _, err = run(capsys, "train", "--data", image_folder / "train", "--device", "cpu")
+    code, _, err = run(capsys, "train", "--data", image_folder / "train", "--model", "resnet20")
     assert (code, err.count("\n")) == (1, 1)
     assert "accelerate" in err
     assert "pip install 'vision-attn[train" in err
@@ -258,7 +280,7 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     code, out, err = run(capsys, "evaluate", tmp_path / "run")
     assert (code, err) == (0, "")
     assert logged in out.splitlines()
-    flags = "--weights", tmp_path / "zoo.pth", "--data", image_folder, "--device", "cpu", "--insert", "-1"
+    flags = "--model", "resnet20", "--weights", tmp_path / "zoo.pth", "--data", image_folder, "--insert", "-1"
     assert "branch/stream 0.0000" in run(capsys, "evaluate", *flags)[1]
 
     images = image_folder / "val" / "red" / "1.png", image_folder / "val" / "blue"
@@ -276,7 +298,7 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
 
     code, out, err = run(capsys, "train", f"--resume={tmp_path / 'run'}", "--epochs", 2)
     assert (code, err) == (0, "")
-    assert "resumed after epoch 1" in out
+    assert "resumed at epoch 2, step 0" in out
     assert "epoch 2/2: train loss" in out
 
 
@@ -295,7 +317,7 @@ def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path)
     code, out, err = run(capsys, *explore, "--top", 3)
     page = (tmp_path / "page.html").read_text()
     assert (code, err) == (0, "")
-    assert f"wrote {tmp_path / 'page.html'}, " in out
+    assert f"wrote {tmp_path / 'page.html'} (" in out
     assert all(word in page for word in ("layer3.2.inserted.attn", '"title": "0.png"', '"note": ""'))
     assert not list(tmp_path.glob("**/*.png"))
     code, out, err = run(capsys, *explore, "--sites", "layer3.[12].*", "--png", tmp_path / "maps")
@@ -320,15 +342,18 @@ def test_a_network_is_explored_by_name_with_an_adapter_or_its_own_attention(caps
 
     explore = "explore", image_folder / "val" / "red", "-o", tmp_path / "page.html", "--model"
     out, page = run(capsys, *explore, "test_vit")[1], (tmp_path / "page.html").read_text()
-    warning = "The weights of test_vit are random: "
-    assert ("6 modules" in out, "blocks.5.attn" in page) == (True, True)
+    warning = "The weights of test_vit are random. "
+    assert ("replaced 6 attention modules" in out, "blocks.5.attn" in page) == (True, True)
     assert (warning in out, f'"note": "{warning}' in page) == (True, True)
     torch.manual_seed(0)
-    assert "The weights of resnet20 are random, but for " in run(capsys, *explore, "resnet20", "--adapter", adapter)[1]
+    assert (
+        "The weights of resnet20 are random except for the adapter."
+        in run(capsys, *explore, "resnet20", "--adapter", adapter)[1]
+    )
 
 
 def test_a_run_leaves_its_process_group_also_after_an_error(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    assert cli.main(["train", "--data", str(tmp_path / "nothing"), "--device", "cpu"]) != 0
+    assert cli.main(["train", "--data", str(tmp_path / "nothing"), "--model", "resnet20", "--device", "cpu"]) != 0
     assert not torch.distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""The controls of comparisons: blocks without attention, in its place."""
+"""Control blocks of comparisons, which have no attention."""
 
 from functools import partial
 
@@ -41,7 +41,7 @@ def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
         kernels = [partial(ConvBlock2d, kernel_size=side) for side in (None, 3, 13)]
         blocks = (va.AttentionBlock2d, SqueezeExciteBlock2d, *kernels)
         attention, *controls = (sum(p.numel() for p in block(channels).parameters()) for block in blocks)
-        # One hidden channel more or less is 2c + 11 parameters, or 2c + 1, or 2c + 171.
+        # One hidden channel has 2c + 11, 2c + 1 or 2c + 171 parameters.
         assert all(abs(attention - found) <= (2 * channels + 11) / 2 + 1 for found in controls[:-1])
         assert channels < 16 or abs(attention - controls[-1]) <= (2 * channels + 171) / 2 + 1
     block, x = SqueezeExciteBlock2d(8, gate_init=0.5), torch.randn(2, 8, 3, 4)
@@ -51,7 +51,7 @@ def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
     torch.testing.assert_close(block(x), x + 0.5 * y * scale[:, :, None, None])
     torch.testing.assert_close(NormBlock2d(8, gate_init=0.5)(x), x + 0.5 * y)
     block = ConvBlock2d(8, kernel_size=None, gate_init=0.5)
-    pooled = F.gelu(block.expand(block.norm(x).mean((2, 3), keepdim=True)))  # without a kernel: the mean of the map
+    pooled = F.gelu(block.expand(block.norm(x).mean((2, 3), keepdim=True)))  # the global mean replaces the kernel
     torch.testing.assert_close(block(x) - x, (0.5 * block.project(pooled)).expand_as(x))
 
 

@@ -1,4 +1,4 @@
-"""Exported networks, run without this library: the same output, with the classes, or no file."""
+"""Exported files: outputs in other runtimes, metadata and errors."""
 
 import dataclasses
 import json
@@ -82,18 +82,18 @@ def test_a_file_computes_what_the_network_does_and_another_one_is_refused(tmp_pa
     report = export_model(small_network(), path)
     assert_computes(path, small_network(), torch.rand(5, 3, 16, 24))
     assert f"{report.difference:.1e}" in str(report)
-    assert f"{path.stat().st_size / 1e6:.2f} MB; takes images (batch, 3, 16, 24)" in str(report)
+    assert f"{path.stat().st_size / 1e6:.2f} MB, input (batch, 3, 16, 24), pixels in 0…1" in str(report)
     assert report.difference <= 1e-4 * report.largest
     assert [*path.parent.iterdir()] == [path]
     assert about(path) == ABOUT
-    # A graph that computes something else, that of the network with its original gate, is not written.
+    # A graph with a different output, here that of the network with its original gate, is not written.
     before = path.read_bytes()
     corrupted = dataclasses.replace(FORMATS[suffix], write=lambda program, file, about: file.write_bytes(before))
     monkeypatch.setitem(FORMATS, suffix, corrupted)
     network = small_network()
     network[0].inserted.gate.data.mul_(0.99)
     (tmp_path / f"net{suffix}").write_bytes(b"old")
-    with pytest.raises(ExportError, match=r"computes something else in .* \d\.\de-\d\d "):
+    with pytest.raises(ExportError, match=r"has a different output in .* \d\.\de-\d\d, "):
         export_model(network, tmp_path / f"net{suffix}")
     assert sorted(tmp_path.iterdir()) == sorted([path.parent, tmp_path / f"net{suffix}"])
     assert (tmp_path / f"net{suffix}").read_bytes() == b"old"
@@ -110,7 +110,7 @@ def test_other_runtimes_compute_what_the_network_does(tmp_path, suffix):
         expected = network(normalize_images(pixels, MEAN, STD))
     for dynamic, size in (((), 1), (form.dynamic, 4 if "batch" in form.dynamic else 1)):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of these packages, about themselves
+            warnings.simplefilter("ignore")  # warnings of the runtimes
             export_model(network, path, input_size=(16, 24) if "size" in dynamic else (20, 28), dynamic=dynamic)
             outputs = torch.cat([*map(form.open(path), pixels.split(size))])
         torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
@@ -146,7 +146,7 @@ def test_both_files_of_a_format_are_replaced_or_none(tmp_path, monkeypatch):
     assert [path.read_bytes() for path in paths] == [b"new", b"new"]
     content = b"newer"
     monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), write, lambda path: small_network(), (".bin",)))
-    with pytest.raises(ExportError, match="computes something else in OpenVINO"):
+    with pytest.raises(ExportError, match="has a different output in OpenVINO"):
         export_model(small_network(), paths[0])
     assert [path.read_bytes() for path in paths] == [b"new", b"new"]
     paths[1].unlink()
@@ -156,7 +156,7 @@ def test_both_files_of_a_format_are_replaced_or_none(tmp_path, monkeypatch):
         export_model(small_network(), paths[0])
 
 
-def test_attention_that_a_runtime_does_not_take_is_written_as_matrix_products(tmp_path, monkeypatch):
+def test_attention_that_a_runtime_does_not_support_is_exported_as_matrix_products(tmp_path, monkeypatch):
     form = FORMATS[".pt2"]
 
     def write(program, path, about):
@@ -166,17 +166,17 @@ def test_attention_that_a_runtime_does_not_take_is_written_as_matrix_products(tm
 
     monkeypatch.setitem(FORMATS, ".pt2", dataclasses.replace(form, write=write))
     report = export_model(small_network(), tmp_path / "net.pt2")
-    assert "impl='bmm', since with 'sdpa' the network cannot be exported for torch.export (NotImpl" in str(report)
+    assert "impl='bmm', because with 'sdpa' the network cannot be exported for torch.export (NotImpl" in str(report)
     assert_computes(report.path, small_network(), torch.rand(3, 3, 16, 24))
 
 
 def test_the_accuracy_of_8_bits_is_that_of_the_file(tmp_path, image_folder):
     model, path = small_network(), tmp_path / "net.onnx"
-    model.classes = ("red", "blue", "green")  # not in the order of the folders
+    model.classes = ("red", "blue", "green")  # in another order than the folders
     files = sorted((image_folder / "val").glob("*/*.png"))
     images = torch.stack([torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) / 255 for file in files])
     labels = torch.tensor([model.classes.index(file.parent.name) for file in files])
-    with torch.no_grad():  # the classifier is fitted to the classes, except that all green images are red
+    with torch.no_grad():  # fits the classifier to labels in which green images are red
         features = model[:-1](normalize_images(images, MEAN, STD))
         model[-1] = nn.Linear(8, 3, bias=False)
         model[-1].weight[:] = torch.linalg.lstsq(features, torch.eye(3)[labels % 2]).solution.mT
@@ -192,19 +192,19 @@ def test_the_accuracy_of_8_bits_is_that_of_the_file(tmp_path, image_folder):
     assert {node.op_type for node in onnx.load(path).graph.node} >= {"QuantizeLinear", "DequantizeLinear", "Softmax"}
     assert about(path)["classes"] == ["red", "blue", "green"]
     model.classes = ("red", "blue", "yellow")
-    with pytest.raises(DataError, match="'green', which is not one of the network's classes"):
+    with pytest.raises(DataError, match="the class 'green', which is not a class of the network"):
         export_model(model, path, int8=image_folder, input_size=32)
-    with pytest.raises(DataError, match="there is no such folder"):
+    with pytest.raises(DataError, match="nothing: no such folder"):
         export_model(model, path, int8=tmp_path / "nothing", input_size=32)
     model.classes = ()
-    with pytest.raises(DataError, match="int8: the network has no names of classes"):
+    with pytest.raises(DataError, match="int8 requires the class names of the network"):
         export_model(model, path, int8=image_folder, input_size=32)
     gray = small_network()
     gray.pretrained_cfg = {**gray.pretrained_cfg, "input_size": (1, 32, 32)}
     gray[0].in_channels = 1
     gray[0].weight = nn.Parameter(gray[0].weight[:, :1].detach())
     gray.pretrained_cfg |= {"mean": (0.5,), "std": (0.5,)}
-    with pytest.raises(DataError, match="int8: images of a folder have 3 channels, the network takes 1"):
+    with pytest.raises(DataError, match="int8 requires a network for 3 channels, got 1"):
         export_model(gray, path, int8=image_folder)
     assert run(path, images).equal(rounded)
 
@@ -212,17 +212,21 @@ def test_the_accuracy_of_8_bits_is_that_of_the_file(tmp_path, image_folder):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("net.pte", {"dynamic": ["batch", "size"]}, "dynamic: ExecuTorch files have a fixed size: leave out 'size'"),
-        ("net.tflite", {"dynamic": ["batch"]}, "dynamic: LiteRT files have a fixed batch: leave out 'batch'"),
-        ("net.pt2", {"dynamic": ["width"]}, r"dynamic must be a sequence of 'batch' and 'size'; got \['width'\]"),
-        ("net.pt2", {"dynamic": "batch"}, "dynamic must be a sequence of 'batch' and 'size'; got 'batch'"),
-        ("net.xml", {"int8": "images"}, r"int8: only \.onnx files are quantized.*got 'net\.xml'"),
+        (
+            "net.pte",
+            {"dynamic": ["batch", "size"]},
+            "dynamic: ExecuTorch does not support a dynamic size. Remove 'size'",
+        ),
+        ("net.tflite", {"dynamic": ["batch"]}, "dynamic: LiteRT does not support a dynamic batch. Remove 'batch'"),
+        ("net.pt2", {"dynamic": ["width"]}, r"dynamic must be a sequence of 'batch' and 'size', got \['width'\]"),
+        ("net.pt2", {"dynamic": "batch"}, "dynamic must be a sequence of 'batch' and 'size', got 'batch'"),
+        ("net.xml", {"int8": "images"}, r"int8 requires an \.onnx file.*got 'net\.xml'"),
         ("net.onnx", {"input_size": (3, 8, 8)}, r"input_size must be .* got \(3, 8, 8\)"),
         ("net.onnx", {"input_size": 0}, "input_size must be .* got 0"),
         ("net.onnx", {"input_size": 16.0}, "input_size must be .* got 16.0"),
     ],
 )
-def test_what_a_format_cannot_do_is_refused(tmp_path, name, options, message):
+def test_unsupported_options_of_a_format_raise_errors(tmp_path, name, options, message):
     with pytest.raises(ValueError, match=message):
         export_model(small_network(), tmp_path / name, **options)
     assert list(tmp_path.iterdir()) == []
@@ -231,12 +235,12 @@ def test_what_a_format_cannot_do_is_refused(tmp_path, name, options, message):
 @pytest.mark.parametrize(
     ("name", "bias", "error", "message"),
     [
-        ("net.pth", 0.0, ValueError, r"\.tflite, \.pte; got 'net\.pth'"),
+        ("net.pth", 0.0, ValueError, r"\.tflite, \.pte, got 'net\.pth'"),
         ("net.pt2", torch.nan, ExportError, "not finite"),
         ("net.pt2", 0.0, ExportError, "RuntimeError: data-dependent control flow"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_and_an_old_file_survives(tmp_path, monkeypatch, name, bias, error, message):
+def test_a_failed_export_keeps_an_existing_file(tmp_path, monkeypatch, name, bias, error, message):
     def fail(program, path, about):
         raise RuntimeError("data-dependent control flow")
 
@@ -251,12 +255,12 @@ def test_what_cannot_be_exported_is_refused_and_an_old_file_survives(tmp_path, m
 
 def test_a_network_that_does_not_fit_its_images_is_refused(tmp_path):
     network = nn.Sequential(nn.Conv2d(3, 4, 9), nn.Flatten(), nn.LazyLinear(2)).eval()
-    with pytest.raises(ValueError, match=r"set model.pretrained_cfg = \{'input_size'"):
+    with pytest.raises(ValueError, match=r"Set model.pretrained_cfg = \{'input_size'"):
         export_model(network, tmp_path / "net.pt2")
     network.pretrained_cfg = {"input_size": (3, 16, 16), "mean": MEAN, "std": STD}
     network(torch.zeros(1, 3, 16, 16))
     for options in ({"input_size": 8}, {"dynamic": ["size"]}):
-        with pytest.raises(ExportError, match=r"does not take images of 3×.*RuntimeError"):
+        with pytest.raises(ExportError, match=r"cannot process images of 3×.*RuntimeError"):
             export_model(network, tmp_path / "net.pt2", **options)
     assert list(tmp_path.iterdir()) == []
 
@@ -264,17 +268,17 @@ def test_a_network_that_does_not_fit_its_images_is_refused(tmp_path):
 def test_weights_beside_a_graph_do_not_overwrite_another_file(tmp_path, monkeypatch):
     monkeypatch.setitem(FORMATS, ".xml", dataclasses.replace(FORMATS[".xml"], packages=()))
     (tmp_path / "net.bin").write_bytes(b"other")
-    with pytest.raises(FileExistsError, match=r"net\.bin would be overwritten"):
+    with pytest.raises(FileExistsError, match=r"net\.bin exists"):
         export_model(small_network(), tmp_path / "net.xml")
     assert (tmp_path / "net.bin").read_bytes() == b"other"
 
 
 def test_a_wrapped_network_in_half_precision_is_exported_in_float32_and_stays_as_it_was(tmp_path):
     half, path = small_network().bfloat16(), tmp_path / "net.pt2"
-    va.set_impl_(half, "einx")  # which fixes the sizes
+    va.set_impl_(half, "einx")  # traces static shapes
     va.freeze_backbone_(half.train(), also_train="3.*")
     modes = [module.training for module in half.modules()]
-    assert "before" in str(export_model(nn.DataParallel(half), path, normalize=False))
+    assert "pixels normalized with mean and std" in str(export_model(nn.DataParallel(half), path, normalize=False))
     assert about(path)["pixels"] == "0…1, then (pixels - mean) / std"
     assert (half[3].weight.dtype, half[0].inserted.attn.impl) == (torch.bfloat16, "einx")
     assert [module.training for module in half.modules()] == modes
@@ -299,7 +303,7 @@ def test_a_loaded_network_has_its_classes_statistics_and_crop(tmp_path):
 )
 def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf'needs the package {package}: pip install "vision-attn\['):
+    with pytest.raises(ImportError, match=rf'requires the package {package}. Install it: pip install "vision-attn\['):
         export_model(small_network(), tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Training: its settings, the steps and networks that they make, and the folder of a run."""
+"""Training: settings, training steps, networks and the folder of a run."""
 
 import copy
 import csv
@@ -33,7 +33,7 @@ OURS = "vision_attn.attention.blocks:AttentionBlock2d"
 
 
 def noise(count, *classes, side=16):
-    """A data set of noise in memory, of which image i has class i modulo the classes."""
+    """Return a data set of noise in memory, in which image i has class i modulo the number of classes."""
     pixels = np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
     targets = [index % len(classes) for index in range(count)]
     return Source("noise", classes, SimpleNamespace(data=pixels, targets=targets), range(count))
@@ -44,7 +44,7 @@ SOURCE = noise(32, "blue", "green", "red")
 
 @pytest.fixture
 def base(image_folder, tmp_path):
-    """A short run of a small network: four steps an epoch."""
+    """Return settings for a short run of a small network with four steps per epoch."""
     return Settings(
         data=image_folder, model="tiny", img_size=16, insert="layer1", epochs=3, batch_size=16, lr=0.05,
         crop_padding=2, clip_grad=5.0, device="cpu", output=tmp_path / "run",
@@ -60,11 +60,11 @@ def changed_keys(state, other):
 
 
 def make_trainer(settings, **options):
-    """A trainer on noise, of four steps an epoch, whose images reach the network as they are."""
+    """Return a trainer on noise with four steps per epoch, without augmentation and normalization."""
     settings = replace(settings, **{"batch_size": 8, "crop_padding": 0, "hflip": 0.0, **options})
     torch.manual_seed(0)
     network = build_network(settings, SOURCE, quiet)
-    evaluation = Evaluation(SOURCE, settings, network, make_accelerator(settings), quiet)
+    evaluation = Evaluation(SOURCE, settings, network, make_accelerator(settings))
     Path(settings.output).mkdir(exist_ok=True)
     trainer = Trainer(settings, network, evaluation.data, evaluation, quiet)
     trainer.model.train()
@@ -84,7 +84,7 @@ def test_settings_survive_their_file_except_those_of_one_call(base, tmp_path):
     assert read_settings(tmp_path, ()) == replace(settings, output=None)
     file.write_text("lr: 1e-3\nepochs: 5\ninsert: layer3")
     assert read_settings(file, ()) == Settings(lr=0.001, epochs=5, insert=("layer3",))
-    file.write_text(f"block: {OURS}\ninsert: [layer3]\ndownload: true")  # code only where the caller names it too
+    file.write_text(f"block: {OURS}\ninsert: [layer3]\ndownload: true")  # code only if the caller passes it too
     found = read_settings(tmp_path, ("block",))
     assert (found.block, found.download) == (OURS, False)
 
@@ -108,27 +108,28 @@ def test_a_file_that_holds_no_settings_or_would_run_code_is_refused(text, messag
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"warmup_epochs": 3}, "warmup_epochs .* epochs=3; got 3"),
-        ({"weights": "a.pth", "pretrained": True}, "weights and pretrained exclude"),
-        ({"mean": (0.5,) * 3}, "mean needs std"),
-        ({"sched": "step"}, "decay_epochs .* step"),
-        ({"lr": math.nan, "epochs": 0}, "epochs: .* 1; got 0; lr: "),
+        ({"warmup_epochs": 3}, "warmup_epochs .* epochs=3, got 3"),
+        ({"weights": "a.pth", "pretrained": True}, "weights cannot be combined with pretrained=True"),
+        ({"mean": (0.5,) * 3}, "mean requires std="),
+        ({"sched": "step"}, "decay_epochs .* sched=step"),
+        ({"lr": math.nan, "epochs": 0}, "epochs: .* 1, got 0; lr: "),
         ({"model": "resnet21"}, "'resnet21'; .*resnet2"),
         ({"model": "vit_tiny_patch16_224", "insert": (), "img_size": 64}, "64×64.*--img-size"),
         ({"block_options": "pos=Rope2d()"}, "block_options .*'pos'"),
         ({"block_options": ("num_heads=4", "num_heads=2")}, "block_options .*'num_heads=2'"),
-        ({"block": "vision_attn:Nothing"}, "block .*MODULE:CLASS .*'vision_attn:Nothing'"),
-        ({"batch_size": 100}, "batch_size .* 72 "),
-        ({"batch_size": 15, "mixup": 1.0}, "batch_size .* 2 .* 15"),
-        ({"weights": "x.pth", "rename": "efficientnet"}, "rename: .*'efficientnet-pytorch'; got 'efficientnet'"),
-        ({"rename": "efficientnet-pytorch"}, "rename needs weights"),
-        ({"opt": "lion", "lr": None}, "lr .* lion"),
-        ({"device": "cuda"}, "device: cuda"),
-        ({"amp": "float16"}, "amp: float16"),
+        ({"block": "vision_attn:Nothing"}, "block .*MODULE:CLASS, got 'vision_attn:Nothing'"),
+        ({"batch_size": 100}, "batch_size .* 72, .* got 100"),
+        ({"batch_size": 15, "mixup": 1.0}, "batch_size .* 2, got 15"),
+        ({"weights": "x.pth", "rename": "efficientnet"}, "rename: .*'efficientnet-pytorch', got 'efficientnet'"),
+        ({"rename": "efficientnet-pytorch"}, "rename requires weights="),
+        ({"opt": "lion", "lr": None}, "lr .*=lion"),
+        ({"device": "cuda"}, "device=cuda requires a CUDA device"),
+        ({"amp": "float16"}, "amp=float16 requires a CUDA device"),
         ({"freeze_backbone": True, "insert": ()}, "nothing to train"),
-        ({"aa": "rand-x9"}, "aa: .*'rand-x9'.*rand-m9-mstd0.5"),
-        ({"resume": "nothing"}, "output .* nothing; got .*run"),
-        ({"resume": "nothing", "output": None}, "resume: .* nothing"),
+        ({"aa": "rand-x9"}, "aa: .*rand-m9-mstd0.5, got 'rand-x9'"),
+        ({"resume": "nothing"}, "output .*resume=nothing, got .*run"),
+        ({"resume": "nothing", "output": None}, "resume: nothing does not contain a run"),
+        ({"model": None}, "model is required: expected .*--model resnet18 --pretrained"),
     ],
     ids=str,
 )
@@ -153,12 +154,16 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert rows[-1] == {key: "" if value is None else str(value) for key, value in result.rows[-1].items()}
     assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
-    assert (folder / "inserted.txt").read_text().startswith("1 block inserted")
+    assert (
+        (folder / "inserted.txt")
+        .read_text()
+        .startswith("tiny: 1,779 parameters, input 3×16×16, 3 classes\n1 inserted block:")
+    )
     assert list((folder / "logs").rglob("events.out.tfevents*"))
     with Image.open(folder / "first_batch.png") as picture:
-        assert picture.size == (8 * 18 + 2, 2 * 18 + 2)  # sixteen images with two pixels between
+        assert picture.size == (8 * 18 + 2, 2 * 18 + 2)  # sixteen images, separated by two pixels
 
-    # Disabling the blocks gives the scores of a copy whose gates are zero.
+    # Disabled blocks are equivalent to blocks with zero gates.
     assert str(result.disabled) in lines[-1]
     model, ungated = va.load_model(folder), copy.deepcopy(result.model)
     assert model.classes == ("blue", "green", "red")
@@ -169,7 +174,7 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     assert result.disabled.without.loss == pytest.approx(F.cross_entropy(ungated(images), labels).item(), rel=1e-4)
     assert result.disabled.changed == int((ungated(images).argmax(1) != result.model(images).argmax(1)).sum())
 
-    # The best network, loaded by a user or by ``evaluate``, has the scores of the log.
+    # The saved network has the scores in the log.
     assert evaluate(read_settings(folder, ()), folder, log=quiet) == result.best
     assert result.best.loss == pytest.approx(F.cross_entropy(model(images), labels).item(), rel=1e-4)
     with pytest.raises(ValueError, match=f"{folder} .*--resume {folder}"):
@@ -186,10 +191,10 @@ def test_train_takes_options_and_a_model_by_name_or_with_its_blocks(image_folder
     assert list(va.inserted_blocks(va.load_model(tmp_path / "run"))) == list(va.inserted_blocks(model))
     assert_same(result.model.state_dict(), va.load_model(tmp_path / "run").state_dict())
     assert changed_keys(model.state_dict(), before), "it is trained in place"
-    with pytest.raises(ValueError, match=r"3 classes .* ResNet for 4"):
+    with pytest.raises(ValueError, match=r"3 classes .* ResNet with 4"):
         va.train(model=create_model("test_resnet", num_classes=4), output=tmp_path / "other", **options)
     assert va.train("tiny", output=tmp_path / "named", **options).model.pretrained_cfg["architecture"] == "tiny"
-    with pytest.raises(ValueError, match=r"^model: .*; got Settings"):
+    with pytest.raises(ValueError, match=r"^model: .*, got Settings"):
         va.train(Settings(), **options)
 
 
@@ -223,9 +228,23 @@ def test_a_run_stops_early_without_improvement(base, monkeypatch):
     monkeypatch.setattr(Evaluation, "without_blocks", lambda *given: None)
     base = replace(base, epochs=9, batch_size=36, early_stopping=2)
     assert run_training(base, log=lines.append).best.top1 == 50.0
-    run_training(replace(base, resume="auto"), log=lines.append)  # and does not go on when it is resumed
-    assert sum(line.startswith("stopped early: 2 epochs ") for line in lines) == 2
+    run_training(replace(base, resume="auto"), log=lines.append)  # a resumed run does not continue
+    assert sum(line == "stopped early: no higher top-1 in the 2 epochs after epoch 2" for line in lines) == 2
     assert sum(line.startswith("epoch ") for line in lines) == 4
+
+
+def test_blocks_that_lower_the_accuracy_of_the_best_network_are_reported(base, monkeypatch):
+    # before and after two epochs, then without blocks in the last and in the best epoch
+    scores, lines, original = iter([10.0, 60.0, 50.0, 55.0, 70.0]), [], Evaluation.__call__
+
+    def evaluated(evaluation, model):
+        found, predictions = original(evaluation, model)
+        return replace(found, top1=next(scores)), predictions
+
+    monkeypatch.setattr(Evaluation, "__call__", evaluated)
+    run_training(replace(base, epochs=2, batch_size=36), log=lines.append)
+    expected = "The best network scores higher with its blocks disabled: top-1 70.00 % instead of 60.00 %. "
+    assert lines[-1].startswith(expected)
 
 
 def test_the_moving_average_warms_up_and_is_saved(base):
@@ -254,7 +273,7 @@ def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base):
     trainer = make_trainer(base, model="test_resnet", warmup_epochs=1, min_lr=0.01, attention_lr=0.2, layer_decay=0.5)
     for done in range(12):
         trainer.step(*batch(2), done // 4, done % 4)
-        warming = 0.0005 + done / 4 * (0.05 - 0.0005)  # from a hundredth of the rate
+        warming = 0.0005 + done / 4 * (0.05 - 0.0005)  # starts at 1/100 of the learning rate
         cosine = 0.01 + 0.04 / 2 * (1 + math.cos(math.pi * (done - 4) / 8))
         assert trainer.lr == pytest.approx(warming if done < 4 else cosine)
         rates = {group["name"]: group["lr"] for group in trainer.optimizer.param_groups}
@@ -289,7 +308,7 @@ def test_a_step_clips_gradients_smooths_labels_and_weights_classes(base):
     trainer.class_weights = torch.tensor([0.5, 1.0, 3.0])
     losses = F.cross_entropy(before(images), labels, trainer.class_weights, label_smoothing=0.3, reduction="none")
     assert trainer.step(images, labels, 0, 0).item() == pytest.approx(losses.mean().item(), rel=1e-5)
-    # The first step of Nesterov's momentum goes 1.5 times along the gradient, and no gradient is longer than 1e-3.
+    # The first step with Nesterov momentum is 1.5 times the gradient, whose norm is at most 1e-3.
     one, other = (torch.nn.utils.parameters_to_vector(model.parameters()) for model in (trainer.model, before))
     assert (one - other).norm().item() == pytest.approx(0.05 * 1.5 * 1e-3, rel=1e-3)
 
@@ -298,7 +317,7 @@ def test_accumulated_gradients_are_those_of_the_complete_batch(base, monkeypatch
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "100")  # the settings take precedence
     found = []
     for parts in (1, 4):
-        # Without batch norms, whose statistics would be those of a part.
+        # No batch norms, whose statistics depend on the micro-batch.
         trainer = make_trainer(base, model="test_efficientnet_gn", insert="blocks.1", grad_accum_steps=parts)
         start, sizes = copied(trainer.model), []
         trainer.model.conv_stem.register_forward_pre_hook(lambda module, args, sizes=sizes: sizes.append(len(args[0])))
@@ -332,7 +351,7 @@ def test_images_are_erased_and_mixed_by_timm(base):
     seed_all(7)
     mixed = trainer.augment(images, labels)
     seed_all(7)
-    torch.randint(1, (8, 1)), torch.randint(1, (8, 1)), torch.rand(8, 1)  # the crops and flips before
+    torch.randint(1, (8, 1)), torch.randint(1, (8, 1)), torch.rand(8, 1)  # crops and flips precede it
     expected = Mixup(0.4, 1.0, label_smoothing=0.0, num_classes=3)(normalized.clone(), labels)
     assert all(map(torch.equal, mixed, expected))
     erased, same = make_trainer(base, reprob=1.0).augment(normalized, labels)
@@ -359,7 +378,7 @@ def test_a_compiled_run_learns_the_same(base, tmp_path):
     assert compiled.final.top1 > 90
 
 
-def test_blocks_are_inserted_as_the_settings_say(base):
+def test_blocks_are_inserted_from_the_settings(base):
     def block(**options):
         (found,) = va.inserted_blocks(build_network(replace(base, **options), SOURCE, quiet).model).values()
         return found
@@ -367,10 +386,10 @@ def test_blocks_are_inserted_as_the_settings_say(base):
     found = block(block_options=("num_heads=2", "position=Rope2d()")).attn
     assert (found.num_heads, type(found.position).__name__) == (2, "RotaryEncoding")
     assert block(block=OURS, block_options="num_heads=4").attn.num_heads == 4
-    assert "layer1.0  Att" in build_network(replace(base, at="before", model="resnet20"), SOURCE, quiet).report
+    assert "layer1.0  Att" in str(build_network(replace(base, at="before", model="resnet20"), SOURCE, quiet))
     by_index = build_network(replace(base, insert=1), SOURCE, quiet).model
     assert [site.partition(".")[0] for site in va.inserted_blocks(by_index)] == ["layer2"]
-    assert build_network(replace(base, insert=()), SOURCE, quiet).report == ""
+    assert build_network(replace(base, insert=()), SOURCE, quiet).report is None
 
 
 def test_a_network_has_the_size_of_the_data_and_the_statistics_and_crop_of_the_settings(base):
@@ -391,7 +410,7 @@ def test_a_frozen_backbone_is_unchanged_and_its_adapter_restores_the_network(bas
     run_training(settings, log=quiet)
     found = va.load_model(base.output).state_dict()
     assert changed_keys(given, found) == {"fc.weight", "fc.bias"}
-    # The adapter of the best epoch needs only the checkpoint that the run began with.
+    # The adapter of the best epoch requires only the initial checkpoint.
     model = create_model(base.model, num_classes=3)
     va.load_checkpoint(model, file, skip=["fc.*"])
     va.load_adapter_(model, base.output / "adapter.safetensors")
@@ -405,7 +424,9 @@ def test_pretrained_weights_for_other_classes_get_a_new_head(monkeypatch):
     monkeypatch.setattr(
         "vision_attn.tools.training.network.create_model", lambda name, pretrained, **how: create_model(name, **how)
     )
-    settings = Settings(data="images", pretrained=True, freeze_backbone=True, insert="layer3", device="cpu")
+    settings = Settings(
+        data="images", model="resnet20", pretrained=True, freeze_backbone=True, insert="layer3", device="cpu"
+    )
     assert build_network(settings, SOURCE, quiet).new_head == ("fc.*",)
 
 
@@ -417,18 +438,18 @@ def test_a_trained_network_is_evaluated_with_its_size_statistics_and_classes(bas
     for old, new in (("blue", "zebra"), ("green", "green"), ("red", "red")):
         (tmp_path / "renamed" / "val").mkdir(parents=True, exist_ok=True)
         os.symlink(image_folder / "val" / old, tmp_path / "renamed" / "val" / new)
-    with pytest.raises(ValueError, match=r"blue, green, red; .* green, red, zebra"):
+    with pytest.raises(ValueError, match=r"expected blue, green, red, got green, red, zebra"):
         evaluate(replace(other, data=tmp_path / "renamed"), base.output, log=quiet)
     os.symlink(image_folder / "train", tmp_path / "renamed" / "train")
-    with pytest.raises(DataError, match=r"^blue, zebra: .*train .*val"):
-        run_training(replace(other, data=tmp_path / "renamed"), log=quiet)
+    with pytest.raises(DataError, match=r"^classes of .*train and .*val differ: blue, zebra "):
+        run_training(replace(other, model="tiny", data=tmp_path / "renamed"), log=quiet)
 
 
 def test_evaluation_counts_every_image_once(base):
     source = noise(37, *"abcdefgh", side=4)
     config = {"input_size": (3, 4, 4), "mean": (0.5,) * 3, "std": (0.2,) * 3}
     settings = replace(base, batch_size=10)
-    evaluation = Evaluation(source, settings, SimpleNamespace(config=config), make_accelerator(settings), quiet)
+    evaluation = Evaluation(source, settings, SimpleNamespace(config=config), make_accelerator(settings))
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 8)).train()
     score, predictions = evaluation(model)
     logits = model((torch.tensor(source.dataset.data).permute(0, 3, 1, 2) / 255 - 0.5) / 0.2).detach()
@@ -455,5 +476,5 @@ class Block(nn.Module):
 def test_an_error_in_a_block_of_the_user_names_its_line(base, tmp_path, monkeypatch):
     (tmp_path / "their_block.py").write_text(BLOCK)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(TrainingError, match=r"their_block:Block raised ZeroDivisionError .* line 8 of"):
+    with pytest.raises(TrainingError, match=r"their_block:Block' raised ZeroDivisionError .* line 8 of"):
         run_training(replace(base, block="their_block:Block"), log=quiet)

@@ -1,4 +1,4 @@
-"""The trainer's data: what becomes of files of any kind, how images are kept, and how they are varied."""
+"""Training data: file formats, storage and augmentation."""
 
 import gc
 import itertools
@@ -25,7 +25,7 @@ from vision_attn.tools.training.loop import crop_and_flip
 from vision_attn.tools.training.settings import Settings
 
 CPU = torch.device("cpu")
-#: timm's words for images of 24×24, of which the middle 80 % are seen in evaluation.
+#: timm configuration for images of 24×24, with the central 80 % for validation.
 CONFIG = {
     "input_size": (3, 24, 24), "interpolation": "bicubic", "crop_pct": 0.8, "crop_mode": "center",
     "mean": (0.5,) * 3, "std": (0.25,) * 3,
@@ -60,7 +60,7 @@ def test_images_of_any_mode_become_rgb(image, name, options, expected, tmp_path)
 def test_images_are_rotated_by_their_exif_orientation(tmp_path):
     image = Image.fromarray(np.repeat(np.uint8([200, 0]), 20)[:, None].repeat(40, 1))
     exif = image.getexif()
-    exif[0x0112] = 6  # to be shown turned to the right by a quarter
+    exif[0x0112] = 6  # rotated by 90 degrees clockwise
     image.save(tmp_path / "turned.png", exif=exif)
     assert np.asarray(open_image(tmp_path / "turned.png"))[:, 20:].min() == 200
 
@@ -76,7 +76,19 @@ def test_a_damaged_image_is_named_in_one_line(image_folder, tmp_path, capsys, da
         Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(bad)
     else:
         os.symlink(tmp_path / "nowhere.png", bad)
-    line = ["train", "--data", str(tmp_path / "data"), "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
+    line = [
+        "train",
+        "--data",
+        str(tmp_path / "data"),
+        "--model",
+        "resnet20",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "16",
+        "--device",
+        "cpu",
+    ]
     assert cli.main([*line, "--workers", str(workers), "--output", str(tmp_path / "run")]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     assert f"error: {bad} " in said
@@ -84,7 +96,7 @@ def test_a_damaged_image_is_named_in_one_line(image_folder, tmp_path, capsys, da
 
 
 def test_hidden_folders_and_files_are_ignored(tmp_path):
-    root = tmp_path / ".data"  # what is above the images may be hidden
+    root = tmp_path / ".data"  # parent folders may be hidden
     for name in ("blue", "red", ".ipynb_checkpoints", "red/.ipynb_checkpoints"):
         (root / name).mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(root / name / "IMAGE.PNG")
@@ -99,11 +111,11 @@ def test_hidden_folders_and_files_are_ignored(tmp_path):
     ("settings", "message"),
     [
         ({"data": "nothing"}, "nothing: "),
-        ({"data": "one"}, "one has 1 class folders"),
-        ({"data": "without"}, "without has no folder 'train': .* val$"),
-        ({"data": "few"}, r"few: 0\.1 "),
-        ({"data": "few", "dataset": "cifar100"}, "cifar100 .*--download"),
-        ({}, "data .* 'folder': give --data"),
+        ({"data": "one"}, "one: expected CLASS/IMAGE .* got 1"),
+        ({"data": "without"}, "without contains no folder 'train': .* val$"),
+        ({"data": "few"}, r"few: cannot hold out 10 % "),
+        ({"data": "few", "dataset": "cifar100"}, "cannot read torch/cifar100 .*--download"),
+        ({}, "data is required: expected a folder of images"),
     ],
 )
 def test_missing_data_is_named(settings, message, tmp_path):
@@ -127,9 +139,9 @@ def test_without_evaluation_images_a_fraction_of_each_class_is_held_out(image_fo
     training, evaluation = halves()
     assert (len(training), len(evaluation), len({*training.rows, *evaluation.rows})) == (46, 6, 52)
     assert evaluation.labels.tolist() == [0, 0, 0, 0, 0, 1]
-    assert evaluation.name == f"{tmp_path / 'photos'}, 10 % of each class, held out by seed 0"
+    assert evaluation.name == f"{tmp_path / 'photos'}, 10 % of each class (split with seed 0)"
     assert halves()[1].rows == evaluation.rows != halves(seed=1)[1].rows
-    # With evaluation images, an explicit fraction leaves them unseen.
+    # An explicit fraction ignores the validation folder.
     training, evaluation = halves(image_folder, val_share=0.25)
     assert (len(training), len(evaluation), evaluation.labels.bincount().tolist()) == (54, 18, [6, 6, 6])
     assert all("/train" in half.name for half in (training, evaluation))
@@ -189,7 +201,7 @@ def test_evaluation_uses_the_crop_and_interpolation_of_the_network(image_folder)
 
 def test_small_sets_that_do_not_vary_are_kept_in_memory(image_folder, monkeypatch):
     settings, (small, large) = Settings(data=image_folder, workers=0), ((3, 64, 64), (3, 65, 65))
-    # Photographs are cropped in each epoch, small images once, unless the settings choose otherwise.
+    # Photographs are cropped in each epoch and small images once, unless the settings override this.
     for crop, size, kind in (
         (None, small, InMemory), (None, large, Decoded), ("pad", large, InMemory), ("resized", small, Decoded),
     ):  # fmt: skip
@@ -202,7 +214,7 @@ def test_small_sets_that_do_not_vary_are_kept_in_memory(image_folder, monkeypatc
         assert all(map(torch.equal, one, other))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of what the worker had open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that the worker had open
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_worker_ignores_ctrl_c_and_its_death_is_an_error(image_folder, number):
     loader = images_of(Settings(data=image_folder, crop="resized", workers=1), train=True)
@@ -213,14 +225,14 @@ def test_a_worker_ignores_ctrl_c_and_its_death_is_an_error(image_folder, number)
     if number == signal.SIGINT:
         assert len(list(batches)) == 35
         return
-    with pytest.raises(DataError, match=r"^a worker process ended.*--workers: "):
+    with pytest.raises(DataError, match=r"^a worker process ended.*--workers"):
         list(batches)
     gc.collect()
 
 
 @pytest.fixture
 def places(tmp_path):
-    """Images whose colours say where in them a pixel is: red the column, green the row."""
+    """Create images whose colors encode the position of each pixel: red is the column, green is the row."""
     pixels = np.stack([*np.meshgrid(np.arange(200), np.arange(200)), np.zeros((200, 200))], -1).astype(np.uint8)
     for name in ("a", "b"):
         (tmp_path / "train" / name).mkdir(parents=True)
@@ -259,11 +271,11 @@ def test_images_are_augmented_by_timm(places, options):
         (3, 24, 24), is_training=True, separate=True, hflip=0.0, interpolation="bicubic", mean=CONFIG["mean"],
         auto_augment=options.get("aa"), color_jitter=None, scale=(0.35, 1.0),
     )  # fmt: skip
-    if settings.crop == "pad":  # on the device, later
+    if settings.crop == "pad":  # cropped later, on the device
         crops = v2.Compose(module.eval_transform(config).transforms[:-1])
     seed_all(0, 0, 0)
     expected = theirs(crops(open_image(places / "train" / "a" / "00.png")))
-    if settings.color_jitter:  # timm would leave the colours alone beside its augmentation
+    if settings.color_jitter:  # timm does not combine color jitter with a policy
         expected = v2.ColorJitter(0.2, 0.2, 0.2)(expected)
     assert torch.equal(v2.functional.pil_to_tensor(expected), found)
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture
 def base(image_folder, tmp_path):
-    """A short run in which everything random and everything with a state takes part: four steps an epoch."""
+    """Return settings for a short run with four steps per epoch and all components that are random or have a state."""
     return Settings(
         data=image_folder, model="tiny", img_size=16, insert="layer1", epochs=2, batch_size=16, opt="adamw", lr=0.002,
         crop_padding=2, warmup_epochs=0.5, clip_grad=5.0, ema=0.9, device="cpu", output=tmp_path / "run",
@@ -47,7 +47,7 @@ def base(image_folder, tmp_path):
 
 @pytest.fixture(autouse=True)
 def ctrl_c():
-    """Handle Ctrl-C as in a terminal: in the background of a shell, where tests may run as well, it is ignored."""
+    """Handle Ctrl-C as in a terminal, because background jobs of a shell ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -74,7 +74,7 @@ def assert_same_result(one, other):
 
 
 def at_step(monkeypatch, epoch, step, action):
-    """Do something before a step; the step's loss is its result, if there is one."""
+    """Call ``action`` before a step. A result replaces the loss of the step."""
     original = Trainer.step
 
     def acting(self, images, labels, *now):
@@ -122,19 +122,19 @@ def test_an_interrupted_run_is_resumed_bitwise(base, number, options, tmp_path, 
     output = tmp_path / "interrupted"
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     stop = interrupt(replace(base, output=output), monkeypatch, 0, 1, number)
-    assert str(stop) == f"interrupted; saved after step 2 of 4 of epoch 1 in {output}: go on with --resume {output}"
+    assert str(stop) == f"interrupted; saved after step 2 of 4 of epoch 1. Continue with --resume {output}"
     assert stop.signal == number
-    Path("base.pth").unlink()  # the state has all weights
+    Path("base.pth").unlink()  # the state contains all weights
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
     interrupt(replace(base, output=output, resume="auto"), monkeypatch, 1, 3)  # before the last evaluation
     lines = train(base, output=None, resume=str(output))
-    assert f"resumed after epoch 1 and step 4 of the next from {output / 'state' / '00001-0000004'}" in lines
+    assert f"resumed at epoch 2, step 4, from {output / 'state' / '00001-0000004'}" in lines
     assert_same_result(base.output, output)
 
 
 @pytest.mark.parametrize("place", ["state", "model"])
 def test_a_run_killed_while_it_writes_is_resumed_bitwise(base, place, tmp_path, monkeypatch):
-    """A kill leaves half of a state, or a best network and no state of that epoch yet."""
+    """The killed process leaves an incomplete state, or the best network without a state of its epoch."""
     train(base)
     killed = replace(base, output=tmp_path / "killed", resume="auto")
     replace_folder, save_best = os.replace, Trainer.save_best
@@ -153,7 +153,7 @@ def test_a_run_killed_while_it_writes_is_resumed_bitwise(base, place, tmp_path, 
     with monkeypatch.context() as patched:
         if place == "state":
             patched.setattr(os, "replace", half)
-            patched.setattr("shutil.rmtree", lambda *given, **how: None)  # a killed process cleans nothing up
+            patched.setattr("shutil.rmtree", lambda *given, **how: None)  # a killed process removes no files
         else:
             patched.setattr(Trainer, "save_best", only_the_network)
         with pytest.raises((MemoryError, TrainingError)):
@@ -167,7 +167,7 @@ def test_a_run_killed_while_it_writes_is_resumed_bitwise(base, place, tmp_path, 
 
 
 def run_command(line, environment, log):
-    """Run a command in a process that has imported all it needs, with the environment that torchrun would give."""
+    """Run a command in a process with all imports, in the environment of torchrun."""
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -203,7 +203,7 @@ def test_a_run_killed_twenty_times_is_resumed_bitwise(base, processes, kills, tm
     for _ in range(kills):
         before, running = newest_state(killed.output), start(killed)
         while running[0].is_alive() and newest_state(killed.output) == before:
-            time.sleep(0.002)  # until it saved something new
+            time.sleep(0.002)  # until it saves a new state
         time.sleep(chance.uniform(0, 0.02))
         saves = chance.random() < 0.5  # in the middle of an epoch
         for process in running:
@@ -229,14 +229,14 @@ def test_auto_starts_or_resumes_and_more_epochs_extend_a_run(base, monkeypatch):
         patched.setattr(Trainer, "step", fail)
         with pytest.raises(MemoryError):
             train(base)
-    # A run that failed before its first step can be resumed, and not with other settings.
-    with pytest.raises(ValueError, match=r" lr, label_smoothing differ from .*run"):
+    # A run that failed before its first step can be resumed, but not with other settings.
+    with pytest.raises(ValueError, match=r"settings differ from .*run: --lr, --label-smoothing\. "):
         train(base, lr=0.1, label_smoothing=0.1)
     train(base, workers=1, early_stopping=5)
     assert not any(line.startswith("epoch ") for line in train(base))
     extended = train(base, epochs=2, output=None, resume=str(base.output))
     assert any(line.startswith("epoch 2/2") for line in extended)
-    with pytest.raises(ValueError, match=" epochs differ from"):
+    with pytest.raises(ValueError, match=r"settings differ from .*: --epochs"):
         train(base)
 
 
@@ -265,7 +265,7 @@ def test_a_damaged_or_hostile_state_is_refused_and_runs_no_code(base, tmp_path, 
         with pytest.raises(CheckpointError, match="00001-0000000 is damaged"):
             train(base, output=folder, resume="auto")
     torch.save(RunsCode(), newest_state(base.output) / "random_states_0.pkl")
-    train(base, resume="auto")  # no run depends on its content
+    train(base, resume="auto")  # its content is not used
     assert "this ran" not in capfd.readouterr().err
 
 
@@ -308,7 +308,7 @@ def test_a_full_disk_loses_nothing(base, tmp_path, monkeypatch, capsys):
         patched.setattr(Trainer, "save", save_on_a_full_disk)
         assert cli.main(command_line(base)) == 1
     error = capsys.readouterr().err
-    assert (error.count("\n"), f"{base.output} cannot be written (" in error) == (1, True)
+    assert (error.count("\n"), f"cannot write to {base.output} (" in error) == (1, True)
     assert newest_state(base.output).name == "00000-0000004"
     train(base, resume="auto")
     train(base, output=tmp_path / "other")
@@ -346,7 +346,7 @@ def test_deterministic_kernels_are_enabled_on_request(base, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(base, tmp_path):
-    # No batch norm, whose statistics would be those of each process's part.
+    # No batch norms, whose statistics depend on the images of each process.
     torch.save(create_model("test_efficientnet_gn", num_classes=3).state_dict(), tmp_path / "base.pth")
     base = replace(
         base, model="test_efficientnet_gn", insert="blocks.1", weights=tmp_path / "base.pth", opt="sgd", lr=0.005,

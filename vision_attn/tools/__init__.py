@@ -1,4 +1,4 @@
-"""What is run around networks: training, comparison, export, explorer and the command line.
+"""Training, comparison and export of networks, the attention explorer and the command line.
 
-Nothing below imports it.
+No other package of the library imports this one.
 """

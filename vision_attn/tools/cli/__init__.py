@@ -1,21 +1,27 @@
-"""The program ``vision-attn``: each command is one function, and its arguments are the flags.
+"""The program ``vision-attn``, in which each command is a function whose arguments are the flags.
 
-Exit status: 0; 1 for a failure; 2 for wrong usage; 128 plus the signal after an interruption, or, without a message,
-after the reader of the output has left, as ``head`` does. An error that a user can fix is one line; only a bug of the
-program has a traceback. No heavy package is imported to show help or to refuse a flag.
+The exit status is 0 for success, 1 for a failure, 2 for wrong usage, and 128 plus the signal after an interruption. If
+the reader of the output closes it, like ``head``, the status is 141 without a message. Errors that a user can fix are
+one line; only bugs print a traceback. Help and wrong flags do not import heavy packages.
 """
 
 from __future__ import annotations
 
+import difflib
 import io
 import os
+import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any
 
 import tyro
 
-from vision_attn.errors import CheckpointError, Interrupted, VisionAttnError
+from vision_attn.errors import CheckpointError, DataError, Interrupted, VisionAttnError
 from vision_attn.text import escaped
 from vision_attn.tools.cli import commands
 from vision_attn.tools.cli.commands import compare, demo, evaluate, export, inspect, predict, train
@@ -26,17 +32,17 @@ __all__ = ["COMMANDS", "commands", "main", "run_program"]
 
 FAILURE, BAD_USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
-#: Commands whose flags are their arguments.
+#: Commands whose arguments are the flags.
 PLAIN: dict[str, Callable[..., None]] = {f.__name__: f for f in (inspect, demo, predict, export, explore)}
-#: Commands with flags for the settings of a run, which they parse.
+#: Commands that parse the flags for the settings of a run.
 WITH_SETTINGS: dict[str, Callable[[list[str]], None]] = {"train": train, "evaluate": evaluate, "compare": compare}
 COMMANDS = {**PLAIN, **WITH_SETTINGS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command of ``vision-attn``; errors are printed to standard error.
+    """Run one command of ``vision-attn``, print errors to standard error and return the exit status.
 
-    >>> main(["inspect", "resnet-that-is-none"])
+    >>> main(["inspect", "resnet1000"])
     2
     """
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
@@ -45,10 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(name: str, words: list[str]) -> int:
     """Run the command of this name, or list all commands; return an exit status."""
-    if name in PLAIN:
-        tyro.cli(PLAIN[name], args=words, prog=f"vision-attn {name}")
-    elif name in WITH_SETTINGS:
-        WITH_SETTINGS[name](words)
+    if name in COMMANDS:
+        try:
+            if name in PLAIN:
+                tyro.cli(PLAIN[name], args=words, prog=f"vision-attn {name}")
+            else:
+                WITH_SETTINGS[name](words)
+        except (DataError, FileNotFoundError, ValueError) as error:
+            if len(error.args) == 1:
+                error.args = (with_flags(str(error), name),)
+            raise
     elif name == "--version":
         print(f"vision-attn {__version__}")
     else:
@@ -56,44 +68,82 @@ def run_command(name: str, words: list[str]) -> int:
         lines = ["usage: vision-attn COMMAND [--help] …", ""]
         lines += [f"  {one:<10}{(command.__doc__ or '').splitlines()[0]}" for one, command in COMMANDS.items()]
         if name and status:
-            lines += [f"vision-attn: error: there is no command {escaped(name)!r}"]
+            close = difflib.get_close_matches(name, COMMANDS, n=1)
+            guess = f". Did you mean {close[0]!r}?" if close else ""
+            lines += ["", f"vision-attn: error: unknown command {escaped(name)!r}{guess}"]
         print("\n".join(lines), file=sys.stderr if status else sys.stdout)
         return status
     return 0
 
 
+def with_flags(message: str, command: str) -> str:
+    """Replace names of arguments in an error message by the flags of a command.
+
+    Names are replaced at the start of the message and before an equals sign.
+
+    >>> with_flags("val_share requires data=…", "train")
+    '--val-share requires --data'
+    """
+    if command in PLAIN:
+        parameters = signature(PLAIN[command]).parameters.values()
+        flags = {one.name: one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY}
+    else:
+        from vision_attn.tools.training.settings import Settings
+
+        flags = {name: name for name in (*Settings.__annotations__, *commands.Comparison.__annotations__)}
+        flags |= {"names": "insert", "stages": "insert"}
+
+    def flag(found: re.Match[str]) -> str:
+        return "--" + flags[found[1]].replace("_", "-")
+
+    names = "|".join(flags)
+    message = re.sub(rf"(?:^|(?<=; )|(?<=Error: ))({names})(?=[ :])", flag, message)
+    return re.sub(rf"(?<![\w.-])({names})=(True\b|…)?", lambda found: flag(found) + ("" if found[2] else " "), message)
+
+
+def print_warning(program: str, message: Warning | str, *where: Any, **options: Any) -> None:
+    """Print a warning to standard error in one line, without the line of code that caused it."""
+    print(f"{program}: warning: {escaped(' '.join(str(message).split()))}", file=sys.stderr)
+
+
 def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = "interrupted") -> int:
-    """Run a program of this library; an error that is not a bug of the program is printed in one line.
+    """Run a program of this library, print expected errors and warnings in one line, and return the exit status.
 
     >>> run_program("count", lambda: print(1 + 1))
     2
     0
     """
-    sys.stderr = sys.stderr or io.StringIO()  # where it is closed
+    sys.stderr = sys.stderr or io.StringIO()  # None if it is closed
     if sys.stdout is None:
-        sys.exit(f"{name}: error: standard output is closed: redirect it to a file or to /dev/null")
+        sys.exit(f"{name}: error: standard output is closed. Redirect it to a file or to /dev/null")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Characters that the terminal cannot show are written as numbers. Errors of a stream are raised by print.
+            # Unsupported characters are escaped. With line buffering, print raises errors of the stream.
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
-        return run() or 0
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(print_warning, name)
+            return run() or 0
     except KeyboardInterrupt as stop:
         message = str(stop) if isinstance(stop, Interrupted) else interrupted
-        if message:  # one of several processes has it
+        if message:  # only one of several processes has a message
             print(f"{name}: {message}", file=sys.stderr)
         return 128 + stop.signal if isinstance(stop, Interrupted) else INTERRUPTED
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and error.filename is None:  # the reader of standard output has left
+        if isinstance(error, BrokenPipeError) and error.filename is None:  # the reader closed standard output
             return BROKEN_PIPE
         missing = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("vision_attn")
-        # torch's, which is not imported for it, and what it raises on the CPU
+        # torch, which is not imported here, raises its own types
         memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)
         if isinstance(error, (ValueError, VisionAttnError, OSError)) or missing or memory:
-            named = not missing or "pip install" in str(error)
-            remedy = "" if named else ": the commands need pip install 'vision-attn[train,export]'"
-            # The text may come from a file, or be its name: a checkpoint's error alone has lines.
+            has_remedy = not missing or "pip install" in str(error)
+            remedy = (
+                "" if has_remedy else ". Install the packages of the commands: pip install 'vision-attn[train,export]'"
+            )
+            # Text from files is escaped. Only errors of checkpoints have several lines.
             lines = str(error).split("\n")
+            if isinstance(error, OSError) and error.strerror and error.filename:
+                lines = [f"{error.strerror}: {error.filename!r}"]  # without the number of the error
             message = "\n".join(lines) if isinstance(error, CheckpointError) else " ".join(map(escaped, lines))
             print(f"{name}: error: {message or type(error).__name__}{remedy}", file=sys.stderr)
         else:
@@ -101,9 +151,9 @@ def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = 
         return BAD_USAGE if isinstance(error, ValueError) else FAILURE
     finally:
         distributed = sys.modules.get("torch.distributed")
-        if distributed and distributed.is_initialized():  # its threads may abort a process that ends before they do
+        if distributed and distributed.is_initialized():  # its threads may abort the process at exit
             distributed.destroy_process_group()
         try:
             sys.stdout.flush()
-        except OSError:  # Python would flush it again when it ends, and show the error
+        except OSError:  # prevents a second error when Python flushes it at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

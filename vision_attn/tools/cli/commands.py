@@ -1,10 +1,12 @@
-"""The commands: their arguments, and the functions that they call. Heavy modules are imported when they are used."""
+"""The commands and their arguments. Heavy modules are imported when they are used."""
 
 from __future__ import annotations
 
+import difflib
 import shlex
 import sys
 from dataclasses import dataclass, replace
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,53 +14,62 @@ import tyro
 from tyro.conf import Positional, arg
 
 from vision_attn.text import escaped
-from vision_attn.tools.cli.visualize import Output, find_images, load_images
+from vision_attn.tools.cli.visualize import Images, Output, find_images, load_images
+from vision_attn.tools.hints import hint
+
+#: Types of arguments that several commands have.
+Run = Annotated[Positional[Path], arg(metavar="RUN")]
 
 if TYPE_CHECKING:
     from vision_attn.tools.training.settings import Settings
 
 
 def print_escaped(text: object) -> None:
-    """Print lines; control characters in names and in text from files are written out."""
+    """Print lines with escaped control characters, which names and text from files may contain."""
     print("\n".join(map(escaped, str(text).split("\n"))), flush=True)
 
 
 def inspect(
-    model: Positional[str],
+    model: Annotated[Positional[str], arg(metavar="MODEL")],
     /,
-    input_size: tuple[int, ...] = (),
+    input_size: Annotated[tuple[int, ...], hint("SIDE | HEIGHT WIDTH", "default: size of the model, or 224")] = (),
     batch_size: int = 128,
-    num_heads: int | None = None,
+    num_heads: Annotated[int | None, hint("INT", "default: the largest divisor of the channels up to 8")] = None,
     pattern: str = "full",
 ) -> None:
-    """What attention would cost at each stage of a network, and where to put it.
+    """Compare the costs of attention at each stage of a network.
 
     Args:
-        model: name of a network that timm or this library knows, or torchvision:resnet18
-        input_size: image side in pixels, or height and width (default: the model's, else 224)
-        batch_size: images per training step
-        num_heads: heads of the attention (default: 8, or as many up to 8 as divide the channels)
-        pattern: full, rows, columns, 'Window(7)', … or a line of einx
+        model: Name of a model of timm or of this library, or torchvision:NAME.
+        input_size: Side, or height and width, of the input images in pixels.
+        batch_size: Number of images per training step, for the memory estimate.
+        num_heads: Number of attention heads.
+        pattern: Attention pattern: full, rows, columns, 'Window(7)' or another pattern, or an einx expression.
     """
     from vision_attn.networks.checkpoints.specification import from_word
     from vision_attn.networks.inspection import inspect_model
 
     options: dict[str, Any] = {"batch_size": batch_size, "num_heads": num_heads}
-    if pattern != "full":  # the table names only the options of a block that are not its defaults
+    if pattern != "full":  # the report lists only options that are not defaults
         options["pattern"] = from_word(pattern.removeprefix("va."))
     if input_size:
         options["input_size"] = input_size[0] if len(input_size) == 1 else input_size
     print_escaped(inspect_model(model, **options))
 
 
-def demo(output: Output = Path("demo-output"), steps: int = 400, seed: int = 0, jobs: int | None = None) -> None:
-    """What attention is for, in minutes.
+def demo(
+    output: Output = Path("demo-output"),
+    steps: int = 400,
+    seed: int = 0,
+    jobs: Annotated[int | None, hint("INT", "default: number of cores")] = None,
+) -> None:
+    """Train networks with and without attention on a small task, in minutes on a CPU.
 
     Args:
-        output: folder of the results
-        steps: training steps of each arm
-        seed: random seed of each arm
-        jobs: number of arms trained side by side (default: as many as cores)
+        output: Folder of the results.
+        steps: Number of training steps of each network.
+        seed: Random seed of each network.
+        jobs: Number of networks to train in parallel.
     """
     from vision_attn.tools.comparison.demo import run_demo
 
@@ -66,19 +77,19 @@ def demo(output: Output = Path("demo-output"), steps: int = 400, seed: int = 0, 
 
 
 def predict(
-    run: Positional[Path],
-    images: Positional[tuple[Path, ...]],
+    run: Run,
+    images: Images,
     /,
     top: int = 5,
-    output: Annotated[Path | None, arg(aliases=["-o"])] = None,
+    output: Annotated[Path | None, hint("FILE", "default: none", "-o")] = None,
 ) -> None:
     """Classify images with a trained network.
 
     Args:
-        run: folder of a run, or one that save_model wrote
-        images: image files, or folders of them
-        top: number of classes for each image
-        output: CSV file for a table of all images
+        run: Folder of a run or of va.save_model.
+        images: Image files, or folders of images.
+        top: Number of classes to print for each image.
+        output: CSV file for the classes and probabilities of all images.
     """
     import torch
 
@@ -106,24 +117,27 @@ def predict(
 
 
 def export(
-    run: Positional[Path],
+    run: Run,
     /,
     output: Output,
-    input_size: tuple[int, ...] = (),
-    dynamic: tuple[Literal["batch", "size"], ...] | None = None,
-    int8: Path | None = None,
+    input_size: Annotated[tuple[int, ...], hint("SIDE | HEIGHT WIDTH", "default: size of the model")] = (),
+    dynamic: Annotated[
+        tuple[Literal["batch", "size"], ...] | None,
+        hint("{batch,size} ...", "default: batch; none for .tflite and .pte"),
+    ] = None,
+    int8: Annotated[Path | None, hint("FOLDER")] = None,
     normalize: bool = True,
 ) -> None:
-    """Export a trained network for another runtime, and compare the file with the network.
+    """Export a trained network for another runtime and check its output.
 
     Args:
-        run: folder of a run, or one that save_model wrote
-        output: file to write; its suffix is the format: .onnx, .pt2 (torch.export), .aoti.pt2 (AOTInductor), .xml
-            (OpenVINO), .tflite (LiteRT), .pte (ExecuTorch)
-        input_size: image side in pixels, or height and width (default: the model's)
-        dynamic: dimensions that may vary between calls (default: batch; none for .tflite and .pte)
-        int8: folder of labeled images, train/CLASS/IMAGE and val/CLASS/IMAGE, to quantize the file to 8 bits
-        normalize: let the file normalize pixels in 0…1
+        run: Folder of a run or of va.save_model.
+        output: File to write: .onnx, .pt2 (torch.export), .aoti.pt2 (AOTInductor), .xml (OpenVINO), .tflite (LiteRT)
+            or .pte (ExecuTorch).
+        input_size: Side, or height and width, of the input images in pixels.
+        dynamic: Dimensions that may vary between calls.
+        int8: Folder with train/CLASS/IMAGE and val/CLASS/IMAGE, for quantization to 8 bits.
+        normalize: Include the normalization of pixels in 0…1 in the file.
     """
     from vision_attn.networks.models import folder
     from vision_attn.tools.export.export import export_model
@@ -135,13 +149,13 @@ def export(
 
 
 def flags_in(words: list[str]) -> list[str]:
-    """Return the names of the settings that a command line gives."""
+    """Return the names of the settings on a command line."""
     return [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
 
 
 def settings_from(words: list[str], prog: str, default: Any = None, description: str | None = None) -> Settings:
-    """Parse settings; flags override those of the file or run that ``--config`` or ``--resume`` names."""
-    from vision_attn.tools.training.settings import Settings, read_settings
+    """Parse settings; flags override the settings of the file of ``--config`` or the run of ``--resume``."""
+    from vision_attn.tools.training.settings import PlainErrors, Settings, read_settings
 
     given = flags_in(words)
     forms = [word.split("=", 1) if word.startswith(("--config=", "--resume=")) else [word] for word in words]
@@ -153,14 +167,17 @@ def settings_from(words: list[str], prog: str, default: Any = None, description:
                 default = read_settings(Path(words[index + 1]), given)
             if flag == "--config":
                 del words[index : index + 2]
-    return tyro.cli(Settings, args=words, default=default, prog=prog, description=description)
+    PlainErrors.error = RuntimeError
+    try:
+        return tyro.cli(Settings, args=words, default=default, prog=prog, description=description)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+    finally:
+        PlainErrors.error = ValueError
 
 
 def train(words: list[str]) -> None:
-    """Train an image classifier, with or without inserted attention.
-
-    Ctrl-C saves the run, and --resume continues it. --config FILE reads the settings of another run.
-    """
+    """Train an image classifier, with or without inserted attention."""
     settings = settings_from(words, "vision-attn train")
 
     from vision_attn.tools.training.run import run_training
@@ -169,7 +186,12 @@ def train(words: list[str]) -> None:
 
 
 def evaluate(words: list[str]) -> None:
-    """Evaluate a network: that of RUN, a folder, on its data, or the one that flags of train describe."""
+    """Evaluate a saved run, or a model described by training flags.
+
+    Examples:
+        vision-attn evaluate runs/train-1
+        vision-attn evaluate --data flowers --model resnet18 --weights flowers.pth
+    """
     from vision_attn.tools.training.settings import read_settings
 
     path, default = None, None
@@ -177,7 +199,7 @@ def evaluate(words: list[str]) -> None:
         path, words = Path(words[0]), words[1:]
         if not (path / "config.json").is_file():
             default = replace(read_settings(path, flags_in(words)), freeze_backbone=False)
-    settings = settings_from(words, "vision-attn evaluate", default, f"{evaluate.__doc__}\n")
+    settings = settings_from(words, "vision-attn evaluate", default, cleandoc(str(evaluate.__doc__)))
 
     from vision_attn.tools.training import run
 
@@ -185,38 +207,44 @@ def evaluate(words: list[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Does a block help? Variants by seeds, with intervals.
+class Comparison:
+    """Compare blocks over several seeds, with confidence intervals.
 
-    Each variant is trained by one recipe over seeds. The same command resumes. All other flags are those of
-    vision-attn train, for all variants that they suit. Without --data the variants are compared on recall, the task of
-    vision-attn demo.
+    All variants are trained with the same settings, which are the flags of vision-attn train. Without a data set,
+    the variants are compared on the task of vision-attn demo. Repeat the command to resume a comparison.
+
+    Example: vision-attn compare --data flowers --model resnet18 --pretrained --insert layer3
     """
 
-    # variants by name, or NAME=VARIANT FLAGS with flags of train: 'rope=attention --block-options position=Rope2d()'
-    variants: tuple[str, ...] = ("plain", "convolution", "se", "attention")
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # seeds of each variant
-    jobs: int | None = None  # runs at a time (default: as many as GPUs, or as cores)
-    backend: Literal["loky", "ray"] = "loky"  # where runs are made: processes of this machine, or a Ray cluster
-    output: Output = Path("runs/compare")  # folder of the runs and the tables
+    # Variants: names, or NAME=VARIANT FLAGS such as 'rope=attention --block-options position=Rope2d()'.
+    variants: Annotated[tuple[str, ...], hint("VARIANT [VARIANT ...]")] = ("plain", "convolution", "se", "attention")
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # Random seeds of each variant.
+    # Number of runs in parallel.
+    jobs: Annotated[int | None, hint("INT", "default: number of GPUs, or of cores")] = None
+    backend: Literal["loky", "ray"] = "loky"  # Backend for the runs: local processes or a Ray cluster.
+    output: Output = Path("runs/compare")  # Folder of the runs and the tables.
 
 
 def compare(words: list[str]) -> None:
-    """Does a block help? Variants by seeds, with intervals."""
+    """Compare blocks over several seeds, with confidence intervals."""
     prog = "vision-attn compare"
-    how, rest = tyro.cli(Compared, args=words, prog=prog, return_unknown_args=True)
+    how, rest = tyro.cli(Comparison, args=words, prog=prog, return_unknown_args=True)
 
     from vision_attn.tools.comparison.variants import recipe, settings_for_variant
     from vision_attn.tools.training.settings import Settings, changed
 
-    unset = Settings(insert=("…",))  # the sites are the recipe's or the variant's, where flags name none
+    for name in flags_in(rest):
+        close = difflib.get_close_matches(name, Comparison.__annotations__, n=1)
+        if close and name not in Settings.__annotations__:
+            raise ValueError(f"unknown flag --{name.replace('_', '-')}. Did you mean --{close[0]}?")
+    unset = Settings(insert=("…",))  # distinguishes sites that the user passes from no sites
     common = recipe(changed(settings_from(rest, prog, unset), unset))
     variants: dict[str, dict[str, Any]] = {}
     for name, sign, text in (word.partition("=") for word in how.variants):
         flags = shlex.split(text)
         base = flags.pop(0) if flags and not flags[0].startswith("-") else "attention" if sign else name
         if not name or "/" in name or name in variants:
-            raise ValueError(f"variants must have distinct names that folders can have; got {name!r}")
+            raise ValueError(f"variants must have distinct names that are valid folder names, got {name!r}")
         custom = changed(settings_from(flags, f"{prog} --variants {name}", unset), unset)
         variants[name] = settings_for_variant(base, custom, common)
 

@@ -1,4 +1,4 @@
-"""The command ``explore``, and how commands open networks and images."""
+"""The command ``explore``, and functions that open networks and images."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from vision_attn.text import escaped
+from vision_attn.tools.hints import hint
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+Images = Annotated[Positional[tuple[Path, ...]], hint("IMAGE [IMAGE ...]", "required")]
 Output = Annotated[Path, arg(aliases=["-o"])]
 
 
 def find_images(names: Sequence[Path]) -> list[Path]:
-    """Return the given image files, and all those in the given folders."""
+    """Return the given image files and all images in the given folders."""
     from vision_attn.errors import DataError
     from vision_attn.tools.training.data import is_image
 
     if not names:
-        raise ValueError("images must be files, or folders of them; got none")
+        raise ValueError("images are required: expected image files or folders of images, got none")
     found: list[Path] = []
     for path in names:
+        if not path.exists():
+            raise DataError(f"{path} does not exist. Expected an image file or a folder of images")
         inner = [one for one in sorted(path.rglob("*")) if is_image(one.name)] if path.is_dir() else [path]
         if not inner:
-            raise DataError(f"{path} has no images")
+            raise DataError(f"{path} contains no images")
         found += inner
     return found
 
 
 def load_images(paths: Sequence[Path], transform: Any) -> Tensor:
-    """Load images ``(b, c, h, w)`` through a transform."""
+    """Load and transform images, ``(b, c, h, w)``."""
     import torch
 
     from vision_attn.errors import DataError
@@ -46,13 +50,13 @@ def load_images(paths: Sequence[Path], transform: Any) -> Tensor:
     for path in paths:
         try:
             found.append(transform(open_image(path)))
-        except Exception as error:  # a damaged file can make Pillow fail in any way
+        except Exception as error:  # Pillow raises many types of errors for damaged files
             raise DataError(f"{path} cannot be read as an image ({error})") from error
     return torch.stack(found)
 
 
 def crop_as_network(image: Image.Image, transform: Any) -> Image.Image:
-    """Crop an image as a network does, but in its own pixels where these are finer than the network's."""
+    """Crop an image like a network does, but keep the resolution of the image if it is higher."""
     import numpy as np
 
     steps = [copy(step) for step in transform.transforms if hasattr(step, "size")]  # resize and crop
@@ -64,7 +68,7 @@ def crop_as_network(image: Image.Image, transform: Any) -> Image.Image:
 
 
 def open_network(name: str, pretrained: bool, adapter: Path | None) -> Any:
-    """Open a network by its folder or create it by its name, with its classes and the transform of its images."""
+    """Load a network from a folder or create it by name, with its classes and image transform."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
     from timm.models import get_pretrained_cfg
 
@@ -76,7 +80,7 @@ def open_network(name: str, pretrained: bool, adapter: Path | None) -> Any:
 
     if Path(name).exists():
         if adapter:
-            raise ValueError(f"adapter goes with a name, and {name} is a folder: give it alone as --model")
+            raise ValueError(f"adapter requires the name of a model, but {name} is a folder, which contains its blocks")
         model = folder.load_model(Path(name))
     else:
         about = read_adapter(adapter).about if adapter else {}
@@ -91,32 +95,34 @@ def open_network(name: str, pretrained: bool, adapter: Path | None) -> Any:
         vars(model).update(classes=classes or None, pretrained_cfg=config)
         vars(model)["transform"] = folder.create_eval_transform(model)
     if swapped := swap_(model):
-        print(f"to capture the network's attention, {len(swapped)} modules are swapped for blocks of this library")
+        print(
+            f"replaced {len(swapped)} attention modules by equivalent blocks of this library to capture their weights"
+        )
     return model
 
 
 def explore(
-    images: Positional[tuple[Path, ...]],
+    images: Images,
     /,
     model: str,
     pretrained: bool = False,
-    adapter: Path | None = None,
-    sites: tuple[str, ...] = (),
+    adapter: Annotated[Path | None, hint("FILE")] = None,
+    sites: Annotated[tuple[str, ...], hint("MODULE [MODULE ...]", "default: all attention modules")] = (),
     output: Output = Path("report.html"),
     top: int = 5,
-    png: Path | None = None,
+    png: Annotated[Path | None, hint("FOLDER")] = None,
 ) -> None:
-    """Where every head of a network looks on images, as a page for a browser.
+    """Write an interactive HTML page with the attention maps of a network.
 
     Args:
-        images: image files, or folders of them
-        model: folder of a run, or name of a network that timm knows
-        pretrained: load the pretrained weights of a network given by its name
-        adapter: adapter.safetensors to load into a network given by its name
-        sites: modules with attention at or in them (default: all)
-        output: page to write
-        top: number of classes for each image
-        png: folder for PNG images of the attention from the middle of each image, one image per module
+        images: Image files, or folders of images.
+        model: Folder of a run, or name of a timm model.
+        pretrained: Load the pretrained weights of the timm model.
+        adapter: File adapter.safetensors to load into the timm model.
+        sites: Modules whose attention is shown (names or globs).
+        output: HTML file to write.
+        top: Number of classes to show for each image.
+        png: Folder for one PNG image per module, with the attention maps of the query at the image center.
     """
     from torchvision.transforms import Compose
 
@@ -130,11 +136,11 @@ def explore(
 
     paths, network, note = find_images(images), open_network(model, pretrained, adapter), ""
     if not attention_modules(network):
-        remedy = "give vit_tiny_patch16_224, for one, or the folder of a run of vision-attn train --insert"
-        raise ValueError(f"model: {model} has no attention to look into: {remedy}")
+        expected = "expected a network with attention, such as a run of vision-attn train --insert"
+        raise ValueError(f"model {model} has no attention modules: {expected} or vit_tiny_patch16_224")
     if not (pretrained or Path(model).exists()):
-        but = ", but for those of the adapter" if adapter else ""
-        note = f"The weights of {model} are random{but}: --pretrained fetches those that were trained."
+        but = " except for the adapter" if adapter else ""
+        note = f"The weights of {model} are random{but}. Use --pretrained to download pretrained weights."
         print(note)
     *crop, normalize = network.transform.transforms
     pixels = load_images(paths, Compose(crop))
@@ -143,12 +149,12 @@ def explore(
         check_writable(png / "model.png")
     page = explorer.explore(
         network, pixels, output, normalize=normalize, classes=network.classes or (), sites=sites or None, top=top,
-        titles=[path.name for path in paths], title=f"Where {Path(model).name} looks", note=note,
+        titles=[path.name for path in paths], title=f"Attention maps of {Path(model).name}", note=note,
         pictures=[crop_as_network(open_image(path), network.transform) for path in paths],
     )  # fmt: skip
-    print(f"wrote {page}, {page.stat().st_size / 1e3:,.0f} kB: open it in a browser")
+    print(f"wrote {page} ({page.stat().st_size / 1e3:,.0f} kB). Open it in a browser")
     if png:
-        # As long as a panel is wide, without the sign that matplotlib takes for a formula's.
+        # Short enough for a panel. Matplotlib parses text between dollar signs as a formula.
         titles = [escaped(path.stem[:12]).replace("$", r"\$") for path in paths]
         middle = tuple(side / 2 for side in pixels.shape[2:])
         with quiet_eval(network), capture(network, [middle], sites=sites or None) as maps:
@@ -157,4 +163,4 @@ def explore(
             width = 3.5 + 1.5 * len(one.heads)
             figure = attention_figure(pixels, one, reduction="none", titles=titles, width=width)
             save_figure(figure, png / f"{re.sub(r'[^A-Za-z0-9._-]', '_', site) or 'model'}.png")
-        print(f"wrote {len(maps)} PNG images to {png}")
+        print(f"wrote {len(maps)} PNG image{'s' * (len(maps) > 1)} to {png}")

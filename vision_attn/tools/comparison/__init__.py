@@ -1,1 +1,1 @@
-"""Networks side by side: the same recipe with other blocks, over seeds, and what the scores allow to say."""
+"""Comparison of networks with different blocks over several seeds, with confidence intervals."""

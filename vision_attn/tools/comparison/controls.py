@@ -1,4 +1,7 @@
-"""Controls: blocks of as many parameters as attention's or fewer, which tell what of its gain is owed to attending."""
+"""Controls: blocks without attention that have at most as many parameters as :class:`AttentionBlock2d`.
+
+Comparisons with them show how much of the gain of a block is due to attention.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,20 @@ from vision_attn.checks import check_count, check_number
 
 
 class ConvBlock2d(GatedResidual):
-    """A convolution in the place of attention: the control that tells what attention adds beyond its parameters.
+    """Residual block with a depthwise convolution instead of attention.
 
-    ``x + gate · W₂ gelu(depthwise(W₁ norm(x)))``, where the hidden width makes the number of parameters that of
-    :class:`AttentionBlock2d`, to the nearest width. With a large kernel it sees as far as attention may, by weights
-    that are the same whatever is on the map. With the mean over the map in the place of the convolution it is a
-    perceptron on the pooled map, added to every position: it needs the whole map, but no places in it.
+    ``x + gate · W₂ gelu(depthwise(W₁ norm(x)))``. The hidden width is chosen so that the number of parameters is as
+    close as possible to that of :class:`AttentionBlock2d`. A large kernel covers as many positions as attention, but
+    its weights do not depend on the input. With ``kernel_size=None``, a global mean replaces the convolution, and the
+    block adds the output of a perceptron on the pooled feature map to every position.
 
     Args:
-        channels: channels of the map.
-        kernel_size: rows and columns of the depthwise kernel, odd; None for the mean over the map.
-        gate_init: None for a gate of one and a last convolution of zeros; a number for that gate in every channel.
+        channels: number of channels.
+        kernel_size: odd height and width of the depthwise kernel; None for the global mean.
+        gate_init: initial gate of every channel; None for gates of one and a last convolution with zero weights.
 
     Raises:
-        ValueError: ``channels`` is not a whole number of at least 1, ``kernel_size`` not odd, or ``gate_init`` not
-            finite.
+        ValueError: ``channels`` is not a positive integer, ``kernel_size`` is even, or ``gate_init`` is not finite.
 
     >>> from vision_attn.attention.blocks import AttentionBlock2d
     >>> count = lambda block: sum(p.numel() for p in block.parameters())
@@ -34,12 +36,12 @@ class ConvBlock2d(GatedResidual):
     (16797, 16701, 16832)
     """
 
-    #: projections of the map before the convolution
+    #: number of projections before the convolution
     projections = 1
 
     def __init__(self, channels: int, *, kernel_size: int | None = 3, gate_init: float | None = None) -> None:
         super().__init__(channels, gate_init)
-        # Attention has 4c² + 4c parameters, this branch hidden(p·c + p + kernel² + 1 + c) + c for p projections.
+        # Attention has 4c² + 4c parameters, this branch has hidden(p·c + p + kernel² + 1 + c) + c with p projections.
         each = self.projections * (channels + 1) + channels + (0 if kernel_size is None else kernel_size**2 + 1)
         hidden = max(1, round((4 * channels**2 + 3 * channels) / each))
         self.expand = Pointwise2d(channels, self.projections * hidden, 1)
@@ -47,7 +49,7 @@ class ConvBlock2d(GatedResidual):
         if kernel_size is not None:
             check_count("kernel_size", kernel_size)
             if kernel_size % 2 == 0:
-                raise ValueError(f"kernel_size must be odd, so that it has a middle; got {kernel_size}")
+                raise ValueError(f"kernel_size must be odd, got {kernel_size}")
             self.depthwise = nn.Conv2d(hidden, hidden, kernel_size, padding=kernel_size // 2, groups=hidden)
         self.project = Pointwise2d(hidden, channels, 1)
         self.zero_init_last()
@@ -62,21 +64,22 @@ class ConvBlock2d(GatedResidual):
 
 
 class GatedConvBlock2d(ConvBlock2d):
-    """A gated long convolution: what multiplies two places of a map with each other, without softmax.
+    """Gated long convolution, which multiplies features of different positions without softmax.
 
-    ``x + gate · W₃ (u · depthwise(v))`` with ``u, v = W₁ norm(x), W₂ norm(x)``, where the hidden width makes the number
-    of parameters that of :class:`AttentionBlock2d`, to the nearest width.
+    ``x + gate · W₃ (u · depthwise(v))`` with ``u, v = W₁ norm(x), W₂ norm(x)``. The hidden width is chosen so that the
+    number of parameters is as close as possible to that of :class:`AttentionBlock2d`.
 
     Args:
-        channels: channels of the map.
-        kernel_size: rows and columns of the depthwise kernel, odd: twice the side of the map minus one sees all of it.
-        gate_init: as of :class:`ConvBlock2d`.
+        channels: number of channels.
+        kernel_size: odd height and width of the depthwise kernel. It covers all positions of an n×n feature map if it
+            is at least 2n - 1.
+        gate_init: initial gate, as in :class:`ConvBlock2d`.
 
     Raises:
-        ValueError: as :class:`ConvBlock2d`.
+        ValueError: an argument is invalid, as in :class:`ConvBlock2d`.
 
     Source: one step of the operator of Poli et al., *Hyena Hierarchy*, 2023, https://arxiv.org/abs/2302.10866, with an
-    explicit kernel over two axes
+    explicit two-dimensional kernel
 
     >>> import torch
     >>> GatedConvBlock2d(64, kernel_size=23)(torch.randn(2, 64, 12, 12)).shape
@@ -95,15 +98,15 @@ class GatedConvBlock2d(ConvBlock2d):
 
 
 class LinearBlock2d(GatedResidual):
-    """:class:`LinearAttention2d` in the place of attention: keys and values are summed before any query is known.
+    """Residual block with :class:`LinearAttention2d`, which sums products of keys and values independently of queries.
 
     Args:
-        channels: channels of the map; divisible by ``num_heads``.
+        channels: number of channels, divisible by ``num_heads``.
         num_heads: number of heads.
-        gate_init: as of :class:`ConvBlock2d`.
+        gate_init: initial gate, as in :class:`ConvBlock2d`.
 
     Raises:
-        ValueError: as :class:`LinearAttention2d`.
+        ValueError: an argument is invalid, as in :class:`LinearAttention2d`.
 
     >>> import torch
     >>> LinearBlock2d(64)(torch.randn(2, 64, 7, 7)).shape
@@ -123,14 +126,16 @@ class LinearBlock2d(GatedResidual):
 
 
 class NormBlock2d(GatedResidual):
-    """The normalised shortcut alone, ``x + gate · norm(x)``: what of a block's gain is owed to what is around it.
+    """Residual block with only a normalization and a gate, ``x + gate · norm(x)``.
+
+    A comparison with it shows how much of the gain of a block is due to its normalization and gate.
 
     Args:
-        channels: channels of the map.
+        channels: number of channels.
         gate_init: initial gate of every channel.
 
     Raises:
-        ValueError: ``channels`` is not a whole number of at least 1, or ``gate_init`` is not finite.
+        ValueError: ``channels`` is not a positive integer, or ``gate_init`` is not finite.
 
     >>> import torch
     >>> NormBlock2d(64)(torch.randn(2, 64, 7, 7)).shape
@@ -138,7 +143,7 @@ class NormBlock2d(GatedResidual):
     """
 
     def __init__(self, channels: int, *, gate_init: float = 0.0) -> None:
-        check_number("gate_init", gate_init)  # None is for blocks that end in a projection
+        check_number("gate_init", gate_init)  # None requires a last projection
         super().__init__(channels, gate_init)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,20 +151,21 @@ class NormBlock2d(GatedResidual):
 
 
 class SqueezeExciteBlock2d(NormBlock2d):
-    """Squeeze and excitation as a residual block, in the place of attention: what of its gain compares no positions.
+    """Residual block with squeeze and excitation, which does not compare positions.
 
-    ``x + gate · y · sigmoid(W₂ relu(W₁ mean(y)))`` with ``y = norm(x)``, where the hidden width, about twice the
-    channels, makes the number of parameters that of :class:`AttentionBlock2d`, to the nearest width. The branch ends in
-    no projection that could be zero, so its gate is zero at first, and opens slowly. That of the paper,
-    which weighs the channels of a residual branch, is ``timm.layers.SqueezeExcite`` with ``at="branch"``; what of the
-    gain is owed to the normalised shortcut, :class:`NormBlock2d` tells.
+    ``x + gate · y · sigmoid(W₂ relu(W₁ mean(y)))`` with ``y = norm(x)``. The hidden width is about twice the number of
+    channels, so that the number of parameters is as close as possible to that of :class:`AttentionBlock2d`. There is no
+    last projection to initialize with zeros, so the gate is initialized with zeros and grows slowly.
+
+    The block of the paper, which scales the channels of a residual branch, is ``timm.layers.SqueezeExcite`` with
+    ``at="branch"``. :class:`NormBlock2d` is the control for the normalization and gate of this block.
 
     Args:
-        channels: channels of the map.
+        channels: number of channels.
         gate_init: initial gate of every channel.
 
     Raises:
-        ValueError: ``channels`` is not a whole number of at least 1, or ``gate_init`` is not finite.
+        ValueError: ``channels`` is not a positive integer, or ``gate_init`` is not finite.
 
     Source: Hu et al., *Squeeze-and-Excitation Networks*, 2018, https://arxiv.org/abs/1709.01507
 
@@ -173,7 +179,7 @@ class SqueezeExciteBlock2d(NormBlock2d):
         from timm.layers import SqueezeExcite
 
         super().__init__(channels, gate_init=gate_init)
-        # Attention has 4c² + 4c parameters, this branch hidden·(2c + 1) + c.
+        # Attention has 4c² + 4c parameters, this branch has hidden·(2c + 1) + c.
         hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 1)))
         self.excite = SqueezeExcite(channels, rd_channels=hidden)
 

@@ -1,4 +1,4 @@
-"""The demo, and comparisons without data: variants of one network learn recall, in minutes on a CPU."""
+"""Comparisons on the synthetic task recall, which take minutes on a CPU; :func:`run_demo` is one of them."""
 
 from __future__ import annotations
 
@@ -12,52 +12,55 @@ import torch
 from torch import nn
 
 import vision_attn.networks.models  # noqa: F401  (registers the network with timm)
+from vision_attn.checks import check_count
 from vision_attn.networks.figures import attention_figure, save_figure
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.networks.models.folder import load_model, save_model
 from vision_attn.networks.recording import capture
-from vision_attn.tools.comparison.experiments import Measured, Runs, trials
+from vision_attn.tools.comparison.experiments import Measured, Runs, print_parts, trials
 from vision_attn.tools.comparison.recall import CELLS, COLOURS, NOTHING, PAIRS, PIXELS, accuracy, canvases, training
 from vision_attn.tools.comparison.variants import BLOCK_SETTINGS, RECALL, settings_for_variant
 from vision_attn.tools.explorer import explore
 from vision_attn.tools.training.network import insert_blocks_
 from vision_attn.tools.training.settings import Settings
 
-#: The variants of the demo, with their custom settings.
+#: Variants of the demo with their custom settings.
 MATCHING = {"block_options": ("qk_norm=match",)}
 VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "large-kernel": {}, "averaging": {}, "attention": MATCHING}
-#: The cell whose attention is drawn, and the number of canvases.
+#: Cell whose attention map is drawn, and number of canvases.
 QUERY_CELL, CANVASES = (4, 2), 2
 
-TASK = """\
-Glyphs on coloured cells and on black ones: which colour has the twin of each black one? The network sees each cell
-separately. A large kernel sees all cells, with weights that are the same for every canvas; averaging weights all cells
-alike. Attention finds the twin. One recipe for all; the glyphs of the test are not in the training data. Chance is
-12.5 %.
-"""
+TASK = (
+    "Task: for each glyph on a black cell, predict the color of the cell with the same glyph. The cells are at random "
+    "positions, and the glyphs of the test images do not occur in the training images. Chance is 12.5 %. Four variants "
+    "of one network are compared: without a block (plain), with a 13×13 convolution (large-kernel), with the mean over "
+    "all positions (averaging), and with attention."
+)
 
 
 def run_demo(output: str | Path, *, steps: int = 400, seed: int = 0, jobs: int | None = None) -> None:
-    """Train and compare the variants of the demo, and draw what the attention attends to."""
-    print(TASK)
+    """Train and compare the variants of the demo, and draw attention maps."""
+    print_parts([TASK])
     variants = {name: settings_for_variant(name, custom, RECALL) for name, custom in VARIANTS.items()}
     compare_on_recall(variants, seeds=(seed,), output=output, steps=steps, jobs=jobs)
     draw(load_model(Path(output) / f"attention-{seed}"), Path(output))
-    print(f"Also in {output}: attention.png, explorer.html, and each trained network in the folder of its variant.")
+    print(f"Attention maps: {Path(output) / 'attention.png'} and {Path(output) / 'explorer.html'}")
 
 
 def compare_on_recall(
     variants: Mapping[str, Mapping[str, Any]], *, output: str | Path, steps: int = 400, **how: Any
 ) -> Runs:
-    """Train each variant on recall with each seed, and compare them; ``how`` as in :func:`trials`."""
+    """Train each variant on recall with each seed and compare the accuracies; ``how`` is as in :func:`trials`."""
+    check_count("steps", steps)
     names = {name for settings in variants.values() for name in settings}
     if foreign := sorted(names - ({*BLOCK_SETTINGS} - {"attention_lr"})):
-        raise ValueError(f"{', '.join(foreign)}: only for images; without --data the variants are compared on recall")
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
+        raise ValueError(f"{flags}: not available without --data or --dataset")
     return trials(partial(train_recall, output=Path(output).resolve()), variants, output=output, steps=steps, **how)
 
 
 def train_recall(variant: str, seed: int, *, steps: int, output: Path, **settings: Any) -> Measured:
-    """Train the network with the block of a variant, and save it."""
+    """Train the network with the block of a variant, save it and measure its accuracy."""
     torch.manual_seed(seed)
     model = timm.create_model("recall")
     if "insert" in settings:
@@ -71,14 +74,14 @@ def train_recall(variant: str, seed: int, *, steps: int, output: Path, **setting
 
 
 def draw(model: nn.Module, folder: Path) -> None:
-    """Draw what a black cell attends to, and write some canvases as a page to explore."""
+    """Draw the attention map of a black cell, and write an explorer page."""
     images, colours = canvases(256, 12, train=False, generator=torch.Generator().manual_seed(0))
     chosen = (colours[:, *QUERY_CELL] != NOTHING).nonzero()[:CANVASES, 0]
     images, colours = images[chosen], colours[chosen]
     query = tuple(PIXELS * (cell + 0.5) for cell in QUERY_CELL)
     with capture(model, queries=[query]) as maps, quiet_eval(model):
         predicted = model(images).argmax(1)[:, *QUERY_CELL]
-    titles = [f"predicted for the marked glyph: {[*COLOURS][label]}" for label in predicted.tolist()]
+    titles = [f"prediction for the framed glyph: {[*COLOURS][label]}" for label in predicted.tolist()]
     (attention,) = maps.values()
     save_figure(attention_figure(images, attention, titles=titles, width=7.5), folder / "attention.png")
-    explore(model, images, folder / "explorer.html", title="Which colour has the twin of each glyph on black?")
+    explore(model, images, folder / "explorer.html", title="What color is the cell of the matching glyph?")

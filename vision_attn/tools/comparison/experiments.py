@@ -1,13 +1,15 @@
-"""Variants by seeds: joblib dispatches the runs to processes or to a cluster, and one table compares them."""
+"""Runs of variants with several seeds, in processes or on a cluster, and tables that compare them."""
 
 from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
@@ -24,18 +26,18 @@ from vision_attn.checks import check_counts
 from vision_attn.errors import TrainingError
 from vision_attn.networks.figures import save_figure
 from vision_attn.networks.safe import check_writable, write_atomically
-from vision_attn.text import markdown
-from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_figure, difference_table
+from vision_attn.text import Table, markdown, shorten
+from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_figure, difference_parts
 
 #: measurements by name
 Measured = dict[str, float]
 #: measurements by variant and seed
 Runs = dict[str, dict[str, Measured]]
-#: differences of every two variants by measurement, those of the last variant first
+#: differences of all pairs of variants by measurement, those of the last variant first
 Differences = dict[str, list[Difference]]
-#: Steps that are timed of each variant, in turn.
+#: Number of timed steps of each variant, which alternate.
 ROUNDS = 15
-#: Decimals by the unit at the end of a name. Measurements without a unit have none, and are not compared.
+#: Number of decimals by the unit at the end of a name. Measurements without a unit are integers and not compared.
 DECIMALS = {"%": 1, "dB": 2, "px": 2, "steps": 0}
 
 
@@ -52,46 +54,50 @@ def trials(
     note: str = "",
     **options: Any,
 ) -> Runs:
-    """Make a run of each variant with each seed, and compare their measurements.
+    """Run each variant with each seed and compare the measurements.
 
-    Each run is written to ``VARIANT-SEED/run.json`` as it ends: the same call resumes, and more seeds or variants
-    extend the comparison. ``runs.json`` has all measurements, ``comparison.md`` the tables and ``comparison.png`` the
-    differences of the last variant from the others.
+    The result of each run is saved in ``VARIANT-SEED/run.json``. The same call resumes a comparison, and more seeds or
+    variants extend it. ``runs.json`` contains all measurements, ``comparison.md`` the tables, and ``comparison.png``
+    the differences between the last variant and the others.
 
     Args:
-        run: ``run(variant, seed, **options)`` trains and returns measurements by name. Names that end in ``%`` or
-            ``dB``, of which more is better, or in ``px`` or ``steps``, of which less is better, are compared.
-        variants: names, or for each name further options for ``run``.
-        seeds: seeds of each variant.
-        output: folder of the results; on a cluster one that all machines share.
-        jobs: runs at a time; by default as many as GPUs, or as cores. With one, the runs are made in this process.
-        backend: joblib's backend: ``"loky"`` for processes of this machine, ``"ray"`` for a Ray cluster.
-        gpu: give each run a GPU, if there are some.
-        step: ``step(variant)`` returns a function that makes one training step; all are timed in turn after the runs.
-        note: a line below the table.
-        **options: options for ``run``: numbers, texts and lists of them.
+        run: function ``run(variant, seed, **options)`` that trains and returns measurements by name. Measurements are
+            compared if their name ends in ``%`` or ``dB`` (higher is better), or in ``px`` or ``steps`` (lower is
+            better).
+        variants: names of variants, optionally with additional options for ``run``.
+        seeds: random seeds of each variant.
+        output: folder of the results. On a cluster, all machines share it.
+        jobs: number of runs in parallel; the number of GPUs or cores by default. A single job uses this process.
+        backend: backend of joblib: ``"loky"`` for local processes, ``"ray"`` for a Ray cluster.
+        gpu: assign a GPU to each run if GPUs are available.
+        step: function ``step(variant)`` that returns a function for one training step. Steps are timed after the runs.
+        note: line below the table.
+        **options: options for ``run``: numbers, strings and lists.
 
     Raises:
-        ValueError: the folder holds runs with other options, ``seeds`` are not distinct, ``jobs`` is not at least 1, or
+        ValueError: the folder contains runs with other options, ``seeds`` are not distinct, ``jobs`` is less than 1, or
             the package of the backend is not installed.
         TrainingError: a run failed.
     """
     check_counts(jobs=jobs)
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds must be distinct, and at least one; got {list(seeds)}")
+        raise ValueError(f"seeds must be at least one number without duplicates, got {list(seeds)}")
     folder = Path(output).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "runs.json"
     check_writable(file)
     custom = variants if isinstance(variants, Mapping) else {variant: {} for variant in variants}
     settings = json.loads(json.dumps({variant: {**options, **custom[variant]} for variant in custom}))
-    # Seed by seed: an interrupted comparison has as many runs of each variant.
+    # In order of seeds, so that an interrupted comparison has a similar number of runs of each variant.
     runs = {(variant, seed): folder / f"{variant}-{seed}" / "run.json" for seed in seeds for variant in custom}
     todo = {key: path for key, path in runs.items() if not is_complete(path, settings[key[0]])}
     with TemporaryDirectory() as slots:
         parallel = make_parallel(backend, jobs, len(runs), gpu, slots)
-        print(f"{len(todo)} of {len(runs)} runs to make, {parallel.n_jobs} at a time", flush=True)
-        parallel(delayed(make_run)(run, *key, settings[key[0]], path) for key, path in todo.items())
+        kept = f" ({len(runs) - len(todo)} complete)" if len(todo) < len(runs) else ""
+        print(f"{len(runs)} runs{kept}, {parallel.n_jobs} in parallel", flush=True)
+        caught = parallel(delayed(make_run)(run, *key, settings[key[0]], path) for key, path in todo.items())
+    for text in dict.fromkeys(text for texts in caught for text in texts):
+        warnings.warn(text, stacklevel=2)
     found: Runs = {variant: {} for variant in custom}
     for (variant, seed), path in runs.items():
         found[variant][str(seed)] = json.loads(path.read_text())["measured"]
@@ -101,53 +107,60 @@ def trials(
     differences = compare_runs(found)
     summary = {"options": options, "runs": found, "milliseconds": times, "differences": differences}
     write_atomically(file, json.dumps(summary, indent=1, default=Difference.as_dict).encode())
-    text = format_report(found, times, differences, note)
-    write_atomically(folder / "comparison.md", text.encode())
+    parts = report_parts(found, times, differences, note)
+    text = "\n\n".join(markdown(*part) if isinstance(part, Table) else part for part in parts)
+    write_atomically(folder / "comparison.md", f"{text}\n".encode())
     if differences:
         last = {name: of[: len(found) - 1] for name, of in differences.items()}
         save_figure(difference_figure(last), folder / "comparison.png")
-    print(f"\n{text}\nin {folder / 'comparison.md'}")
+    print_parts(parts)
+    print(f"Saved in {folder / 'comparison.md'}")
     return found
 
 
 def is_complete(file: Path, settings: Mapping[str, Any]) -> bool:
-    """Return True if a run has been completed; refuse one with other settings."""
+    """Return True if a run is complete; raise if its settings differ."""
     if not file.exists():
         return False
     before = json.loads(file.read_text())["settings"]
     if differing := [name for name in {**before, **settings} if before.get(name) != settings.get(name)]:
-        old, new = ({name: values.get(name) for name in differing} for values in (before, settings))
-        raise ValueError(f"output: {file.parent} holds a run with {old}, not {new}: choose another folder")
+        changes = [f"{name}={before.get(name)!r} instead of {settings.get(name)!r}" for name in differing]
+        remedy = "Choose another folder"
+        raise ValueError(f"output: {file.parent} contains a run with {shorten(changes, limit=3)}. {remedy}")
     return True
 
 
-def make_run(run: Callable[..., Measured], variant: str, seed: int, settings: Mapping[str, Any], file: Path) -> None:
-    """Make one run, in the process that the backend selects, and note its measurements."""
+def make_run(
+    run: Callable[..., Measured], variant: str, seed: int, settings: Mapping[str, Any], file: Path
+) -> list[str]:
+    """Execute one run, save its measurements and return its warnings."""
     file.parent.mkdir(exist_ok=True)
     try:
-        measured = run(variant, seed, **settings)
+        with warnings.catch_warnings(record=True) as caught:
+            measured = run(variant, seed, **settings)
     except Exception as error:
         raise TrainingError(f"{variant}, seed {seed} failed: {type(error).__name__}: {error}") from error
     write_atomically(file, json.dumps({"settings": settings, "measured": measured}, indent=1).encode())
     values = ", ".join(f"{name} {format_values(name, [value])}" for name, value in measured.items())
     print(f"{variant}, seed {seed}: {values}", flush=True)
+    return [str(warning.message) for warning in caught]
 
 
 def make_parallel(backend: str, jobs: int | None, runs: int, gpu: bool, slots: str) -> Parallel:
-    """Build joblib's dispatcher for some runs."""
+    """Create the object of joblib that executes the runs."""
     options: dict[str, Any] = {}
     if backend == "ray":
         try:
             import ray
             from ray.util.joblib import register_ray
         except ImportError as error:
-            raise ValueError("backend 'ray' needs the package ray, which is not installed: pip install ray") from error
+            raise ValueError("backend: 'ray' requires the package ray. Install it: pip install ray") from error
         register_ray()
         ray.init(ignore_reinit_error=True)
         cpus, gpus = (int(ray.cluster_resources().get(name, 0)) for name in ("CPU", "GPU"))
     else:
-        set_start_method("loky_init_main", force=True)  # processes import the script, as those of multiprocessing do
-        cpus, gpus = min(cpu_count(), 16), torch.cuda.device_count()  # each run has a copy of the images
+        set_start_method("loky_init_main", force=True)  # processes import the main script, as in multiprocessing
+        cpus, gpus = min(cpu_count(), 16), torch.cuda.device_count()  # each run needs memory for the images
     gpus = gpus if gpu else 0
     jobs = min(jobs or gpus or cpus, runs)
     if backend == "ray":
@@ -159,8 +172,10 @@ def make_parallel(backend: str, jobs: int | None, runs: int, gpu: bool, slots: s
 
 
 def start_worker(gpus: Sequence[str], slots: str) -> None:
-    """Assign a GPU to this process, which processes share if there are more of them, and end it with its parent."""
+    """Assign a GPU to this process and end the process with its parent. Several processes may share a GPU."""
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+    # Loky's start method, which workers inherit, cannot start the worker processes of a DataLoader.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     for slot in count() if gpus else ():
         with suppress(FileExistsError):
             (Path(slots) / str(slot)).mkdir()
@@ -169,25 +184,25 @@ def start_worker(gpus: Sequence[str], slots: str) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Stop this process, which saves its run, when its parent has been killed."""
+    """Stop this process, which saves its run, after its parent has been killed."""
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def time_steps(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the median milliseconds of each of several steps, made in turn."""
+    """Return the median duration of each step in milliseconds. The steps alternate."""
     times: dict[str, list[float]] = {variant: [] for variant in steps}
     for _ in range(ROUNDS):
         for variant, step in steps.items():
             start = time.perf_counter()
             step()
             times[variant].append(1000 * (time.perf_counter() - start))
-    return {variant: float(np.median(found[ROUNDS // 5 :])) for variant, found in times.items()}  # after a warm-up
+    return {variant: float(np.median(found[ROUNDS // 5 :])) for variant, found in times.items()}  # without warm-up
 
 
 def compare_runs(runs: Runs) -> Differences:
-    """Return the differences of the variants by measurement, of those that have a unit and vary."""
+    """Return the differences between the variants for all measurements that have a unit and vary."""
     found = {}
     for name in measured_names(runs):
         if name.endswith(tuple(DECIMALS)) and len(runs) > 1:
@@ -198,25 +213,47 @@ def compare_runs(runs: Runs) -> Differences:
 
 
 def measured_names(runs: Runs) -> list[str]:
-    """Return the names of all measurements, some of which not every variant has."""
+    """Return the names of the measurements of all variants."""
     return list(dict.fromkeys(name for by_seed in runs.values() for one in by_seed.values() for name in one))
 
 
 def format_values(name: str, values: Sequence[float]) -> str:
-    """Format the mean of a measurement, and its standard deviation where it varies."""
+    """Format the mean of a measurement, and its standard deviation if it varies."""
     digits = next((digits for unit, digits in DECIMALS.items() if name.endswith(unit)), 0)
     spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(set(values)) > 1 else ""
     return f"{np.mean(values):,.{digits}f}{spread}" if values else "—"
 
 
-def format_report(runs: Runs, times: Measured, differences: Differences, note: str) -> str:
-    """Format means, standard deviations and the differences of the last variant as Markdown."""
+def report_parts(runs: Runs, times: Measured, differences: Differences, note: str) -> list[str | Table]:
+    """Return tables of means, standard deviations and the differences of the last variant."""
     names = measured_names(runs)
-    rows = [("variant", *(["ms a step"] if times else []), *names, "runs")]
+    rows = [("variant", *(["ms per step"] if times else []), *names, "runs")]
     for variant, by_seed in runs.items():
         cells = [format_values(name, [one[name] for one in by_seed.values() if name in one]) for name in names]
         rows.append((variant, *([f"{times[variant]:.0f}"] if times else []), *cells, str(len(by_seed))))
-    parts = [markdown(rows), note] if note else [markdown(rows)]
+    parts: list[str | Table] = [Table(rows), note] if note else [Table(rows)]
+    notes: list[str | Table] = []
     for name, found in differences.items():
-        parts += [f"{name}:", difference_table(found[: len(runs) - 1])]
-    return "\n\n".join(parts) + "\n"
+        table, *explanations = difference_parts(found[: len(runs) - 1])
+        parts += [f"Differences in {name}:", table]
+        notes += [text for text in explanations if text not in notes]
+    return parts + notes
+
+
+def print_parts(parts: Sequence[str | Table]) -> None:
+    """Print texts and tables, wrapped at the width of the terminal, or at 80 columns in a file."""
+    from rich import box, table
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    for part in parts:
+        if isinstance(part, Table):
+            shown = table.Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+            for index, (name, *cells) in enumerate(zip(*part.rows, strict=True)):
+                width = max(map(len, (*name.split(), *cells)))  # only headers are wrapped
+                shown.add_column(name, justify="left" if index in part.left else "right", min_width=width)
+            for row in part.rows[1:]:
+                shown.add_row(*row)
+            console.print(shown, width=max(console.width, console.measure(shown).minimum))
+        else:
+            console.print(" ".join(part.split("\n")), end="\n\n")

@@ -1,10 +1,11 @@
-"""Recall: glyphs on coloured cells and on black ones, scattered over a canvas. Which colour has the twin of each?
+"""Recall, a synthetic task: predict the color of the cell that contains the same glyph as a black cell.
 
-Where the twin is cannot be known, there are many of them, and what is asked for is a value that only its cell has. So
-a network must look for it, by what it looks like: no fixed kernel and no summary of the canvas holds all pairs.
+A canvas contains several pairs of cells with the same glyph, one cell in color and the other black, at random
+positions. The color can only be read at the matching cell, so a network must compare the content of cells. A fixed
+kernel or a global summary of the canvas is not sufficient.
 
 The glyphs are the digits of scikit-learn (1,797 images of 8×8; E. Alpaydin, C. Kaynak, UCI Machine Learning Repository,
-https://doi.org/10.24432/C50P49, CC BY 4.0). Those that evaluation asks for are never seen in training.
+https://doi.org/10.24432/C50P49, CC BY 4.0). Glyphs for evaluation are not used in training.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from torch import Tensor, nn
 from vision_attn.checks import check_count
 from vision_attn.networks.insertion import parameter_groups, quiet_eval
 
-#: cells along a side of a canvas, and pixels along a side of a cell
+#: number of cells along a side of a canvas, and of pixels along a side of a cell
 CELLS, PIXELS = 12, 8
-#: the answers, in red, green and blue
+#: classes with their RGB values
 COLOURS = {
     "red": (0.9, 0.1, 0.1), "green": (0.1, 0.6, 0.1), "blue": (0.15, 0.25, 1.0), "yellow": (0.85, 0.75, 0.0),
     "purple": (0.75, 0.1, 0.8), "cyan": (0.0, 0.7, 0.75), "orange": (1.0, 0.5, 0.1), "grey": (0.5, 0.5, 0.5),
 }  # fmt: skip
-#: pairs on the canvases of training, and of evaluation
+#: numbers of pairs on a canvas
 PAIRS = (4, 8, 16, 32)
-#: canvases of a step, and of an evaluation
+#: number of canvases in a training step and in an evaluation
 BATCH, EVALUATED = 24, 128
-#: of the 1,797 glyphs, those for training; the others are held out
+#: number of glyphs for training; the others are held out
 TRAINING_GLYPHS = 1_400
-#: the label of a cell that asks nothing, as torch's cross entropy has it
+#: label of cells that are not black cells of a pair, which ``torch.nn.functional.cross_entropy`` ignores
 NOTHING = -100
 
 
 @cache
 def glyphs() -> Tensor:
-    """All glyphs in 0…1, ``(1797, 8, 8)``, in one random order."""
+    """Return all glyphs in 0…1, ``(1797, 8, 8)``, in a fixed random order."""
     from sklearn.datasets import load_digits
 
     images = torch.from_numpy(load_digits().images).float() / 16
@@ -46,10 +47,10 @@ def glyphs() -> Tensor:
 
 
 def canvases(count: int, pairs: int, *, train: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw canvases with so many glyphs on colours, each with a twin on black, all different and in random cells.
+    """Draw canvases with pairs of cells that contain the same glyph, one in color and one black, at random positions.
 
     Returns:
-        images ``(count, 3, 96, 96)`` in 0…1, and for each cell the colour that it asks for, ``(count, 12, 12)``.
+        Images ``(count, 3, 96, 96)`` in 0…1, and the class of each cell, ``(count, 12, 12)``.
 
     >>> images, colours = canvases(2, 8, train=True, generator=torch.Generator())
     >>> images.shape, colours.shape, int((colours != NOTHING).sum())
@@ -72,7 +73,7 @@ def canvases(count: int, pairs: int, *, train: bool, generator: torch.Generator)
 
 
 def training(model: nn.Module, steps: int, seed: int) -> Callable[[], None]:
-    """What makes one of so many training steps of a network; the same canvases for the same seed."""
+    """Return a function that runs one of ``steps`` training steps. The seed determines the canvases."""
     check_count("steps", steps)
     draw = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(parameter_groups(model, 2e-3, weight_decay=0.01))
@@ -91,7 +92,7 @@ def training(model: nn.Module, steps: int, seed: int) -> Callable[[], None]:
 
 
 def accuracy(model: nn.Module, pairs: int, count: int = EVALUATED) -> float:
-    """Percent of the cells that ask which are answered rightly, on canvases of unseen glyphs, the same for all."""
+    """Return the accuracy in percent on black cells, on fixed canvases with held-out glyphs."""
     images, colours = canvases(count, pairs, train=False, generator=torch.Generator().manual_seed(0))
     asking = colours != NOTHING
     with quiet_eval(model):

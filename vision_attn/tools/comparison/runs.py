@@ -1,4 +1,4 @@
-"""Compare variants of a network that ``vision-attn train`` trains."""
+"""Comparison of variants that are trained on images by ``vision-attn train``."""
 
 from __future__ import annotations
 
@@ -21,41 +21,43 @@ from vision_attn.version import __version__
 def compare(
     variants: Mapping[str, Mapping[str, Any]], *, output: str | Path = "runs/compare", command: str = "", **how: Any
 ) -> Runs:
-    """Train each variant with each seed, and compare top-1 after the last epoch.
+    """Train each variant with each seed and compare the top-1 accuracy after the last epoch.
 
-    Every run is one of ``vision-attn train``, in the folder ``VARIANT-SEED``. The same call resumes: complete runs are
-    kept, interrupted ones go on from their last epoch.
+    Each run is a run of ``vision-attn train`` in the folder ``VARIANT-SEED``. The same call resumes a comparison:
+    complete runs are kept, and interrupted runs are resumed.
 
     Args:
         variants: settings of each variant, by name.
-        output: as in :func:`trials`.
-        command: the command line, for ``comparison.md``.
-        **how: ``seeds``, ``jobs`` and ``backend`` as in :func:`trials`.
+        output: folder of the results, as in :func:`trials`.
+        command: command line, for ``comparison.md``.
+        **how: ``seeds``, ``jobs`` and ``backend`` of :func:`trials`.
 
     Raises:
-        ValueError: settings are wrong, or the folder holds runs with other settings.
+        ValueError: a setting is wrong, or the folder contains runs with other settings.
         TrainingError: a run failed.
     """
     if len(variants) < 2:
-        raise ValueError(f"variants must be two or more; got {[*variants]}")
-    settings = {
-        variant: {key: value for key, value in Settings(**of).as_dict().items() if key not in CALL_SETTINGS | {"seed"}}
-        for variant, of in variants.items()
-    }
+        raise ValueError(f"variants must be at least 2, got {[*variants]}")
+    settings = {}
+    for variant, given in variants.items():
+        (complete := Settings(**given)).require_model()
+        values = complete.as_dict().items()
+        settings[variant] = {name: value for name, value in values if name not in CALL_SETTINGS | {"seed"}}
     first = next(iter(settings.values()))
-    images = "held-out training images" if first["val_share"] is not None else "the evaluation images"
-    note = f"Top-1 after the last epoch on {images}; torch {torch.__version__}, vision_attn {__version__}. `{command}`"
+    images = "held-out training images" if first["val_share"] is not None else "the validation images"
+    note = f"Top-1 accuracy after the last epoch on {images}, with torch {torch.__version__} and "
+    note += f"vision_attn {__version__}. Command: `{command}`"
     run, gpu = partial(train_variant, output=Path(output).resolve()), first["device"] != "cpu"
     return trials(run, settings, output=output, gpu=gpu, note=note, **how)
 
 
 def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> Measured:
-    """Train a variant with a seed, or resume its run, and measure the network after the last epoch.
+    """Train a variant with a seed, or resume its run, and measure the network of the last epoch.
 
-    The best epoch is not reported: it would be selected by the images that it is scored on.
+    The best epoch is not reported, because it is selected with the validation images.
     """
     folder = output / f"{variant}-{seed}"
-    torch.compiler.reset()  # what an earlier run compiled counts against a limit
+    torch.compiler.reset()  # earlier runs count towards a limit of recompilations
     with open(folder / "log.txt", "a", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
         result = run_training(Settings(**settings, seed=seed, output=folder, resume="auto"))
     speed = float(np.median([row["images_per_second"] for row in result.rows]))
@@ -64,7 +66,7 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     return {
         "parameters": sum(parameter.numel() for parameter in result.model.parameters()),
         "MACs": count_macs(result.model, (1, *result.input_size)),
-        "ms a step": 1000 * settings["batch_size"] / speed,
+        "ms per step": 1000 * settings["batch_size"] / speed,
         **changed,
         "top-1 %": result.final.top1,
     }

@@ -1,4 +1,4 @@
-"""Statistics of scores over seeds: the difference of every two arms (variants), with one rule for its verdict."""
+"""Statistics of scores over seeds: differences between variants, with confidence intervals and verdicts."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy as np
 from scipy import stats
 
 from vision_attn.networks.figures import Figure
-from vision_attn.text import markdown
+from vision_attn.text import Table, markdown
 
-#: scores by arm, one for each seed
+#: scores by variant, one for each seed
 Scores: TypeAlias = Mapping[str, Sequence[float]]
 CONFIDENCE = 0.95
 LEGEND = """\
-The verdict follows from the 95 % interval, by Games and Howell: each variant has its own spread over seeds, and the
-intervals of all pairs hold together. If all variants are equal, about one table in twenty has a wrong verdict. An
-interval also shows how large the difference may be."""
+The 95 % intervals are simultaneous intervals of all pairs (Games-Howell) and do not assume equal variances. A verdict
+is better or worse if the interval does not contain zero. If all variants are equal, about one table in 20 has a wrong
+verdict."""
 
-UNKNOWN = "A variant with one seed, or equal scores, has no spread to measure differences by: give more seeds."
+UNKNOWN = "Intervals require at least two seeds per variant and scores that vary. Use more seeds."
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of one arm minus that of another, with Games and Howell's interval of 95 % over all pairs of arms.
+    """Difference between the means of two variants, with a 95 % interval that is simultaneous for all pairs.
 
-    ``low``, ``high`` and ``p`` are None where scores do not vary or an arm has one score alone.
+    ``low``, ``high`` and ``p`` are None if scores do not vary or a variant has only one score.
     """
 
     arms: tuple[str, str]
@@ -36,12 +36,12 @@ class Difference:
     low: float | None = None
     high: float | None = None
     p: float | None = None
-    #: True if less is better, as for errors
+    #: True if lower is better, as for errors
     less: bool = False
 
     @property
     def verdict(self) -> str:
-        """Verdict on the first arm, compared with the second.
+        """Verdict on the first variant, compared with the second.
 
         >>> Difference(("attention", "plain"), 2.0, 0.5, 3.5).verdict, Difference(("a", "b"), 2.0, -1.0, 5.0).verdict
         ('better', 'no significant difference')
@@ -58,7 +58,9 @@ class Difference:
 
 
 def compare_scores(scores: Scores, *, less: bool = False) -> list[Difference]:
-    """Return every arm minus every earlier one, the pairs of the last arm first; ``less``: less is better.
+    """Return the differences of each variant from each earlier variant, those of the last variant first.
+
+    If ``less`` is true, lower scores are better.
 
     Source: Games and Howell, *Pairwise Multiple Comparison Procedures with Unequal N's and/or Variances*, 1976,
     https://doi.org/10.3102/10769986001002113, as ``scipy.stats.tukey_hsd(..., equal_var=False)``.
@@ -72,7 +74,7 @@ def compare_scores(scores: Scores, *, less: bool = False) -> list[Difference]:
     means = [float(np.mean(values)) for values in scores.values()]
     if min(map(len, scores.values())) < 2:
         return [Difference((arms[one], arms[other]), means[one] - means[other], less=less) for one, other in pairs]
-    with np.errstate(divide="ignore", invalid="ignore"):  # two arms without spread
+    with np.errstate(divide="ignore", invalid="ignore"):  # two variants with constant scores
         result = stats.tukey_hsd(*scores.values(), equal_var=False)
         interval = result.confidence_interval(CONFIDENCE)
     found = []
@@ -84,7 +86,12 @@ def compare_scores(scores: Scores, *, less: bool = False) -> list[Difference]:
 
 
 def difference_table(differences: Sequence[Difference]) -> str:
-    """Format the differences as a table in Markdown, with the rule for the verdicts below."""
+    """Format the differences as a Markdown table with an explanation."""
+    return "\n\n".join(markdown(*part) if isinstance(part, Table) else part for part in difference_parts(differences))
+
+
+def difference_parts(differences: Sequence[Difference]) -> list[str | Table]:
+    """Return a table of the differences and its explanation."""
     rows = [("difference", "mean", "95 % interval", "p", "verdict")]
     for one in differences:
         interval = "—" if one.low is None else f"{one.low:+.2f} to {one.high:+.2f}"
@@ -92,11 +99,11 @@ def difference_table(differences: Sequence[Difference]) -> str:
         rows.append((" − ".join(one.arms), f"{one.mean:+.2f}", interval, chance, one.verdict))
     known = [one.low is not None for one in differences]
     notes = [LEGEND] if all(known) else [LEGEND, UNKNOWN]
-    return "\n\n".join([markdown(rows, left=(0, 4)), *notes]) if any(known) else UNKNOWN
+    return [Table(rows, left=(0, 4)), *notes] if any(known) else [UNKNOWN]
 
 
 def difference_figure(differences: Mapping[str, Sequence[Difference]]) -> Figure:
-    """Draw the differences with their intervals, a panel for each measurement."""
+    """Plot the differences and their intervals, with one panel per measurement."""
     rows = sum(map(len, differences.values()))
     picture = Figure(figsize=(7, 1.2 * len(differences) + 0.35 * rows), layout="constrained")
     panels = picture.subplots(len(differences), squeeze=False)[:, 0]
@@ -107,6 +114,6 @@ def difference_figure(differences: Mapping[str, Sequence[Difference]]) -> Figure
             axis.plot(one.mean, row, "o", color=color)
         axis.axvline(0, color="black", linewidth=0.7)
         axis.set_yticks(range(len(found)), [" − ".join(one.arms) for one in found])
-        axis.set_xlabel(f"difference of {name}, 95 % interval")
+        axis.set_xlabel(f"difference in {name}, 95 % interval")
         axis.set_ylim(len(found) - 0.5, -0.5)
     return picture

@@ -1,4 +1,4 @@
-"""The variants of a comparison: the blocks that there are, and which of the common settings each of them takes."""
+"""Variants of a comparison: available blocks, and the common settings that each block accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "large-kernel": {"block": f"{CONTROLS}ConvBlock2d", "block_options": ("kernel_size=13",)},
     "norm-shortcut": {"block": f"{CONTROLS}NormBlock2d"},
     "se": {"block": "se", "at": "branch", "block_options": ("rd_ratio=2",)},
-    # timm's blocks with default arguments, in the branch of a residual block as in their papers
+    # Blocks of timm with default arguments, in the residual branch as in the papers.
     **{block: {"block": block, "at": "branch"} for block in ("eca", "cbam", "gc")},
     "coordinate": {"block": "coord", "at": "branch"},
     "se-residual": {"block": f"{CONTROLS}SqueezeExciteBlock2d"},
@@ -27,36 +27,37 @@ CIFAR: dict[str, Any] = {
     "model": "resnet20", "insert": ("layer3.*",), "block_options": ("num_heads=4",), "epochs": 200, "lr": 0.1,
     "warmup_epochs": 5.0, "label_smoothing": 0.1, "channels_last": True,
 }  # fmt: skip
-#: Recall has no settings but those of blocks.
+#: Settings of blocks are the only settings of recall.
 RECALL: dict[str, Any] = {"insert": ("stage2",), "at": "after", "block_options": ("num_heads=4",)}
-#: Recipes by data set; a user's own images have the defaults of ``vision-attn train``.
+#: Recipes by data set. Other data sets have the defaults of ``vision-attn train``.
 RECIPES = {"cifar10": CIFAR, "cifar100": CIFAR, "recall": RECALL}
-#: Settings of blocks, which the plain network does not take.
+#: Settings of blocks, which the plain network does not have.
 BLOCK_SETTINGS = ("insert", "at", "block", "block_options", "attention_lr")
 #: Settings that differ between the runs of a comparison.
 RESERVED_SETTINGS = {"block", "resume", "seed"}
 
 
 def recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings common to all variants: those given, over the recipe for the data; recall if there is none.
+    """Return the common settings of all variants: the given settings and the other settings of the recipe.
 
     >>> found = recipe({"dataset": "cifar100", "block_options": ("impl=bmm",)})
     >>> found["model"], found["block_options"]
     ('resnet20', ('num_heads=4', 'impl=bmm'))
     """
     if reserved := sorted(RESERVED_SETTINGS & settings.keys()):
-        raise ValueError(f"{', '.join(reserved)}: set by the comparison; a custom block is a variant, NAME=--block …")
+        flags = ", ".join(f"--{name}" for name in reserved)
+        raise ValueError(f"{flags}: not available in a comparison. Pass a custom block as --variants 'NAME=--block …'")
     defaults = RECIPES.get(settings.get("dataset", "folder" if "data" in settings else "recall"), {})
     return with_options({**defaults, **settings}, {**parse_options(defaults), **parse_options(settings)})
 
 
 def settings_for_variant(base: str, custom: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a variant: the common ones that suit it, then those of its base, then its custom ones.
+    """Return the settings of a variant. Custom settings override those of the base, which override common settings.
 
     Args:
-        base: a name among :data:`VARIANTS`.
+        base: name in :data:`VARIANTS`.
         custom: settings of this variant only.
-        common: settings of all variants; those of blocks go to the variants that have one.
+        common: settings of all variants. Settings that the block of the variant does not accept are ignored.
 
     >>> common = {"insert": ("2",), "block_options": ("gate_init=1", "impl=bmm")}
     >>> found = settings_for_variant("large-kernel", {}, common)
@@ -64,10 +65,11 @@ def settings_for_variant(base: str, custom: Mapping[str, Any], common: Mapping[s
     (('2',), ('gate_init=1', 'kernel_size=13'))
     """
     if base not in VARIANTS:
-        raise ValueError(f"variants must be among {', '.join(VARIANTS)}, or NAME=FLAGS with custom flags; got {base!r}")
+        expected = f"expected {', '.join(VARIANTS)} or NAME=VARIANT FLAGS"
+        raise ValueError(f"variants: {expected}, got {base!r}")
     defaults = VARIANTS[base]
     if defaults is None:
-        # With a new head every variant has something to train on a frozen backbone.
+        # With a new classifier, every variant has trainable parameters if the backbone is frozen.
         foreign = (*BLOCK_SETTINGS, *(() if common.get("reset_head") else ("freeze_backbone",)))
         return {**{name: value for name, value in common.items() if name not in foreign}, **custom}
     values = {"insert": ("-1",), **defaults, **common, **custom}
@@ -77,23 +79,23 @@ def settings_for_variant(base: str, custom: Mapping[str, Any], common: Mapping[s
 
 
 def parse_options(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options of the block as names and values."""
+    """Return the block options as a dictionary."""
     return {text.partition("=")[0]: text.partition("=")[2] for text in settings.get("block_options", ())}
 
 
 def with_options(settings: Mapping[str, Any], options: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings with these options of the block instead of their own."""
+    """Return the settings with other block options."""
     found = {name: value for name, value in settings.items() if name != "block_options"}
     return {**found, **({"block_options": tuple(map("=".join, options.items()))} if options else {})}
 
 
 def accepts_option(block: str, option: str) -> bool:
-    """Return True if a block takes an option, or if no block does, so that the insertion refuses it."""
+    """Return True if the block accepts an option, or if no block does, so that the insertion raises an error."""
     import inspect
 
     from vision_attn.attention.blocks import Attention2d
     from vision_attn.networks.insertion.makers import get_arguments, get_maker
-    from vision_attn.tools.training.network import block_class  # imports timm, which the flags of compare do not need
+    from vision_attn.tools.training.network import block_class  # imports timm, which is not needed to parse flags
 
     def is_argument(name: str) -> bool:
         forwarded = inspect.signature(Attention2d).parameters if name == "attention" else ()

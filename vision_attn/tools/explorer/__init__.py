@@ -1,4 +1,4 @@
-"""The explorer: what a network attends to, as one page of HTML."""
+"""Interactive HTML page with the attention maps of a network."""
 
 from vision_attn.tools.explorer.report import explore
 

@@ -1,4 +1,4 @@
-"""One page of HTML with the attention maps of a network on some images, to explore in any browser."""
+"""Interactive HTML page with the attention maps of a network on some images."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from vision_attn.networks.maps import AttentionMap
 from vision_attn.networks.recording import capture
 from vision_attn.networks.safe import check_writable, write_atomically
 
-#: Largest number of positions along a side of a map on the page; those of a larger one are merged.
+#: Largest height and width of a map on the page. Positions of larger maps are merged.
 MAX_SIDE = 28
-#: Largest side of a picture in pixels, and the largest side of pictures that are packed without loss.
+#: Largest side of a picture in pixels, and largest side of pictures with lossless compression.
 MAX_PICTURE, MAX_PNG = 1024, 256
-#: Names of tokens beside the map, by their parameters and in their order; all others are registers.
+#: Names of prefix tokens in their order, with the names of their parameters. All other prefix tokens are registers.
 TOKENS = {
     "the class token": {"cls_token", "class_token", "class_embedding"},
     "the distillation token": {"dist_token", "distillation_token"},
 }
-#: Numbers of steps that weights are rounded to, and the most characters of an image's maps, which choose among these.
+#: Numbers of quantization levels of the weights, and largest number of characters for an image, which determines them.
 LEVELS, MAX_CHARACTERS = (255, 127, 63, 31, 15, 7), 14_000_000
 
 
@@ -49,36 +49,36 @@ def explore(
     pictures: Sequence[Image.Image] = (),
     sites: Names | Iterable[Names] | None = None,
     top: int = 5,
-    title: str = "Where it looks",
+    title: str = "Attention maps",
     note: str = "",
 ) -> Path:
-    """Write a page of HTML on which to explore where every head of every block attends to, from each position.
+    """Write an interactive HTML page with the attention maps of all heads and queries.
 
-    The page is one file, works offline, and has the maps of :func:`capture`, their mean and rollout, the network's
-    prediction, and its change with each block disabled. Queries can be class and register tokens as well. Weights are
-    rounded to a 255th of the largest in their row, or to coarser steps if an image would take more than 14 MB; the page
-    shows which. Of a map with more than 28 positions along a side, several positions are merged: the query is one of
-    them, and their weights are added up.
+    The page is a single file that works offline. It contains the attention maps of :func:`capture`, their mean over
+    heads and their rollout, the prediction of the network, and the prediction with each block disabled. Class and
+    register tokens can be selected as queries. Weights are rounded to 1/255 of the largest weight of the query, or to
+    fewer levels if an image would need more than 14 MB. In feature maps with more than 28 positions along a side,
+    neighboring positions are merged: one of them is the query, and weights are summed.
 
     Args:
-        model: a network with attention in it, as in :func:`capture`.
-        images: ``(b, 1 or 3, height, width)``, in 0…1.
-        output: the file to write, ``.html``.
-        normalize: function from images to the network's input; the images themselves when None.
+        model: network with attention, as in :func:`capture`.
+        images: images ``(b, 1 or 3, height, width)`` in 0…1.
+        output: HTML file to write.
+        normalize: function that converts images to the input of the network; identity by default.
         classes: name of each class.
-        titles: name of each image.
-        pictures: Pillow images to show in place of the images, of any size: the same part, in finer pixels.
-        sites: only attention at or in these modules, as in :func:`capture`.
-        top: number of classes for each image.
+        titles: title of each image.
+        pictures: Pillow images to show instead of ``images``, with the same content and any resolution.
+        sites: show only attention at or in these modules, as in :func:`capture`.
+        top: number of classes to show for each image.
         title: title of the page.
-        note: a line below the title, such as that the weights are random.
+        note: note below the title, for example that the weights are random.
 
     Returns:
-        The path.
+        The path of the file.
 
     Raises:
-        ValueError: there is no image, titles or pictures are not as many, the maps are not of images, or as in
-            :func:`capture`.
+        ValueError: there is no image, the number of titles or pictures is wrong, a feature map does not have two axes,
+            or an argument is invalid for :func:`capture`.
         OSError: the file cannot be written.
 
     >>> import tempfile
@@ -91,10 +91,10 @@ def explore(
     check_type("images", images, Tensor, "a tensor (b, 1 or 3, height, width)")
     check_count("top", top)
     if images.dim() != 4 or images.shape[1] not in (1, 3) or not len(images):
-        raise ValueError(f"images must be (b, 1 or 3, height, width), of one at least; got {tuple(images.shape)}")
+        raise ValueError(f"images must have shape (b, 1 or 3, height, width) with b ≥ 1, got {tuple(images.shape)}")
     for name, given in (("titles", titles), ("pictures", pictures)):
         if given and len(given) != len(images):
-            raise ValueError(f"{name} must be as many as the images, {len(images)}; got {len(given)}")
+            raise ValueError(f"{name} must have one item per image, {len(images)}, got {len(given)}")
     check_writable(Path(output))
     rounded = (images.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
     titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
@@ -109,7 +109,9 @@ def explore(
     about = f"{architecture}, {sum(parameter.numel() for parameter in plain.parameters()):,} parameters"
     content = {"title": title, "note": note, "about": about, "images": shown}
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")  # no tag ends the script
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False).replace(
+        "<", "\\u003c"
+    )  # prevents a closing script tag
     write_atomically(Path(output), page.replace("/* DATA */", text).encode())
     return Path(output)
 
@@ -117,12 +119,13 @@ def explore(
 def explore_image(
     model: nn.Module, x: Tensor, sites: Names | Iterable[Names] | None, classes: Sequence[str], top: int
 ) -> dict[str, Any]:
-    """Return the maps and predictions for one image."""
+    """Return the attention maps and predictions for one image."""
     with capture(model, "all", sites=sites) as maps, measure_branches(model) as measures:
         scores = predict(model, x)
     for path, one in maps.items():
         if len(one.map_size) != 2:
-            raise ValueError(f"model: {path!r} has maps of {len(one.map_size)} axes, and an image has 2: choose sites")
+            axes = f"expected feature maps with 2 axes, got {len(one.map_size)} at {path!r}"
+            raise ValueError(f"model: {axes}. Select other modules with sites=")
     rollout = maps.rollout()
     for levels in LEVELS:
         kinds = {"heads": maps, "rollout": rollout}
@@ -130,7 +133,7 @@ def explore_image(
         blocks = [{"path": path, **describe(model, maps[path]), **one} for path, one in zip(maps, encoded, strict=True)]
         if len(json.dumps(blocks)) < MAX_CHARACTERS:
             break
-    shown: dict[str, Any] = {"size": x.shape[2:], "blocks": blocks, "prediction": [], "closings": []}
+    shown: dict[str, Any] = {"size": x.shape[2:], "blocks": blocks, "prediction": [], "ablations": []}
     if scores is None:
         return shown
 
@@ -140,37 +143,37 @@ def explore_image(
     best = scores.topk(min(top, len(scores))).indices.tolist()
     shown["prediction"] = [[name(label), round(scores[label].item(), 6)] for label in best]
     paths = modules_to_disable(model, maps)
-    ablations = {path: [path] for path in paths} | ({"all of them": paths} if len(paths) > 1 else {})
+    ablations = {path: [path] for path in paths} | ({"all blocks": paths} if len(paths) > 1 else {})
     for what, off in ablations.items():
-        others: Any = predict(model, x, off)
-        share = round(rms_ratio(measures[what].sum(1)).item(), 6) if what in measures else None
-        answer = {"name": name(int(others.argmax())), "probability": round(others[best[0]].item(), 6)}
-        shown["closings"].append({"what": what, "share": share, **answer})
+        ablated: Any = predict(model, x, off)
+        ratio = round(rms_ratio(measures[what].sum(1)).item(), 6) if what in measures else None
+        prediction = {"name": name(int(ablated.argmax())), "probability": round(ablated[best[0]].item(), 6)}
+        shown["ablations"].append({"disabled": what, "ratio": ratio, **prediction})
     return shown
 
 
 def describe(model: nn.Module, one: AttentionMap) -> dict[str, Any]:
-    """Return the mean distance of each head in pixels and its width as a fraction of the map, and the other tokens."""
+    """Return the mean distance of each head in pixels, its mean width as a fraction, and the names of prefix tokens."""
     known = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     count = 0 if one.prefix is None else one.prefix.shape[2]
     tokens = [token for token, names in TOKENS.items() if names & known][:count]
     return {
-        "far": one.distance()[0].mean(1).tolist(),
-        "wide": (one.entropy().exp()[0].mean(1) / one.weights[0, 0, 0].numel()).tolist(),
+        "distance": one.distance()[0].mean(1).tolist(),
+        "width": (one.entropy().exp()[0].mean(1) / one.weights[0, 0, 0].numel()).tolist(),
         "tokens": tokens + [f"register {number}" for number in range(1, count - len(tokens) + 1)],
     }
 
 
 def modules_to_disable(model: nn.Module, maps: Iterable[str]) -> list[str]:
-    """Return for each map the block around its module that adds to a feature map, or else the module itself."""
+    """Return for each attention map the residual block that contains its module, or else the module."""
     sites, paths = list(branches(model)), [path.partition(":")[0] for path in maps]
     return list(dict.fromkeys(next((site for site in sites if f"{one}.".startswith(f"{site}.")), one) for one in paths))
 
 
 def predict(model: nn.Module, x: Tensor, off: Iterable[str] = ()) -> Tensor | None:
-    """Return the probability of each class, ``(classes,)``, or None if the model returns no scores of classes.
+    """Return the probability of each class, ``(classes,)``, or None if the model returns no class scores.
 
-    Blocks in ``off`` pass their feature map on unchanged, and other attention in it returns zeros.
+    Blocks in ``off`` return their input unchanged, and other attention modules in ``off`` return zeros.
     """
 
     def zero(module: nn.Module, args: Any, y: Any) -> Any:
@@ -186,13 +189,13 @@ def predict(model: nn.Module, x: Tensor, off: Iterable[str] = ()) -> Tensor | No
 
 
 def encode(one: AttentionMap, levels: int) -> dict[str, Any]:
-    """Encode weights for the page: whole numbers relative to the largest of each row, on maps of limited size.
+    """Encode weights for the page: integers relative to the largest weight of each query, on maps of limited size.
 
-    After the queries on the map come the tokens beside it.
+    Queries on the feature map precede prefix tokens.
     """
     weights = one.weights[0].float().cpu()
     step, key_step = (-(-max(size) // MAX_SIDE) for size in (one.map_size, weights.shape[2:]))
-    if step > 1:  # the query in the middle of each cell
+    if step > 1:  # the query in the middle of the merged positions
         rows, columns = (torch.arange(0, n, step).add(step // 2).clamp(max=n - 1) for n in one.map_size)
         weights = weights[:, (rows[:, None] * one.map_size[1] + columns).flatten()]
     if one.prefix is not None:
@@ -208,8 +211,8 @@ def encode(one: AttentionMap, levels: int) -> dict[str, Any]:
 
 
 def encode_picture(picture: Image.Image) -> str:
-    """Encode a picture as a data URL: a small one without loss, a large one as JPEG."""
-    check_type("pictures", picture, Image.Image, "Pillow's images")
+    """Encode a picture as a data URL: as PNG if it is small, otherwise as JPEG."""
+    check_type("pictures", picture, Image.Image, "Pillow images")
     picture, file = picture.convert("RGB"), io.BytesIO()
     picture.thumbnail((MAX_PICTURE, MAX_PICTURE))
     file_format = "PNG" if max(picture.size) <= MAX_PNG else "JPEG"

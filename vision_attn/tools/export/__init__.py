@@ -1,1 +1,1 @@
-"""Trained networks as files for other runtimes."""
+"""Export of trained networks to other runtimes."""

@@ -1,4 +1,4 @@
-"""Export of networks as files for other runtimes, each run and compared with the network before it is kept."""
+"""Export of networks to other runtimes, with a comparison of the outputs before a file is saved."""
 
 from __future__ import annotations
 
@@ -27,47 +27,47 @@ from vision_attn.networks.safe.write import TEMPORARY
 from vision_attn.tools.export.formats import DIMS, FORMATS, Axis, Format, export_program
 from vision_attn.version import __version__
 
-#: Difference from the network's output that rounding explains, as a fraction of its largest value.
+#: Largest difference due to rounding, as a fraction of the largest output.
 TOLERANCE = 1e-4
-#: Crop and interpolation of images by default, in timm's words.
+#: Default crop and interpolation of images, in the format of timm.
 CROP = {"crop_pct": 1.0, "crop_mode": "center", "interpolation": "bilinear"}
-#: Implementations of attention to export, in this order: a runtime may not take the first.
+#: Implementations of attention to export. The second is used if a runtime does not support the first.
 IMPLS = ("sdpa", "bmm")
-#: Sizes of the batches that are compared, and pixels that are added to the height and width if these are dynamic. The
-#: sizes are odd, because windows are padded there.
+#: Batch sizes for the comparison, and pixels added to the height and width if they are dynamic. Not all resulting sizes
+#: are divisible by window sizes, so that padding is tested.
 BATCHES, ADDED = (1, 3), ((0, 0), (9, 22), (31, 0))
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """The exported file, and how it compares with the network; prints as a summary."""
+    """Exported file and its comparison with the network; prints as a summary."""
 
     path: Path
-    #: channels, rows and columns of an input image
+    #: channels, height and width of an input image
     input_size: tuple[int, int, int]
     #: True if the file normalizes pixels
     normalize: bool
-    #: dimensions that vary: "batch" and "size"
+    #: dynamic dimensions: "batch" and "size"
     dynamic: tuple[Axis, ...]
-    #: largest difference of an output from the network's, and the largest output
+    #: largest difference from the output of the network, and largest output
     difference: float
     largest: float
-    #: number of images that were compared
+    #: number of compared images
     images: int
-    #: bytes of all files
+    #: size of all files in bytes
     size: int
     #: workarounds and accuracies
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        pixels = "of pixels in 0…1, normalized inside" if self.normalize else "normalized by mean and std before"
+        pixels = "pixels in 0…1" if self.normalize else "pixels normalized with mean and std"
         channels, height, width = self.input_size
         shape = f"batch, {channels}, " if "batch" in self.dynamic else f"1, {channels}, "
-        shape += f"height, width), traced at {height}×{width}," if "size" in self.dynamic else f"{height}, {width})"
+        shape += f"height, width), traced at {height}×{width}" if "size" in self.dynamic else f"{height}, {width})"
         lines = [
-            f"{self.path}: {self.size / 1e6:.2f} MB; takes images ({shape} {pixels}",
-            f"read back and run on {self.images} random images: the largest difference from the network's output is "
-            f"{self.difference:.1e}, of values up to {self.largest:.3g}",
+            f"{self.path}: {self.size / 1e6:.2f} MB, input ({shape}, {pixels}",
+            f"largest difference from the network on {self.images} random images: {self.difference:.1e}, for outputs "
+            f"up to {self.largest:.3g}",
         ]
         return "\n".join([*lines, *self.notes])
 
@@ -81,31 +81,30 @@ def export_model(
     int8: str | Path | None = None,
     normalize: bool = True,
 ) -> ExportReport:
-    """Export a network, and compare the outputs of the file with the network's.
+    """Export a network, and compare the output of the file with the output of the network.
 
-    A file holds float32 weights, and as metadata, under ``classifier``, JSON text with the classes, and the size and
-    statistics of images. It is opened by its runtime, run on random images and compared with the network before it
-    replaces an older file.
+    The file contains float32 weights, and JSON text with the classes, input size and image statistics as the metadata
+    entry ``classifier``. Before the file is saved, it is run on random images by its runtime and compared with the
+    network.
 
     Args:
-        model: a classifier that takes images ``(b, c, h, w)``, with ``pretrained_cfg`` and, if they are known,
-            ``classes``, such as :func:`vision_attn.load_model` returns.
-        output: file to write. Its suffix is the format: ``.onnx``, ``.pt2`` (``torch.export``), ``.aoti.pt2``
+        model: classifier for images ``(b, c, h, w)``, with ``pretrained_cfg`` and, optionally, ``classes``, such as a
+            network from :func:`vision_attn.load_model`.
+        output: file to write. The suffix selects the format: ``.onnx``, ``.pt2`` (``torch.export``), ``.aoti.pt2``
             (AOTInductor), ``.xml`` (OpenVINO), ``.tflite`` (LiteRT) or ``.pte`` (ExecuTorch).
-        input_size: side of the images, or their height and width, in pixels; the model's by default.
-        dynamic: what may vary between calls, of ``"batch"`` and ``"size"``. By default the batch, and nothing for
-            LiteRT and ExecuTorch: the file takes one image at a time. ExecuTorch allocates memory for the largest
-            batch, which is 8.
-        int8: folder of labeled images, in ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``, to quantize weights and
-            activations to 8 bits with the training images, and to report the accuracy on the others before and after.
-        normalize: let the file take pixels in 0…1 and normalize them.
+        input_size: side of the images, or their height and width, in pixels; the size of the model by default.
+        dynamic: dimensions that may vary between calls: ``"batch"`` and ``"size"``. The default is the batch, and no
+            dimension for LiteRT and ExecuTorch, whose files process one image at a time. With a dynamic batch,
+            ExecuTorch allocates memory for the largest batch, which is 8.
+        int8: folder of labeled images, ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``. Weights and activations are
+            quantized to 8 bits with the training images, and the accuracy on the validation images is reported.
+        normalize: include the normalization of pixels in 0…1 in the file.
 
     Raises:
-        ValueError: ``output`` has another suffix, or its format cannot do what ``dynamic`` or ``int8`` requests.
+        ValueError: the suffix of ``output`` is unknown, or its format does not support ``dynamic`` or ``int8``.
         ImportError: a package of the runtime is not installed.
-        ExportError: the network cannot be exported, or the file computes something else. It is not kept, and a file
-            that was there before stays.
-        OSError: the file cannot be written, which is checked before the network is exported.
+        ExportError: the network cannot be exported, or the output of the file differs. An existing file is kept.
+        OSError: the file cannot be written. This is checked before the export.
 
     >>> import tempfile
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
@@ -118,25 +117,25 @@ def export_model(
     output, plain = Path(output).absolute(), plain_network(model)
     suffix = next((suffix for suffix in FORMATS if output.name.lower().endswith(suffix)), None)
     if suffix is None:
-        raise ValueError(f"output must end in {', '.join(FORMATS)}; got {output.name!r}")
+        raise ValueError(f"output must end in {', '.join(FORMATS)}, got {output.name!r}")
     form = FORMATS[suffix]
     if isinstance(dynamic, str) or set(dynamic or ()) - DIMS.keys():
-        raise ValueError(f"dynamic must be a sequence of 'batch' and 'size'; got {dynamic!r}")
+        raise ValueError(f"dynamic must be a sequence of 'batch' and 'size', got {dynamic!r}")
     try:
         config = get_model_cfg(plain)
     except KeyError:
         needed = "pretrained_cfg = {'input_size': (3, h, w), 'mean': (…), 'std': (…)}"
-        raise ValueError(f"model must have a configuration of its images: set model.{needed}") from None
+        raise ValueError(f"model has no image configuration. Set model.{needed}") from None
     if fixed := [axis for axis in dynamic or () if axis not in form.dynamic]:
-        raise ValueError(f"dynamic: {form.runtime} files have a fixed {fixed[0]}: leave out {fixed[0]!r}")
+        raise ValueError(f"dynamic: {form.runtime} does not support a dynamic {fixed[0]}. Remove {fixed[0]!r}")
     if int8 is not None and suffix != ".onnx":
-        raise ValueError(f"int8: only .onnx files are quantized, which OpenVINO also runs; got {output.name!r}")
+        raise ValueError(f"int8 requires an .onnx file, which OpenVINO also supports, got {output.name!r}")
     open_batch: tuple[Axis, ...] = ("batch",) if "batch" in form.dynamic and form.max_batch is None else ()
     axes = open_batch if dynamic is None else tuple(dynamic)
     given = config["input_size"][1:] if input_size is None else input_size
     sides = [*given] if isinstance(given, Sequence) else [given] * 2
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-        raise ValueError(f"input_size must be a side, or a height and a width, in pixels; got {input_size!r}")
+        raise ValueError(f"input_size must be a side, or a height and a width, in pixels, got {input_size!r}")
     about: dict[str, Any] = {
         "classes": list(vars(plain).get("classes") or ()),
         "input_size": (config["input_size"][0], *sides),
@@ -153,13 +152,13 @@ def export_model(
     if normalize:
         network = nn.Sequential(Normalize(list(config["mean"]), list(config["std"])), network).eval()
     output.parent.mkdir(parents=True, exist_ok=True)
-    # The weights come first: the graph is replaced when its weights are there.
+    # Weights are replaced before the graph that refers to them.
     targets = {ending: output.with_suffix(ending) for ending in form.weights} | {suffix: output}
     for path in targets.values():
         check_writable(path)
     for path in targets.values():
         if path != output and path.exists() and not output.exists():
-            raise FileExistsError(f"{path} would be overwritten and belongs to another file: choose another name")
+            raise FileExistsError(f"{path} exists and belongs to another file. Choose another name for --output")
     if int8 is not None:
         from vision_attn.tools.export.int8 import load_images, quantize
 
@@ -174,7 +173,7 @@ def export_model(
         for ending, path in targets.items():
             staged = Path(folder) / f"network{ending}"
             write_atomically(path, staged.read_bytes())
-            staged.unlink()  # so that there is room for the next one
+            staged.unlink()  # frees disk space for the next file
     size = sum(path.stat().st_size for path in targets.values())
     return ExportReport(output, about["input_size"], normalize, axes, *comparison, size, tuple(notes))
 
@@ -182,9 +181,9 @@ def export_model(
 def export_and_compare(
     network: nn.Module, form: Format, path: Path, axes: Sequence[Axis], about: Mapping[str, Any]
 ) -> tuple[tuple[float, float, int], list[str]]:
-    """Write a file with the first implementation of attention that the runtime computes as the network does.
+    """Write a file with the first implementation of attention for which the runtime reproduces the network.
 
-    Return the largest difference of an output, the largest output and the number of images, and workarounds.
+    Return the largest difference, the largest output, the number of images, and notes on workarounds.
     """
     channels, height, width = about["input_size"]
     generator = torch.Generator().manual_seed(0)
@@ -198,17 +197,17 @@ def export_and_compare(
         with torch.no_grad():
             expected = [network(batch) for batch in images]
         finite = all(logits.isfinite().all() for logits in expected)
-    except Exception as error:  # of any network
+    except Exception as error:  # networks raise many types of errors
         sizes = ", ".join(dict.fromkeys("×".join(map(str, batch.shape[1:])) for batch in images))
         raise ExportError(
-            f"the network does not take images of {sizes} ({describe(error)}); no file was written"
+            f"the network cannot process images of {sizes} ({describe(error)}). No file was written"
         ) from error
     if not finite:
-        raise ExportError("The output of the network is not finite: training may have diverged. No file was written.")
+        raise ExportError("the output of the network is not finite: training may have diverged. No file was written")
     largest = max(float(logits.abs().max()) for logits in expected)
     failures: list[str] = []
     for impl in IMPLS:
-        if not set_impl_(network, impl) and failures:  # the network has no block that differs
+        if not set_impl_(network, impl) and failures:  # no block has another implementation
             break
         try:
             with quiet(), torch.no_grad():
@@ -219,30 +218,31 @@ def export_and_compare(
                 difference = max(map(compare, map(run, images), expected))
         except (ImportError, OSError):
             raise
-        except Exception as error:  # torch's exporters, and what runs their graphs, may fail in any way
+        except Exception as error:  # exporters and runtimes raise many types of errors
             failures.append(f"cannot be exported for {form.runtime} ({describe(error)})")
         else:
             if difference <= TOLERANCE * largest:
                 notes = [
-                    f"attention runs as impl={impl!r}, since with {IMPLS[0]!r} the network {why}" for why in failures
+                    f"attention is exported as impl={impl!r}, because with {IMPLS[0]!r} the network {why}"
+                    for why in failures
                 ]
                 return (difference, largest, sum(map(len, images))), notes
             failures.append(
-                f"computes something else in {form.runtime}: an output differs by {difference:.1e} from the network's, "
-                f"which are up to {largest:.3g}"
+                f"has a different output in {form.runtime}: the largest difference is {difference:.1e}, for outputs up "
+                f"to {largest:.3g}"
             )
     other = f"; with impl={IMPLS[1]!r} it {failures[1]}" if len(set(failures)) > 1 else ""
-    raise ExportError(f"the network {failures[0]}{other}; no file was written")
+    raise ExportError(f"the network {failures[0]}{other}. No file was written")
 
 
 def describe(error: Exception) -> str:
-    """Return the type of an error, and the first line of its message."""
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence exporters: they log graphs, warn about themselves, and print progress, which goes to standard error."""
+    """Suppress the logs and warnings of exporters, and print their progress to standard error."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -253,7 +253,7 @@ def quiet() -> Iterator[None]:
 
 
 def compare(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference; infinity where shapes differ or an output is not a number."""
+    """Return the largest difference, or infinity if the shapes differ or an output is NaN."""
     return (
         float((found - expected).abs().nan_to_num(nan=torch.inf).max()) if found.shape == expected.shape else torch.inf
     )

@@ -1,4 +1,4 @@
-"""File formats of exported networks: how each is written, and how its runtime computes the file."""
+"""File formats of exported networks, with functions to write and run each format."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-#: Name of the metadata in a file, JSON text about the use of the network.
+#: Name of the metadata entry in a file: JSON text with classes, input size and statistics.
 ENTRY = "classifier"
-#: Dimensions of the images that may be dynamic, with their names in a file.
+#: Dimensions that may be dynamic, with their names in a file.
 DIMS = {"batch": {0: "batch"}, "size": {2: "height", 3: "width"}}
 
 Axis = Literal["batch", "size"]
@@ -24,35 +24,37 @@ Run = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """A file format, and how it is written and run."""
+    """File format with functions to write and run it."""
 
-    #: name of the runtime in messages
+    #: name of the runtime, for messages
     runtime: str
-    #: packages that write or run a file
+    #: packages required to write and run a file
     packages: tuple[str, ...]
-    #: writes a program, and JSON text as metadata
+    #: function that writes a program with JSON text as metadata
     write: Callable[[ExportedProgram, Path, str], None]
-    #: returns the function of images that the runtime computes
+    #: function that opens a file and returns a function from images to outputs
     open: Callable[[Path], Run]
-    #: suffix of a second file, if the weights are in one
+    #: suffix of a separate file for the weights
     weights: tuple[str, ...] = ()
-    #: what may vary between calls
+    #: dimensions that may be dynamic
     dynamic: tuple[Axis, ...] = ("batch", "size")
-    #: largest batch, where the runtime allocates memory for it
+    #: largest batch, if the runtime allocates memory for it
     max_batch: int | None = None
 
     def check_packages(self) -> None:
-        """Raise unless the packages that write and run a file are installed."""
+        """Raise an error if a required package is not installed."""
         for name in self.packages:
             if find_spec(name) is None:
                 remedy = f'pip install "vision-attn[{"export" if "onnx" in name else "runtimes"}]"'
-                raise ModuleNotFoundError(f"{self.runtime} needs the package {name}: {remedy}", name=name)
+                raise ModuleNotFoundError(
+                    f"{self.runtime} requires the package {name}. Install it: {remedy}", name=name
+                )
 
 
 def export_program(
     network: nn.Module, images: Tensor, dynamic: Sequence[Axis], max_batch: int | None = None
 ) -> ExportedProgram:
-    """Trace a network; a dimension that the trace would fix although it is dynamic is an error."""
+    """Trace a network; raise an error if a dynamic dimension becomes static."""
     dims: dict[int, Any] = {dim: Dim.DYNAMIC for axis in dynamic for dim in DIMS[axis]}
     if max_batch and 0 in dims:
         dims[0] = Dim.DYNAMIC(max=max_batch)
@@ -61,7 +63,9 @@ def export_program(
 
 def write_onnx(program: ExportedProgram, path: Path, about: str) -> None:
     names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
-    names["dynamic_shapes"] = ({dim: name for dims in DIMS.values() for dim, name in dims.items()},)  # where dynamic
+    names["dynamic_shapes"] = (
+        {dim: name for dims in DIMS.values() for dim, name in dims.items()},
+    )  # names of the dynamic dimensions
     exported = torch.onnx.export(program, dynamo=True, verbose=False, **names)
     assert exported is not None
     exported.model.metadata_props[ENTRY] = about
@@ -107,7 +111,7 @@ def write_openvino(program: ExportedProgram, path: Path, about: str) -> None:
 def open_openvino(path: Path) -> Run:
     import openvino
 
-    # A CPU with bfloat16 instructions would compute in bfloat16 otherwise.
+    # The default is bfloat16 on CPUs that support it.
     model = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     return lambda images: torch.from_numpy(model(images.numpy())[0])
 
@@ -116,7 +120,7 @@ def write_tflite(program: ExportedProgram, path: Path, about: str) -> None:
     import litert_torch
 
     litert_torch.convert(program.module(), program.example_inputs[0]).export(str(path))
-    with zipfile.ZipFile(path, "a") as archive:  # where LiteRT keeps the files that belong to a model
+    with zipfile.ZipFile(path, "a") as archive:  # LiteRT stores associated files in a ZIP archive
         archive.writestr(f"{ENTRY}.json", about)
 
 
@@ -132,7 +136,7 @@ def write_executorch(program: ExportedProgram, path: Path, about: str) -> None:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
-    # Its check of the program would fix a dynamic batch, by len() of the outputs of a split.
+    # The check of the program makes a dynamic batch static.
     unchecked = EdgeCompileConfig(_check_ir_validity=False)
     options = {"partitioner": [XnnpackPartitioner()], "compile_config": unchecked, "constant_methods": {ENTRY: about}}
     lowered = to_edge_transform_and_lower(program, **options)
@@ -146,7 +150,7 @@ def open_executorch(path: Path) -> Run:
     return lambda images: method.execute([images])[0]
 
 
-#: File formats by the suffix of a file; the first that fits decides.
+#: File formats by suffix. The first matching suffix is used.
 FORMATS = {
     ".onnx": Format("ONNX Runtime", ("onnxruntime", "onnxscript"), write_onnx, open_onnx),
     ".aoti.pt2": Format("AOTInductor", (), write_compiled, open_compiled),

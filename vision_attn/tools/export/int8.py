@@ -1,4 +1,4 @@
-"""8-bit weights and activations: calibration with training images, and the accuracy on others before and after."""
+"""Quantization of weights and activations to 8 bits, and the accuracy before and after quantization."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vision_attn.tools.export.formats import open_onnx
 from vision_attn.tools.training.data import Decoded, eval_transform, open_data
 from vision_attn.tools.training.settings import Settings
 
-#: Numbers of images for calibration and for the accuracy, spread evenly over the images in the order of classes.
+#: Numbers of images for calibration and evaluation, evenly spaced in the order of classes.
 CALIBRATION, EVALUATION = 128, 1000
 
 
 def quantize(path: Path, calibration: list[Tensor], images: list[Tensor], labels: Tensor) -> str:
-    """Quantize an ONNX file with images for calibration; return its accuracy on labeled images before and after."""
+    """Quantize an ONNX file with images for calibration; return a line with its accuracy before and after."""
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -32,31 +32,31 @@ def quantize(path: Path, calibration: list[Tensor], images: list[Tensor], labels
 
     try:
         before = torch.cat([*map(open_onnx(path), images)])
-        quant_pre_process(path, path, skip_symbolic_shape=True)  # only constants are quantized, which weights become
-        # 7 bits of the weights, because sums of two 8-bit products saturate on CPUs without VNNI instructions.
+        quant_pre_process(path, path, skip_symbolic_shape=True)  # converts weights to constants, which can be quantized
+        # Weights have 7 bits, because sums of two 8-bit products saturate on CPUs without VNNI instructions.
         quantize_static(path, path, Reader(), per_channel=True, reduce_range=True)
         after = torch.cat([*map(open_onnx(path), images)])
-    except Exception as error:  # the quantizer may fail in any way
+    except Exception as error:  # the quantizer raises many types of errors
         raise ExportError(f"the network cannot be quantized ({type(error).__name__}: {error})") from error
     if not after.isfinite().all():
-        raise ExportError("the output of the quantized network is not finite; no file was written")
+        raise ExportError("the output of the quantized network is not finite. No file was written")
     exact, rounded = (100 * float((logits.argmax(1) == labels).float().mean()) for logits in (before, after))
     return (
-        f"then quantized to 8 bits with {len(calibration)} images: accuracy {exact:.2f} % before and {rounded:.2f} % "
-        f"after, on {len(images)} images"
+        f"quantized to 8 bits with {len(calibration)} images: accuracy {exact:.2f} % before and {rounded:.2f} % after, "
+        f"on {len(images)} images"
     )
 
 
 def load_images(folder: Path, about: Mapping[str, Any], *, train: bool) -> tuple[list[Tensor], Tensor]:
-    """Return batches of one image, as the exported file takes them, and their classes as the network numbers them."""
+    """Return batches of one image, preprocessed for the exported file, and their class indices in the network."""
     source = open_data(Settings(data=folder), train=train)
     classes = about["classes"]
     if not classes:
-        raise DataError("int8: the network has no names of classes, which those of the folder are compared with")
+        raise DataError("int8 requires the class names of the network. Set model.classes")
     if about["input_size"][0] != 3:
-        raise DataError(f"int8: images of a folder have 3 channels, the network takes {about['input_size'][0]}")
+        raise DataError(f"int8 requires a network for 3 channels, got {about['input_size'][0]}")
     if unknown := [name for name in source.classes if name not in classes]:
-        raise DataError(f"{source.name} has images of {unknown[0]!r}, which is not one of the network's classes")
+        raise DataError(f"{source.name} contains the class {unknown[0]!r}, which is not a class of the network")
     count = min(CALIBRATION if train else EVALUATION, len(source))
     rows = torch.linspace(0, len(source) - 1, count).long()
     batches = Decoded(source, eval_transform(about), 0, 0).batches(rows.split(1))

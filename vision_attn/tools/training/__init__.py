@@ -1,5 +1,5 @@
-"""Training and evaluation of image classifiers, with attention in them or not: a loop around libraries.
+"""Training and evaluation of image classifiers, with or without attention.
 
-``settings`` says what a run does; ``run`` makes it: ``data``, ``network``, then the ``loop`` with its ``evaluation``,
-which leave a ``folder``.
+``settings`` describes a run, and ``run`` executes it: it opens the ``data``, builds the ``network``, and starts the
+training ``loop`` with its ``evaluation``. The results are written to a ``folder``.
 """

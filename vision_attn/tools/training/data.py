@@ -1,4 +1,4 @@
-"""Data sets: folders of images and timm's data sets, kept in memory or decoded by worker processes."""
+"""Image folders and timm data sets, kept in memory or decoded by worker processes."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from torchvision.transforms import v2
 from vision_attn.errors import DataError
 from vision_attn.tools.training.settings import Settings
 
-#: Largest size in bytes of images that are kept in memory, on the device.
+#: Largest size in bytes of a data set that is kept in the memory of the device.
 MAX_IN_MEMORY = 2 * 2**30
-#: Images per worker process, and the largest number of worker processes: more seldom help, and each takes memory.
+#: Images per worker process, and largest number of worker processes, each of which needs memory.
 IMAGES_PER_WORKER, MAX_WORKERS = 64, 16
-#: Longest side, in pixels, of images that are cropped after padding by default; larger ones are photographs.
+#: Longest side in pixels of images that are padded and cropped by default. Larger images are photographs.
 MAX_PAD_SIDE = 64
-#: Names of the evaluation half of an image folder.
+#: Names of the validation folder.
 EVALUATION_FOLDERS = ("val", "validation", "valid", "test")
 
 
 def seed_all(*numbers: int) -> None:
-    """Seed torch, NumPy and Python from these numbers alone."""
+    """Seed torch, NumPy and Python with a seed that depends only on these numbers."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     torch.manual_seed(seed)
     np.random.seed(seed)
@@ -46,24 +46,24 @@ def seed_all(*numbers: int) -> None:
 
 
 def open_image(file: Any) -> Image.Image:
-    """Open an image file in RGB, upright by its EXIF orientation; of 16 bits keep the upper 8."""
+    """Open an image file as RGB, rotated by its EXIF orientation, with the upper 8 bits of 16-bit pixels."""
     with Image.open(file) as image:
         found = ImageOps.exif_transpose(image)
-        # Pillow has some formats of 16 bits in a mode of 32, and would clip 16 bits at 255.
+        # Pillow opens some 16-bit formats in a 32-bit mode, and would clip the values to 255.
         if found.mode.startswith("I;16") or (found.mode == "I" and image.format in ("PNG", "PPM")):
             found = Image.fromarray((np.asarray(found) // 256).astype(np.uint8))
         if found.mode in ("I", "F"):
-            raise ValueError("pixels of 32 bits, whose range is not known")
+            raise ValueError("32-bit pixels have no defined range")
         return found.convert("RGBA" if "transparency" in found.info else "RGB").convert("RGB")
 
 
 def is_image(path: str) -> bool:
-    """Return True for a file with the ending of an image and a name that does not begin with a dot."""
+    """Return True for a name with an image extension that does not start with a dot."""
     return path.lower().endswith(IMG_EXTENSIONS) and not os.path.basename(path).startswith(".")
 
 
 class Folder(ImageFolder):
-    """A folder ``CLASS/IMAGE``; names that begin with a dot are ignored."""
+    """Image folder ``CLASS/IMAGE``; names that start with a dot are ignored."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(str(root), loader=open_image, is_valid_file=is_image)
@@ -71,19 +71,19 @@ class Folder(ImageFolder):
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         names = sorted(found.name for found in Path(directory).glob("[!.]*") if found.is_dir())
         if len(names) < 2:
-            raise DataError(f"{directory} has {len(names)} class folders: expected CLASS/IMAGE in it, of two or more")
+            raise DataError(f"{directory}: expected CLASS/IMAGE with at least 2 class folders, got {len(names)}")
         return names, {name: label for label, name in enumerate(names)}
 
 
 @dataclass(frozen=True)
 class Source:
-    """The training or evaluation half of a data set, not decoded yet."""
+    """Training or validation part of a data set, before decoding."""
 
     name: str
     classes: tuple[str, ...]
-    #: gives a Pillow image and its class by row; data sets of small images hold all pixels ``(b, h, w, 3)`` as ``data``
+    #: data set that returns a Pillow image and its class by row; its ``data`` may contain all pixels ``(b, h, w, 3)``
     dataset: Any
-    #: rows of the data set that belong to this half
+    #: rows of the data set in this part
     rows: Sequence[int]
 
     def __len__(self) -> int:
@@ -91,20 +91,20 @@ class Source:
 
     @property
     def pixels(self) -> np.ndarray | None:
-        """All images of the data set as one array, where the data set holds them so."""
+        """Array of all images, or None if the data set does not have one."""
         found = getattr(self.dataset, "data", None)
         return found if isinstance(found, np.ndarray) and found.ndim == 4 and found.shape[3] == 3 else None
 
     @property
     def labels(self) -> Tensor:
-        """The class of each image, without decoding one."""
-        reader: Any = getattr(self.dataset, "reader", None)  # of Hugging Face's data sets
+        """Class of each image, without decoding the images."""
+        reader: Any = getattr(self.dataset, "reader", None)  # Hugging Face data sets
         found = list(reader.dataset[reader.label_key]) if reader else self.dataset.targets
         return torch.as_tensor(found)[list(self.rows)]
 
 
 def open_data(settings: Settings, *, train: bool) -> Source:
-    """Open the training or evaluation half of a data set; no image is decoded yet."""
+    """Open the training or validation part of a data set without decoding images."""
     fraction, root = settings.val_share, settings.data and settings.data.expanduser()
     from_train = train or fraction is not None
     if settings.dataset.startswith("hfds/") or (root and settings.dataset != "folder"):
@@ -113,19 +113,20 @@ def open_data(settings: Settings, *, train: bool) -> Source:
         try:
             dataset: Any = create_dataset(name, root and str(root), split, is_training=True, download=settings.download)
         except (AssertionError, ImportError, OSError, RuntimeError) as error:
-            remedy = "name its folder, or give --download"
-            raise DataError(f"{name} cannot be read in {root} ({error}): {remedy}") from error
+            remedy = "Pass its folder as --data, or pass --download"
+            raise DataError(f"cannot read {name} in {root} ({error}). {remedy}") from error
         classes = getattr(dataset, "classes", None) or dataset.reader.class_to_idx
         name = f"{settings.dataset} ({split})"
     elif root is None:
-        raise ValueError(f"data must name the folder of the data set {settings.dataset!r}: give --data")
+        expected = "a folder of images" if settings.dataset == "folder" else f"the folder of {settings.dataset}"
+        raise ValueError(f"data is required: expected {expected}. Example: --data flowers")
     else:
         if not root.is_dir():
-            raise DataError(f"{root}: there is no such folder of images")
+            raise DataError(f"{root}: no such folder. Expected a folder with train/CLASS/IMAGE and val/CLASS/IMAGE")
         training = root / "train" if (root / "train").is_dir() else root
         evaluation = next((root / name for name in EVALUATION_FOLDERS if (root / name).is_dir()), None)
         if evaluation and from_train and training == root:
-            raise DataError(f"{root} has no folder 'train': expected train/CLASS/IMAGE beside {evaluation.name}")
+            raise DataError(f"{root} contains no folder 'train': expected train/CLASS/IMAGE next to {evaluation.name}")
         fraction = fraction or (None if evaluation else 0.1)
         folder = training if from_train or evaluation is None else evaluation
         dataset, name = Folder(folder), str(folder)
@@ -135,22 +136,22 @@ def open_data(settings: Settings, *, train: bool) -> Source:
 
 
 def split_source(source: Source, settings: Settings, train: bool, fraction: float) -> Source:
-    """Hold out a fraction of each class, drawn by the seed; return the held-out images or the others."""
+    """Hold out a random fraction of each class; return the held-out images or the other images."""
     from sklearn.model_selection import train_test_split
 
     options = {"test_size": fraction, "stratify": source.labels.tolist(), "random_state": settings.seed}
     try:
         halves = train_test_split(source.rows, **options)
     except ValueError as error:
-        raise DataError(f"{source.name}: {fraction:g} of the images cannot be held out ({error})") from error
-    held_out = f"{100 * fraction:.3g} % of each class, held out by seed {settings.seed}"
-    name = f"{source.name}, {'without those' if train else held_out}"
+        raise DataError(f"{source.name}: cannot hold out {100 * fraction:.3g} % of the images ({error})") from error
+    percent, seed = 100 * (1 - fraction if train else fraction), f" (split with seed {settings.seed})"
+    name = f"{source.name}, {percent:.3g} % of each class{seed}"
     return replace(source, name=name, rows=sorted(halves[0 if train else 1]))
 
 
 @dataclass(frozen=True)
 class InMemory:
-    """Images as one tensor of bytes, on the device that trains."""
+    """Images as one tensor of bytes, on the training device."""
 
     images: Tensor
     labels: Tensor
@@ -163,7 +164,7 @@ class InMemory:
 
 
 class Decoded(Dataset[tuple[Tensor, int]]):
-    """Images that worker processes decode in every epoch; randomness follows from the seed, the epoch and the row."""
+    """Images decoded by worker processes in every epoch; the seed, the epoch and the row determine all randomness."""
 
     storage = "decoded in every epoch"
 
@@ -175,14 +176,14 @@ class Decoded(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         row, dataset = self.source.rows[index], self.source.dataset
         try:
-            # timm would return another image in place of a damaged one.
+            # timm returns another image instead of a damaged image.
             image, label = dataset.reader[row] if hasattr(dataset, "reader") else dataset[row]
             with nullcontext() if isinstance(image, Image.Image) else image as file:
                 image = open_image(file) if file else image.convert("RGB")
-        except Exception as error:  # a decoder can fail in any way
+        except Exception as error:  # decoders raise many types of errors
             name = dataset.samples[row][0] if hasattr(dataset, "samples") else f"image {row} of {self.source.name}"
             reason = " ".join(str(error).split())
-            raise DataError(f"{name} is no image that can be read ({reason}): fetch it again or remove it") from error
+            raise DataError(f"{name} cannot be read as an image ({reason}). Replace or remove it") from error
         seed_all(self.seed, int(self.epoch), row)
         return self.transform(image), label
 
@@ -194,23 +195,23 @@ class Decoded(Dataset[tuple[Tensor, int]]):
             num_workers=self.workers,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=ignore_ctrl_c,
-            generator=torch.Generator().manual_seed(0),  # or it draws from torch's own, on which dropout depends
+            generator=torch.Generator().manual_seed(0),  # keeps torch's global generator, which dropout uses, unchanged
         )
         try:
             yield from loader
         except (EOFError, OSError, RuntimeError) as error:
-            reason = str(error).strip().rpartition("\n")[2]  # torch puts the worker's traceback before its last line
-            died = "" if isinstance(error, DataError) else "a worker process ended, so give fewer --workers: "
+            reason = str(error).strip().rpartition("\n")[2]  # the last line of the worker's traceback
+            died = "" if isinstance(error, DataError) else "a worker process ended. Use fewer --workers. Cause: "
             raise DataError(f"{died}{reason.removeprefix('vision_attn.errors.DataError: ')}") from error
 
 
 def ignore_ctrl_c(worker: int) -> None:
-    """Leave Ctrl-C, which reaches every process of a terminal, to the process that trains."""
+    """Ignore Ctrl-C, which the main process handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """Posterize as timm does, also to the 0 bits that Pillow 13 refuses: the image is black then."""
+    """Posterize like timm; 0 bits, which Pillow 13 does not accept, result in a black image."""
     return image.point(lambda value: value & (256 - 2 ** (8 - min(bits, 8))))
 
 
@@ -218,12 +219,12 @@ auto_augment.NAME_TO_OP |= dict.fromkeys(("Posterize", "PosterizeIncreasing", "P
 
 
 def choose_crop(settings: Settings, config: Mapping[str, Any]) -> str:
-    """Return "resized" for photographs, and "pad", as for CIFAR, for small images."""
+    """Return the crop of the settings, or "pad" for small images such as CIFAR and "resized" for photographs."""
     return settings.crop or ("pad" if max(config["input_size"][1:]) <= MAX_PAD_SIDE else "resized")
 
 
 def train_transform(settings: Settings, config: Mapping[str, Any]) -> Callable[[Image.Image], Tensor] | None:
-    """Build the random transform of training images on the CPU: resized crops and timm's augmentation; or None."""
+    """Build the random transform of training images on the CPU, or return None if nothing in it is random."""
     resized = choose_crop(settings, config) == "resized"
     if not (resized or settings.aa or settings.color_jitter):
         return None
@@ -234,12 +235,13 @@ def train_transform(settings: Settings, config: Mapping[str, Any]) -> Callable[[
             force_color_jitter=True, interpolation=config["interpolation"], mean=config["mean"],
         )  # fmt: skip
     except (AssertionError, ValueError) as error:
-        raise ValueError(f"aa: timm knows no {settings.aa!r} ({error}): give one such as rand-m9-mstd0.5") from error
+        expected = "expected a policy of timm such as rand-m9-mstd0.5"
+        raise ValueError(f"aa: {expected}, got {settings.aa!r} ({error})") from error
     return v2.Compose([crop if resized else v2.Compose(eval_transform(config).transforms[:-1]), augment, to_tensor])
 
 
 def eval_transform(config: Mapping[str, Any]) -> Any:
-    """Build the evaluation transform, with the network's crop and interpolation: images to bytes ``(c, h, w)``."""
+    """Build the transform from images to bytes ``(c, h, w)``, with the crop and interpolation of the network."""
     options = {key: config[key] for key in ("interpolation", "crop_pct", "crop_mode", "mean") if key in config}
     return create_transform(config["input_size"], normalize=False, **options)
 
@@ -247,11 +249,11 @@ def eval_transform(config: Mapping[str, Any]) -> Any:
 def open_images(
     source: Source, settings: Settings, config: Mapping[str, Any], device: torch.device, *, train: bool = False
 ) -> InMemory | Decoded:
-    """Open images as bytes ``(b, c, h, w)`` of the network's size, in memory where they do not vary.
+    """Open images as bytes ``(b, c, h, w)`` of the network's input size, in memory if possible.
 
     Args:
         source: the images.
-        settings: augmentation of training images, and the number of workers.
+        settings: augmentation of training images and number of workers.
         config: timm's configuration of the network: ``input_size``, ``interpolation``, ``crop_pct``, ``crop_mode``,
             ``mean``.
         device: device of images in memory.

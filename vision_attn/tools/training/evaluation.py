@@ -15,7 +15,7 @@ from tqdm import tqdm
 from vision_attn.networks.contributions import disabled, measure_branches, rms_ratio
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.tools.training.data import Decoded, InMemory, Source, open_images
-from vision_attn.tools.training.network import Log, Network
+from vision_attn.tools.training.network import Network
 from vision_attn.tools.training.settings import Settings
 
 
@@ -25,11 +25,11 @@ class Scores:
 
     #: mean cross-entropy per image
     loss: float
-    #: percentage of images whose class is the first choice
+    #: percentage of images whose class has the highest score
     top1: float
-    #: percentage of images whose class is among the first five choices; None for up to five classes
+    #: percentage of images whose class is among the five highest scores; None for up to five classes
     top5: float | None
-    #: ratio of root mean squares, residual branch to input, averaged over the blocks; None without blocks
+    #: root mean square of the residual branch over that of its input, averaged over the blocks; None without blocks
     branch_share: float | None = None
 
     def __str__(self) -> str:
@@ -40,10 +40,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Disabled:
-    """Scores with all blocks disabled, against those with the blocks."""
+    """Comparison of the scores with and without the inserted blocks."""
 
     #: scores with the blocks
-    whole: Scores
+    complete: Scores
     #: scores with all blocks disabled
     without: Scores
     #: number of predictions that change
@@ -52,7 +52,7 @@ class Disabled:
     images: int
 
     def __str__(self) -> str:
-        top1, loss = self.without.top1 - self.whole.top1, self.without.loss - self.whole.loss
+        top1, loss = self.without.top1 - self.complete.top1, self.without.loss - self.complete.loss
         return (
             f"with the blocks disabled: top-1 {self.without.top1:.2f} % ({top1:+.2f}), loss {self.without.loss:.4f} "
             f"({loss:+.4f}); {self.changed} of {self.images} predictions change"
@@ -60,26 +60,21 @@ class Disabled:
 
 
 class Evaluation:
-    """Evaluation of networks on one set of images, by all processes together."""
+    """Evaluation of networks on one set of images, distributed over all processes."""
 
-    def __init__(
-        self, source: Source, settings: Settings, network: Network, accelerator: Accelerator, log: Log
-    ) -> None:
+    def __init__(self, source: Source, settings: Settings, network: Network, accelerator: Accelerator) -> None:
         config = network.config
         self.accelerator, self.batch_size = accelerator, settings.batch_size
         self.data: InMemory | Decoded = open_images(source, settings, config, accelerator.device)
-        #: bytes to network input: ``(x / 255 - mean) / std`` in each channel
+        #: conversion of bytes to the network's input: ``(x / 255 - mean) / std`` in each channel
         to_float = v2.ToDtype(torch.float32, scale=True)
         self.normalize = v2.Compose([to_float, v2.Normalize(config["mean"], config["std"])])
-        size = "×".join(map(str, config["input_size"]))
-        what = f"{len(source):,} images of {source.name} at {size}, {self.data.storage}"
-        log(f"evaluation: {what}, on {accelerator.device}")
 
     def __call__(self, model: nn.Module) -> tuple[Scores, Tensor]:
         """Return the scores over all images, and the prediction for each image of this process."""
         accelerator, count = self.accelerator, len(self.data.labels)
         process, processes = accelerator.process_index, accelerator.num_processes
-        if processes > 1:  # batch norms have seen other images in each process: those of the first count
+        if processes > 1:  # the statistics of batch norms differ between processes: use those of the first
             for buffer in model.buffers():
                 broadcast(buffer)
         classes, totals = 0, torch.zeros(3, dtype=torch.float64, device=accelerator.device)
@@ -101,11 +96,15 @@ class Evaluation:
         ratio = rms_ratio(reduced[3:].view(-1, 2).T).mean().item() if squares else None
         return Scores(loss, 100 * top1, 100 * top5 if classes > 5 else None, ratio), torch.cat(predictions)
 
+    def evaluate_without_blocks(self, model: nn.Module) -> tuple[Scores, Tensor]:
+        """Return the scores and predictions with all blocks disabled."""
+        with disabled(model):
+            return self(model)
+
     def without_blocks(self, model: nn.Module, scores: Scores, predictions: Tensor) -> Disabled | None:
-        """Evaluate with all blocks disabled, and compare with these scores; None if there are no blocks."""
+        """Compare the given scores with those without blocks; return None if there are no blocks."""
         if scores.branch_share is None:
             return None
-        with disabled(model):
-            without, others = self(model)
+        without, others = self.evaluate_without_blocks(model)
         changed = int(self.accelerator.reduce((predictions != others).sum()))
         return Disabled(scores, without, changed, len(self.data.labels))

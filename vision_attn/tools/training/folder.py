@@ -1,8 +1,8 @@
 """The folder of a run, and the metrics and curves in it.
 
-The network of the epoch with the highest top-1 is in ``model``, for ``load_model``; with a frozen backbone, its blocks
-and a new head are in ``adapter.safetensors``; all that is needed to resume the run is in ``state``; trackers write to
-``logs``.
+``model`` contains the network of the epoch with the highest top-1 accuracy, for ``load_model``. With a frozen backbone,
+``adapter.safetensors`` contains its blocks and a new classifier. ``state`` contains the state for resuming the run, and
+``logs`` the output of trackers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from vision_attn.networks.safe import write_atomically
 
 
 def newest_state(folder: Path) -> Path | None:
-    """Return the folder of the newest state, ``state/EPOCH-STEP``; each was renamed when it was complete."""
+    """Return the folder of the newest complete state, ``state/EPOCH-STEP``."""
     return max((folder / "state").glob("[0-9]*-[0-9]*"), default=None)
 
 
 def numbered_folder(root: Path = Path("runs")) -> Path:
-    """Create the next of ``train-1``, ``train-2``, …."""
+    """Create the next folder of the sequence ``train-1``, ``train-2``, …."""
     taken = [int(path.name[6:]) for path in root.glob("train-*") if path.name[6:].isdecimal()]
     folder = root / f"train-{max(taken, default=0) + 1}"
     folder.mkdir(parents=True)
@@ -40,15 +40,15 @@ def write_table(path: Path, lines: Iterable[Iterable[object]]) -> None:
 
 
 def write_metrics(folder: Path, rows: Sequence[Mapping[str, Any]], *, draw: bool) -> None:
-    """Write ``metrics.csv``, and draw ``curves.png``."""
+    """Write ``metrics.csv`` and, if requested, ``curves.png``."""
     write_table(folder / "metrics.csv", [list(rows[0]), *(row.values() for row in rows)])
     if draw:
         save_figure(curves_figure(rows), folder / "curves.png")
 
 
 def curves_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the losses, top-1, the learning rate, and with blocks the size of their branches, one above the other."""
-    panels = {"loss": ("eval_loss", "train_loss"), "top-1 %": ("eval_top1",), "rate": ("lr",)}
+    """Plot the losses, the top-1 accuracy, the learning rate and, if there are blocks, branch/stream by epoch."""
+    panels = {"loss": ("eval_loss", "train_loss"), "top-1 %": ("eval_top1",), "learning rate": ("lr",)}
     if rows[0]["branch_share"] is not None:
         panels["branch/stream"] = ("branch_share",)
     figure = Figure(figsize=(6, 2 * len(panels)), layout="constrained")

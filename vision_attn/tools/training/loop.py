@@ -1,7 +1,7 @@
-"""The training loop: from a network and its images to a folder of results, on one process or many.
+"""The training loop, on one process or several.
 
-Everything random in a step follows from the seed, the epoch, the step and the process, and learning rates follow from
-the number of the step. So a run that is killed and resumed is bitwise identical to one that was not.
+All randomness in a step is determined by the seed, the epoch, the step and the process, and the learning rates by the
+number of the step. An interrupted and resumed run is therefore bitwise identical to an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchvision.utils import save_image
 from tqdm import tqdm
 
 from vision_attn.errors import CheckpointError, Interrupted, TrainingError
-from vision_attn.networks.checkpoints import save_adapter
+from vision_attn.networks.checkpoints import load_checkpoint, save_adapter
 from vision_attn.networks.insertion import inserted_blocks, parameter_groups
 from vision_attn.networks.models.folder import save_model
 from vision_attn.networks.safe.write import rename_folder
@@ -41,21 +41,21 @@ from vision_attn.tools.training.folder import newest_state, write_metrics
 from vision_attn.tools.training.network import Log, Network
 from vision_attn.tools.training.settings import Settings
 
-#: Steps between two checks of the loss and of signals on CUDA, where each waits for the device.
+#: Steps between two checks of the loss and of signals on CUDA, where each check waits for the device.
 CHECK_EVERY = 10
-#: Seconds of an epoch after which curves are drawn, which takes a third of a second.
+#: Smallest duration in seconds of epochs after which curves are plotted, which takes a third of a second.
 DRAW_AFTER = 10
-#: Images in the picture of the first batch.
+#: Number of images in ``first_batch.png``.
 PICTURED = 32
 
 
 @dataclass
 class Progress:
-    """Progress of a run, ``progress.json`` of a state."""
+    """Progress of a run, which a state contains as ``progress.json``."""
 
-    #: completed epochs
+    #: number of completed epochs
     epoch: int = 0
-    #: completed steps of the epoch under way, the sum of their losses, and their seconds
+    #: number of completed steps of the current epoch, the sum of their losses, and their duration in seconds
     step: int = 0
     loss: float = 0.0
     seconds: float = 0.0
@@ -69,9 +69,8 @@ class Progress:
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """Create the optimizer of all trainable parameters, in groups whose learning rates keep their ratio."""
-    # timm's schedules begin and end at the same rate for every group, and then multiply it by the group's own
-    # lr_scale: in that, not in their rate, these groups differ.
+    """Create the optimizer of all trainable parameters, in groups with constant ratios of their learning rates."""
+    # timm's schedules compute one learning rate for all groups and multiply it by the lr_scale of each group.
     lr = settings.base_lr
     options = {name: getattr(settings, name) for name in ("weight_decay", "attention_lr", "layer_decay")}
     groups: list[dict[str, Any]] = parameter_groups(model, lr, **options)
@@ -80,14 +79,14 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> Scheduler:
-    """Create timm's schedule by its name; it has no state, since it depends on the number of the step alone."""
+    """Create a schedule of timm, which has no state because it depends only on the number of the step."""
     warmup, decays = round(settings.warmup_epochs * steps), [epoch * steps for epoch in sorted(settings.decay_epochs)]
     schedule, _ = create_scheduler_v2(
         optimizer, settings.sched,
-        num_epochs=max(1, settings.epochs * steps - warmup),  # all of these are steps
+        num_epochs=max(1, settings.epochs * steps - warmup),  # in steps, like all arguments below
         decay_epochs=decays[0] if decays else 1, decay_milestones=decays, decay_rate=settings.decay_rate,
         min_lr=settings.min_lr, warmup_lr=optimizer.defaults["lr"] / 100, warmup_epochs=warmup,
-        warmup_prefix=settings.sched not in ("step", "multistep"),  # whose epochs are those of the run
+        warmup_prefix=settings.sched not in ("step", "multistep"),  # these count the epochs of the run
         step_on_epochs=False, updates_per_epoch=1,
     )  # fmt: skip
     assert schedule is not None
@@ -95,7 +94,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: i
 
 
 def crop_and_flip(images: Tensor, padding: int, hflip: float) -> Tensor:
-    """Crop each image at random after zero-padding, and flip some left to right, in one gather."""
+    """Pad each image with zeros, crop it at random and flip it with a probability, in one indexing operation."""
     b, _, h, w = images.shape
     device = images.device
     y, x = (torch.randint(2 * padding + 1, (b, 1), device=device) + torch.arange(n, device=device) for n in (h, w))
@@ -106,7 +105,7 @@ def crop_and_flip(images: Tensor, padding: int, hflip: float) -> Tensor:
 
 
 class Trainer:
-    """Training of one network, from the first step or a later one to the last."""
+    """Training of one network from the first step, or from a saved state, to the last step."""
 
     def __init__(
         self, settings: Settings, network: Network, data: InMemory | Decoded, evaluation: Evaluation, log: Log
@@ -117,7 +116,7 @@ class Trainer:
         self.progress, self.signal = Progress(), 0
         device = self.accelerator.device
         self.model = model = network.model.to(device)
-        #: copy to save, without the wrappers of mixed precision and of several processes
+        #: copy for saving, without the wrappers for mixed precision and several processes
         self.plain = copy.deepcopy(model).cpu().eval()
         self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
         model.to(memory_format=self.layout)
@@ -126,10 +125,12 @@ class Trainer:
         self.ema = None if settings.ema is None else ModelEmaV3(model, settings.ema, use_warmup=True)
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.forward = torch.compile(self.wrapped) if settings.compile else self.wrapped
-        #: the weights to evaluate and save: the moving average where there is one
+        #: network to evaluate and save: the moving average if there is one
         self.evaluated: nn.Module = model
         if self.ema is not None:
-            self.evaluated = self.accelerator.prepare_model(self.ema.module, evaluation_mode=True)  # to save its state
+            self.evaluated = self.accelerator.prepare_model(
+                self.ema.module, evaluation_mode=True
+            )  # so that its state is saved
         self.padding = settings.crop_padding if choose_crop(settings, network.config) == "pad" else 0
         self.erase = RandomErasing(settings.reprob, mode="pixel", device=device)
         self.mixup = Mixup(settings.mixup, settings.cutmix, label_smoothing=0.0, num_classes=len(network.classes))
@@ -140,7 +141,7 @@ class Trainer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of parameters that have no other."""
+        """Learning rate of the parameters without a scale."""
         group = self.optimizer.param_groups[0]
         return float(group["lr"] / group["lr_scale"])
 
@@ -149,7 +150,7 @@ class Trainer:
         return f"step {self.progress.step} of {self.steps} of epoch {self.progress.epoch + 1}"
 
     def train(self) -> tuple[Scores, Tensor]:
-        """Train to the end; return the scores of the last epoch, and the predictions of this process."""
+        """Train to the end; return the scores of the last epoch and the predictions of this process."""
         with self.catch_signals():
             scores, predictions = self.evaluation(self.evaluated)
             self.log(f"before epoch {self.progress.epoch + 1}: {scores}")
@@ -162,16 +163,16 @@ class Trainer:
         return scores, predictions
 
     def should_stop_early(self) -> bool:
-        """Return True if the last ``early_stopping`` epochs have not surpassed an earlier one."""
+        """Return True if the last ``early_stopping`` epochs have not improved the top-1 accuracy."""
         rows, limit = self.progress.rows, self.settings.early_stopping
         worse = len(rows) - 1 - self.progress.best if rows else 0
         if limit is None or worse < limit:
             return False
-        self.log(f"stopped early: {worse} epochs have not surpassed the top-1 of epoch {len(rows) - worse}")
+        self.log(f"stopped early: no higher top-1 in the {worse} epochs after epoch {len(rows) - worse}")
         return True
 
     def train_epoch(self) -> None:
-        """Train on every image once, except the last ones that do not fill a batch."""
+        """Train for one epoch, without the last incomplete batch."""
         settings, progress, accelerator = self.settings, self.progress, self.accelerator
         generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + progress.epoch)
         order = torch.randperm(len(self.data.labels), generator=generator)[: self.steps * settings.batch_size]
@@ -190,7 +191,7 @@ class Trainer:
                 bar.set_postfix(loss=f"{total.item() / step:.4f}", refresh=False)
 
     def check_step(self, total: Tensor) -> None:
-        """Raise if a loss is not finite; save after the last step, and after a signal to any process, which ends it."""
+        """Raise if a loss is not finite; save after the last step, or after a signal to any process, and then stop."""
         stop, broken = self.accelerator.reduce(torch.stack([total.new_tensor(self.signal > 0), ~total.isfinite()]))
         if broken:
             self.raise_not_finite("the loss")
@@ -199,17 +200,17 @@ class Trainer:
             self.progress.loss = total.item()
             self.save()
         if stop:
-            message = f"interrupted; saved after {self.position} in {self.folder}: go on with --resume {self.folder}"
+            message = f"interrupted; saved after {self.position}. Continue with --resume {self.folder}"
             raise Interrupted(self.signal or signal.SIGTERM, message if self.accelerator.is_main_process else "")
 
     def raise_not_finite(self, what: str) -> None:
         raise TrainingError(
-            f"{what} is not finite at {self.position}, at a learning rate of {self.lr:.3g}: lower --lr, lengthen "
-            f"--warmup-epochs or set --clip-grad. The last good state is in {self.folder}"
+            f"{what} is not finite at {self.position}, with a learning rate of {self.lr:.3g}. Use a lower --lr, more "
+            f"--warmup-epochs or --clip-grad. The last valid state is in {self.folder}"
         )
 
     def step(self, images: Tensor, labels: Tensor, epoch: int, step: int) -> Tensor:
-        """Make a step; return its loss, the mean over the images of this process."""
+        """Run one training step; return the mean loss over the images of this process."""
         settings, accelerator, parts = self.settings, self.accelerator, self.settings.grad_accum_steps
         number = epoch * self.steps + step
         seed_all(settings.seed, epoch, step, accelerator.process_index)
@@ -219,10 +220,10 @@ class Trainer:
             save_image(images[:PICTURED], self.folder / "first_batch.png", normalize=True)
         mean = torch.zeros((), device=images.device)
         for some_images, some_labels in zip(images.chunk(parts), labels.chunk(parts), strict=True):
-            # Accelerate divides the gradients by the number of parts, and lets the last part alone make the step.
+            # Accelerate divides the gradients by the number of parts and updates the weights after the last part.
             with accelerator.accumulate(self.wrapped):
                 logits = self.forward(some_images).float()
-                # With weights the mean is over images: over their weights, parts of a batch would not count the same.
+                # The mean is over images, not over class weights, so that all parts of a batch have equal weight.
                 losses = F.cross_entropy(
                     logits, some_labels, self.class_weights, label_smoothing=settings.label_smoothing, reduction="none"
                 )
@@ -237,7 +238,7 @@ class Trainer:
         return mean
 
     def augment(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Crop, flip, normalize, erase and mix a batch of bytes."""
+        """Augment and normalize a batch of bytes: crop, flip, erase and mix."""
         images = self.evaluation.normalize(crop_and_flip(images, self.padding, self.settings.hflip))
         if self.settings.reprob:
             images = self.erase(images)
@@ -246,9 +247,9 @@ class Trainer:
         return images.contiguous(memory_format=self.layout), labels
 
     def finish_epoch(self, scores: Scores) -> None:
-        """Log a completed epoch, write the network if it is the best, and save the state."""
+        """Log a completed epoch, save the network if it is the best, and save the state."""
         epoch, seconds, loss = self.progress.epoch + 1, self.progress.seconds, self.progress.loss / self.steps
-        speed = self.steps * self.settings.batch_size / max(seconds, 1e-9)  # a clock may stand still
+        speed = self.steps * self.settings.batch_size / max(seconds, 1e-9)  # the resolution of the clock is finite
         row = {
             "epoch": epoch, "lr": self.lr, "train_loss": loss, "eval_loss": scores.loss, "eval_top1": scores.top1,
             "eval_top5": scores.top5, "branch_share": scores.branch_share, "seconds": seconds,
@@ -269,8 +270,14 @@ class Trainer:
         self.plain.load_state_dict(self.evaluated.state_dict())
         return self.plain
 
+    def load_best(self) -> nn.Module:
+        """Return the saved network of the best epoch, on the device of the run."""
+        model = copy.deepcopy(self.plain)
+        load_checkpoint(model, self.folder / "model" / "model.safetensors")
+        return model.to(self.accelerator.device)
+
     def save_best(self) -> None:
-        """Write the network, and with a frozen backbone the adapter."""
+        """Save the network and, if the backbone is frozen, the adapter."""
         model, network = self.get_plain_network(), self.network
         save_model(model, self.folder / "model", classes=network.classes)
         if self.settings.freeze_backbone and inserted_blocks(model):
@@ -279,12 +286,12 @@ class Trainer:
             save_adapter(model, self.folder / "adapter.safetensors", also=network.new_head, about=about)
 
     def save(self) -> None:
-        """Write the complete state of the run into a temporary folder and rename it; then remove older states."""
+        """Write the complete state of the run to a temporary folder, rename it, and remove older states."""
         if not all(bool(parameter.isfinite().all()) for parameter in self.model.parameters()):
             self.raise_not_finite("a weight")
         accelerator, progress = self.accelerator, self.progress
         state = self.folder.resolve() / "state" / f"{progress.epoch:05}-{progress.step:07}"
-        temporary = state.with_name(f".{state.name}.new")  # the same in every process, and after one was killed
+        temporary = state.with_name(f".{state.name}.new")  # the same name in every process and after a restart
         try:
             accelerator.save_state(str(temporary))
             accelerator.wait_for_everyone()
@@ -294,10 +301,10 @@ class Trainer:
                 for other in [*state.parent.glob("[0-9]*-[0-9]*"), *state.parent.glob(".*-*.new")]:
                     if other != state:
                         shutil.rmtree(other)
-        except Exception as error:  # each library reports a full disk in another way
+        except Exception as error:  # libraries report a full disk in different ways
             shutil.rmtree(temporary, ignore_errors=True)
             raise TrainingError(
-                f"{self.folder} cannot be written ({' '.join(str(error).split())}): make room, and --resume it"
+                f"cannot write to {self.folder} ({' '.join(str(error).split())}). Free disk space and use --resume"
             ) from error
         accelerator.wait_for_everyone()
 
@@ -307,14 +314,14 @@ class Trainer:
         try:
             self.progress = progress = Progress(**json.loads((state / "progress.json").read_bytes()))
             self.accelerator.load_state(str(state))
-        except Exception as error:  # a damaged state can fail in any way; no code in it is run
-            raise CheckpointError(f"{state} is damaged, and nothing can go on from it: {error}") from error
-        self.log(f"resumed after epoch {progress.epoch} and step {progress.step} of the next from {state}")
+        except Exception as error:  # a damaged state can cause any error; no code in it is run
+            raise CheckpointError(f"{state} is damaged, so the run cannot be resumed: {error}") from error
+        self.log(f"resumed at epoch {progress.epoch + 1}, step {progress.step}, from {state}")
 
     @contextmanager
     def catch_signals(self) -> Iterator[None]:
-        """Note Ctrl-C and SIGTERM, so that a run ends after a step; ignored signals stay ignored."""
-        in_main = threading.current_thread() is threading.main_thread()  # Python takes signals there
+        """Record Ctrl-C and SIGTERM, so that training stops after a step; ignored signals stay ignored."""
+        in_main = threading.current_thread() is threading.main_thread()  # only there can Python handle signals
         signals = (signal.SIGINT, signal.SIGTERM) if in_main else ()
         numbers = [n for n in signals if signal.getsignal(n) not in (signal.SIG_IGN, None)]
         before = {n: signal.signal(n, lambda number, frame: setattr(self, "signal", number)) for n in numbers}

@@ -1,4 +1,4 @@
-"""The network of a run: created, with its blocks inserted, its weights loaded and its backbone frozen."""
+"""Construction of the network of a run: model, inserted blocks, weights and frozen backbone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch import nn
 
 from vision_attn.networks.checkpoints import load_checkpoint
 from vision_attn.networks.checkpoints.specification import from_word
-from vision_attn.networks.insertion import freeze_backbone_, insert_, parse_sites, quiet_eval
+from vision_attn.networks.insertion import InsertionReport, freeze_backbone_, insert_, parse_sites, quiet_eval
 from vision_attn.networks.models.registry import create_model, get_model_cfg
+from vision_attn.text import Table
 from vision_attn.tools.training.data import Source, choose_crop
 from vision_attn.tools.training.settings import Settings
 
@@ -25,16 +26,28 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Network:
-    """A network that is ready for its images."""
+    """A network with its configuration and classes; prints as a summary."""
 
     model: nn.Module
     #: timm's configuration, with the size, statistics and crop of the images; also ``model.pretrained_cfg``
     config: dict[str, Any]
     classes: tuple[str, ...]
-    #: table of the inserted blocks, or ""
-    report: str = ""
-    #: patterns of the keys of a new classifier, which is trained with a frozen backbone too
+    #: report on the inserted blocks
+    report: InsertionReport | None = None
+    #: patterns of the parameters of a new classifier, which is trained even if the backbone is frozen
     new_head: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parameters, size = (
+            sum(p.numel() for p in self.model.parameters()),
+            "×".join(map(str, self.config["input_size"])),
+        )
+        name = self.config["architecture"]
+        lines = [f"{name}: {parameters:,} parameters, input {size}, {len(self.classes)} classes"]
+        if self.report is not None:
+            lines += [f"{len(self.report)} inserted block{'s' * (len(self.report) > 1)}:"]
+            lines += [str(part) for part in self.report.parts() if isinstance(part, Table)]
+        return "\n".join(lines)
 
 
 def build_network(
@@ -42,29 +55,29 @@ def build_network(
 ) -> Network:
     """Create a network, insert blocks and load weights, or use a given network; then freeze the backbone.
 
-    A run that is ``resumed`` has its weights in its state: none are loaded.
+    Weights are not loaded for a ``resumed`` run, whose state contains them.
     """
     classes, given = len(source.classes), model is not None
     if model is None:
         options: dict[str, Any] = {"drop_path_rate": settings.drop_path} if settings.drop_path else {}
         pretrained = settings.pretrained and not resumed
-        model = create_model(settings.model, num_classes=classes, pretrained=pretrained, **options)
+        model = create_model(settings.require_model(), num_classes=classes, pretrained=pretrained, **options)
     name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture", "")
     if not timm.is_model(name) or model.num_classes != classes:
         raise ValueError(
-            f"model must be one that timm makes by name, for the {classes} classes of {source.name}; "
-            f"got a {type(model).__name__} for {getattr(model, 'num_classes', '?')}"
+            f"model must be a network of timm.create_model for the {classes} classes of {source.name}, got "
+            f"{type(model).__name__} with {getattr(model, 'num_classes', 'unknown')} classes"
         )
-    config, report = configure_(model, settings, source), ""
+    config, report = configure_(model, settings, source), None
     new_head: tuple[str, ...] = ()
     if not given:
         if settings.reset_head or (settings.pretrained and config["num_classes"] != classes):
             classifier = config["classifier"]
             new_head = tuple(f"{name}.*" for name in ([classifier] if isinstance(classifier, str) else classifier))
         if settings.insert:
-            log(report := insert_blocks_(model, settings, config))
+            report = insert_blocks_(model, settings, config)
         if settings.weights and not resumed:
-            # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
+            # After the insertion, because the file may contain weights of the blocks.
             weights = settings.weights.expanduser()
             log(str(load_checkpoint(model, weights, skip=new_head, rename=settings.rename or ())))
     size = config["input_size"]
@@ -73,50 +86,49 @@ def build_network(
             model(torch.zeros(1, *size, device=next(model.parameters()).device))
     except Exception as error:
         sides = "×".join(map(str, size[1:]))
-        raise ValueError(f"model: {name!r} does not run on images of {sides} ({error}): see --img-size") from error
+        raise ValueError(f"model {name!r} cannot process images of {sides} ({error}): see --img-size") from error
     if settings.freeze_backbone:
         count = freeze_backbone_(model, also_train=new_head)
-        log(f"the backbone is frozen: {count:,} parameters are trained")
+        log(f"frozen backbone: {count:,} parameters are trained")
     return Network(model, config, source.classes, report, new_head)
 
 
 def configure_(model: nn.Module, settings: Settings, source: Source) -> dict[str, Any]:
-    """Set the image size, statistics and crop of the run in timm's configuration of a network, and return it."""
+    """Set the image size, statistics and crop of the run in the timm configuration of a network, and return it."""
     config = {"interpolation": "bilinear", **get_model_cfg(model)}
     size = config["input_size"][1:] if source.pixels is None else source.pixels.shape[1:3]
     config["input_size"] = (3, *([settings.img_size] * 2 if settings.img_size else size))
     if settings.mean:
         config |= {"mean": settings.mean, "std": settings.std}
-    if choose_crop(settings, config) == "pad":  # a small image has no border that a crop could leave out
+    if choose_crop(settings, config) == "pad":  # small images are not cropped for validation
         config |= {"crop_pct": 1.0, "crop_mode": "center"}
     vars(model)["pretrained_cfg"] = config
     return config
 
 
-def insert_blocks_(model: nn.Module, settings: Settings, config: dict[str, Any]) -> str:
-    """Insert the block of the settings at their sites; return the report, without its advice on optimizers."""
+def insert_blocks_(model: nn.Module, settings: Settings, config: dict[str, Any]) -> InsertionReport:
+    """Insert the block of the settings at their sites."""
     options: dict[str, Any] = {}
     for text in settings.block_options:
         name, sign, word = text.partition("=")
         if not (name.isidentifier() and sign) or name in options:
-            raise ValueError(f"block_options must be NAME=VALUE, each name once, as position=Rope2d(); got {text!r}")
+            raise ValueError(f"block_options must be distinct NAME=VALUE pairs such as num_heads=4, got {text!r}")
         options[name] = from_word(word)
     where = {"example_input": (1, *config["input_size"]), "at": settings.at, **parse_sites(settings.insert)}
     try:
-        report = insert_(model, block_class(settings.block), **where, **options)
-    except TypeError as error:  # of a block that knows no such argument
-        raise ValueError(f"block_options do not suit {settings.block}: {error}") from error
-    return "\n".join(line for line in str(report).splitlines() if not line.startswith("Create optimizers"))
+        return insert_(model, block_class(settings.block), **where, **options)
+    except TypeError as error:  # an argument that the block does not accept
+        raise ValueError(f"block_options do not match the block {settings.block!r}: {error}") from error
 
 
 def block_class(name: str) -> str | Callable[..., nn.Module]:
-    """Return the class of ``MODULE:CLASS``, and any other name as it is, for ``insert_``."""
+    """Import the class ``MODULE:CLASS``; return any other name unchanged, for ``insert_``."""
     module, sign, attribute = name.partition(":")
     if not sign:
         return name
-    sys.path.append(os.getcwd())  # as with python -m, but at the end, where it hides nothing
+    sys.path.append(os.getcwd())  # as with python -m, but last, so that no other module is hidden
     try:
         found: Callable[..., nn.Module] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"block must be a name or a class, MODULE:CLASS ({error}); got {name!r}") from error
+        raise ValueError(f"block must be a name or a class MODULE:CLASS, got {name!r} ({error})") from error
     return found

@@ -1,4 +1,4 @@
-"""Training and evaluation of a network from settings: the data, the network, then the loop."""
+"""Training and evaluation of a network from settings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import traceback
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.network import Log, block_class, build_network
 from vision_attn.tools.training.settings import Settings, differences, read_settings, write_settings
 
-#: Seconds to wait for the lock on a folder: worker processes of a killed run hold it until they notice.
+#: Seconds to wait for the lock on a folder, which worker processes of a killed run hold for a moment.
 LOCK_TIMEOUT = 10
 
 
@@ -38,15 +39,15 @@ LOCK_TIMEOUT = 10
 class Result:
     """Result of a run."""
 
-    #: network as it was evaluated last, in evaluation mode; ``load_model(folder)`` gives that of the best epoch
+    #: network of the last epoch, in evaluation mode; ``load_model(folder)`` returns the network of the best epoch
     model: nn.Module
     #: shape of an input image, ``(c, h, w)``
     input_size: tuple[int, int, int]
     #: scores after the last epoch
     final: Scores
-    #: scores of the epoch with the highest top-1
+    #: scores of the epoch with the highest top-1 accuracy
     best: Scores
-    #: scores with all blocks disabled; None without blocks
+    #: scores of the last epoch with all blocks disabled; None without blocks
     disabled: Disabled | None
     #: rows of ``metrics.csv``, one per epoch
     rows: list[dict[str, Any]]
@@ -55,26 +56,26 @@ class Result:
 
 
 def train(model: nn.Module | str | None = None, *, log: Log = print, **options: Any) -> Result:
-    """Train an image classifier, with or without attention, and leave the run in a folder.
+    """Train an image classifier, with or without attention, and save the run in a folder.
 
-    Every random choice follows from the seed, the epoch, the step and the process. So a run that was stopped anywhere
-    and is resumed has bitwise the same weights as one that was not.
+    All randomness is determined by the seed, the epoch, the step and the process. On the CPU, the weights of an
+    interrupted and resumed run are therefore bitwise identical to those of an uninterrupted run.
 
     Args:
-        model: name of a network, or a network of timm's with its blocks inserted, which is trained in place.
-        log: function that is called with each line of the log, on the main process.
-        **options: settings by name, as ``vision-attn train --help`` lists them: ``data="flowers", epochs=10``.
+        model: name of a timm model, or a timm network with inserted blocks, which is trained in place.
+        log: function that is called with each line of the log, in the main process.
+        **options: settings by name, such as ``data="flowers", epochs=10``. ``vision-attn train --help`` lists them.
 
     Returns:
-        The network and its scores. The folder of the run, ``result.folder``, has its settings, ``metrics.csv``,
-        ``curves.png``, the best network, which :func:`vision_attn.load_model` reads, and the state to resume from.
+        The network and its scores. The folder of the run, ``result.folder``, contains the settings, ``metrics.csv``,
+        ``curves.png``, the best network for :func:`vision_attn.load_model`, and the state for resuming the run.
 
     Raises:
         ValueError: a setting is wrong, or names something that does not exist.
         DataError: the data is missing, empty or damaged.
-        CheckpointError: weights, or the run to resume, cannot be read or do not fit.
-        TrainingError: the loss or a weight is no longer finite, or the folder cannot be written.
-        Interrupted: Ctrl-C or SIGTERM came during training; the run is saved.
+        CheckpointError: the weights or the run to resume cannot be read or do not fit.
+        TrainingError: the loss or a weight is not finite, or the folder cannot be written.
+        Interrupted: training was stopped by Ctrl-C or SIGTERM; the run is saved.
 
     >>> import tempfile
     >>> from PIL import Image
@@ -93,26 +94,35 @@ def train(model: nn.Module | str | None = None, *, log: Log = print, **options: 
 
 
 def run_training(settings: Settings, model: nn.Module | None = None, log: Log = print) -> Result:
-    """Train the network of the settings, or a given one."""
+    """Train the network of the settings or a given network."""
     settings, resumed = find_run(settings)
+    if model is None:
+        settings.require_model()
     accelerator = make_accelerator(settings)
     main, processes = accelerator.is_main_process, accelerator.num_processes
     log = log if main else (lambda line: None)
-    with accelerator.main_process_first():  # what is downloaded is downloaded once
+    # Downloads and warnings occur once, in the main process.
+    with accelerator.main_process_first(), nullcontext() if main else warnings.catch_warnings(action="ignore"):
         held_out, source = (open_data(settings, train=half) for half in (False, True))
         if only := sorted(set(source.classes) ^ set(held_out.classes)):
-            raise DataError(f"{shorten(only)}: classes of {source.name} or of {held_out.name}, and not of both")
+            raise DataError(
+                f"classes of {source.name} and {held_out.name} differ: {shorten(only)} are only in one of them"
+            )
         parts = processes * math.lcm(settings.grad_accum_steps, 2 if settings.mixup or settings.cutmix else 1)
         if settings.batch_size > len(source) or settings.batch_size % parts:
-            limits = f"at most the {len(source)} training images, and a multiple of {parts} to be divided"
-            raise ValueError(f"batch_size must be {limits}; got {settings.batch_size}")
+            multiple = "" if parts == 1 else f" and a multiple of {parts}"
+            limits = f"at most {len(source)}, the number of training images{multiple}"
+            raise ValueError(f"batch_size must be {limits}, got {settings.batch_size}")
         network = build_network(settings, source, log, model=model, resumed=resumed)
-    evaluation = Evaluation(held_out, settings, network, accelerator, log)
+    evaluation = Evaluation(held_out, settings, network, accelerator)
     data = open_images(source, settings, network.config, accelerator.device, train=True)
-    log(f"training: {len(source):,} images of {source.name}, {data.storage}")
-    log(f"{settings.epochs:,} epochs of {len(source) // settings.batch_size:,} steps of {settings.batch_size} images")
+    log(f"{network}\n{len(source):,} training images of {source.name}, {data.storage}")
+    log(f"{len(held_out):,} validation images of {held_out.name}, {evaluation.data.storage}")
+    steps = len(source) // settings.batch_size
+    epochs = f"{settings.epochs:,} epoch{'s' * (settings.epochs > 1)}"
+    log(f"{epochs} of {steps:,} steps of {settings.batch_size} images on {accelerator.device}")
 
-    if settings.output is None:  # now that nothing is refused any more
+    if settings.output is None:  # after all checks
         settings = replace(settings, output=broadcast_object_list([numbered_folder() if main else None])[0])
     folder = Path(str(settings.output))
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +130,7 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
         trainer = Trainer(settings, network, data, evaluation, log)
         if main:
             write_atomically(folder / "settings.yaml", write_settings(settings))
-            write_atomically(folder / "inserted.txt", f"{network.report}\n".encode())
+            write_atomically(folder / "inserted.txt", f"{network}\n".encode())
         if resumed:
             trainer.restore()
         else:
@@ -138,19 +148,35 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
     rows, row = trainer.progress.rows, trainer.progress.rows[trainer.progress.best]
     best = Scores(row["eval_loss"], row["eval_top1"], row["eval_top5"], row["branch_share"])
     log(f"{disabled}\n" * bool(disabled) + f"best epoch, {row['epoch']}: {best}, in {folder / 'model'}")
+    if disabled is not None:
+        without = disabled.without
+        if trainer.progress.best < len(rows) - 1:
+            without, _ = evaluation.evaluate_without_blocks(trainer.load_best())
+        if without.top1 > best.top1:
+            log(harmful_blocks_note(best, without))
     return Result(trainer.get_plain_network(), network.config["input_size"], final, best, disabled, rows, folder)
 
 
+def harmful_blocks_note(best: Scores, without: Scores) -> str:
+    """Explain that the blocks lower the accuracy, and suggest remedies."""
+    return (
+        f"The best network scores higher with its blocks disabled: top-1 {without.top1:.2f} % instead of "
+        f"{best.top1:.2f} %. Train for more epochs, change --insert or --attention-lr, or train without --insert."
+    )
+
+
 def raise_block_error(error: Exception, name: str) -> None:
-    """Raise an error that names the line of the user's block, if the error came from there."""
+    """Raise an error that names the line in the code of a custom block, if the error occurred there."""
     path = getattr(sys.modules.get(name.partition(":")[0]), "__file__", "")
     if lines := [line for line in traceback.extract_tb(error.__traceback__) if line.filename == path]:
         where = f"line {lines[-1].lineno} of {lines[-1].filename}"
-        raise TrainingError(f"block {name} raised {type(error).__name__} ({error}) in {where}") from error
+        raise TrainingError(f"the block {name!r} raised {type(error).__name__} ({error}) in {where}") from error
 
 
 def evaluate(settings: Settings, path: Path | None = None, *, log: Log = print) -> Scores:
-    """Evaluate the network in a folder of a run or of ``save_model``, or else that of the settings, on their data."""
+    """Evaluate the network in a folder of a run or of ``save_model``, or the network of the settings."""
+    if path is None:
+        settings.require_model()
     accelerator = make_accelerator(settings)
     log = log if accelerator.is_main_process else (lambda line: None)
     source = open_data(settings, train=False)
@@ -159,10 +185,11 @@ def evaluate(settings: Settings, path: Path | None = None, *, log: Log = print) 
         model = load_model(path, block=get_maker(block_class(settings.block)))
         classes = vars(model)["classes"] or source.classes
         if classes != source.classes:
-            found = f"{source.name} has {shorten(source.classes)}"
-            raise ValueError(f"{path} was trained for the classes {shorten(classes)}; {found}: name the folders alike")
+            found = f"expected {shorten(classes)}, got {shorten(source.classes)}"
+            raise ValueError(f"classes of {source.name} differ from those of {path}: {found}. Rename the folders")
     network = build_network(settings, source, log, model=model)
-    evaluation = Evaluation(source, settings, network, accelerator, log)
+    evaluation = Evaluation(source, settings, network, accelerator)
+    log(f"{network}\n{len(source):,} images of {source.name} on {accelerator.device}")
     model = network.model.to(accelerator.device).eval()
     scores, predictions = evaluation(model)
     disabled = evaluation.without_blocks(model, scores, predictions)
@@ -171,21 +198,21 @@ def evaluate(settings: Settings, path: Path | None = None, *, log: Log = print) 
 
 
 def make_accelerator(settings: Settings) -> Accelerator:
-    """Seed the process and create the accelerator; mixed precision is on by default on CUDA alone."""
+    """Seed the process and create the accelerator; mixed precision is the default on CUDA only."""
     on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
-    for name, value in (("device", "cuda"), ("amp", "float16")):  # whose gradients CUDA alone has scaled
+    for name, value in (("device", "cuda"), ("amp", "float16")):  # gradients of float16 are scaled on CUDA only
         if on_cpu and getattr(settings, name) == value:
-            raise ValueError(f"{name}: {value} was asked for and there is no CUDA device: leave --{name} out")
+            raise ValueError(f"{name}={value} requires a CUDA device, and none is available")
     if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs, and Accelerate does not set
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS, not set by Accelerate
     set_seed(settings.seed, deterministic=settings.deterministic)
     default = "no" if on_cpu else "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    # A process may run several times, each in its own precision, and Accelerate keeps the first one's.
+    # Several runs in one process may have different precisions, but Accelerate keeps the first one.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     return Accelerator(
         cpu=on_cpu,
         mixed_precision={None: default, "no": "no", "bfloat16": "bf16", "float16": "fp16"}[settings.amp],
-        # As a plugin: the plain argument yields to a variable of the environment, and so would dynamo's.
+        # Environment variables take precedence over the plain argument, but not over the plugin or dynamo_backend.
         gradient_accumulation_plugin=GradientAccumulationPlugin(settings.grad_accum_steps, sync_with_dataloader=False),
         dynamo_backend="no",
         log_with=list(settings.log_with) or None,
@@ -194,22 +221,23 @@ def make_accelerator(settings: Settings) -> Accelerator:
 
 
 def find_run(settings: Settings) -> tuple[Settings, bool]:
-    """Return the settings with the folder of the run, if it is known, and True if there is a run to resume in it."""
+    """Return the settings with the folder of the run, if it is known, and True if it contains a run to resume."""
     resume, folder = settings.resume, settings.output
     if resume not in (None, "auto"):
         if folder not in (None, Path(str(resume))):
-            raise ValueError(f"output must be the folder that a run goes on in, {resume}; got {folder}")
+            raise ValueError(f"output must be the folder of resume={resume}, got {folder}")
         folder = Path(str(resume))
         if newest_state(folder) is None:
-            raise FileNotFoundError(f"resume: there is no run in {folder} that could go on")
+            raise FileNotFoundError(f"resume: {folder} does not contain a run")
     if folder is None or newest_state(folder) is None:
         return settings, False
     if resume is None:
-        raise ValueError(f"output: {folder} holds a run already: choose another, or go on with --resume {folder}")
+        raise ValueError(f"output: {folder} already contains a run. Choose another folder or pass --resume {folder}")
     before = read_settings(folder, given=("dataset", "block"))
     differing = differences(settings, before)
     if "epochs" in differing and settings.epochs > before.epochs:
-        differing.remove("epochs")  # more extend a run; its rates so far were not those of a shorter one
+        differing.remove("epochs")  # a larger number extends the run
     if differing:
-        raise ValueError(f"resume goes on with a run, but {', '.join(differing)} differ from {folder}: give the same")
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
+        raise ValueError(f"resume: these settings differ from {folder}: {flags}. Pass the same values")
     return replace(settings, output=folder), True

@@ -1,6 +1,6 @@
-"""Settings of a training run: names, types, allowed values, defaults and help. The command line makes flags of them.
+"""Settings of a training run: names, types, allowed values, defaults and help. Each setting is also a flag.
 
-The names are those of timm's and torchvision's scripts. Neither torch nor timm is imported, so that help is fast.
+The names follow the training scripts of timm and torchvision. Neither torch nor timm is imported, so that help is fast.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from tyro.conf import arg
+
+from vision_attn.tools.hints import hint
 
 #: Default learning rates of the optimizers that have one.
 DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3}
-#: Settings that do not change the result, or that may change when a run is resumed.
+#: Settings that do not change the result, or may change when a run is resumed.
 MACHINE_SETTINGS = {"data", "download", "device", "workers", "compile", "log_with", "early_stopping"}
-#: Settings of one call, which are not read from the settings of another run.
+#: Settings that are not read from the settings of another run.
 CALL_SETTINGS = {"output", "resume"}
 
 
 def as_strings(value: Any) -> Any:
-    """Return a tuple of strings; a single name or index is a list of one."""
+    """Convert a name, an index or a list of these to a tuple of strings."""
     return tuple(map(str, value)) if isinstance(value, (list, tuple)) else (str(value),)
 
 
@@ -37,7 +38,10 @@ DataSet = Annotated[str, Field(pattern="^(folder|cifar10|cifar100|(torch|hfds)/.
 
 
 class PlainErrors(type):
-    """Metaclass that turns pydantic's errors into a ``ValueError`` of one line that names each wrong setting."""
+    """Metaclass that converts errors of pydantic to a ``ValueError`` with one line that names each wrong setting."""
+
+    #: type of the errors; tyro prints each ``ValueError`` in a box with other lines
+    error: type[Exception] = ValueError
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         try:
@@ -46,121 +50,165 @@ class PlainErrors(type):
             lines = []
             for one in error.errors():
                 name, message = ".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, ")
-                lines.append(f"{name}: {message}; got {one['input']!r}" if name else message)
-            raise ValueError("; ".join(lines)) from None
+                lines.append(f"{name}: {message}, got {one['input']!r}" if name else message)
+            raise cls.error("; ".join(lines)) from None
+
+
+#: Descriptions of the values of flags whose default is None or empty.
+HINTS = {
+    "data": hint("FOLDER"),
+    "val_share": hint("FRACTION", "default: 0.1 if there is no validation folder"),
+    "img_size": hint("PIXELS", "default: size of a small data set, or of the model"),
+    "mean": hint("R G B", "default: mean of the model"),
+    "std": hint("R G B", "default: std of the model"),
+    "crop": hint("{pad,resized}", "default: pad up to 64 pixels"),
+    "aa": hint("POLICY"),
+    "model": hint("NAME", "required"),
+    "weights": hint("FILE"),
+    "rename": hint("{efficientnet-pytorch}"),
+    "drop_path": hint("RATE"),
+    "insert": hint("SITE [SITE ...]", "default: no block"),
+    "block_options": hint("NAME=VALUE [NAME=VALUE ...]"),
+    "lr": hint("RATE", "default: 0.1 for sgd, 0.001 for adamw, divided by 10 for given weights"),
+    "attention_lr": hint("RATE", "default: --lr"),
+    "layer_decay": hint("FRACTION"),
+    "decay_epochs": hint("EPOCH [EPOCH ...]"),
+    "clip_grad": hint("NORM"),
+    "ema": hint("DECAY"),
+    "early_stopping": hint("EPOCHS"),
+    "device": hint("{cpu,cuda}", "default: cuda if available"),
+    "workers": hint("COUNT", "default: one per core, at most 16"),
+    "amp": hint("{bfloat16,float16,no}", "default: on for CUDA, no for the CPU"),
+    "output": hint("FOLDER", "default: the next runs/train-N", "-o"),
+    "resume": hint("{FOLDER,auto}"),
+    "log_with": hint("TRACKER [TRACKER ...]"),
+}
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
 class Settings(metaclass=PlainErrors):
-    """Train an image classifier, with or without inserted attention. Ctrl-C saves the run, --resume continues it.
+    """Train an image classifier, with or without inserted attention.
 
-    vision-attn train --data flowers --model resnet18 --pretrained --insert layer3
+    Example: vision-attn train --data flowers --model resnet18 --pretrained --insert layer3
 
-    vision-attn train --dataset cifar100 --data data --download --insert -1
+    Ctrl-C saves the run, and --resume continues it. --config FILE reads the settings of another run.
     """
 
     # --- data
 
-    data: Path | None = None  # folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or folder of the data set
-    dataset: DataSet = "folder"  # folder, cifar10, cifar100, or a data set of timm: torch/…, hfds/…
-    download: bool = False  # download a data set of torchvision that is not in --data
-    train_split: str = "train"  # split of timm's data set to train on
-    val_split: str = "validation"  # split of timm's data set to evaluate on
-    val_share: Fraction | None = None  # fraction of each class held out for evaluation; None: 0.1 without val/
-    img_size: Count | None = None  # image side in pixels; None: that of the data or the model
-    mean: tuple[float, float, float] | None = None  # mean of each channel, pixels in 0…1; None: the model's
-    std: tuple[Positive, Positive, Positive] | None = None  # standard deviation of each channel; None: the model's
-    crop: Literal["pad", "resized"] | None = None  # random crop of the padded image (default up to 64 px), or resized
-    crop_padding: NonNegativeInt = 4  # padding on each side in pixels, for --crop pad
-    crop_scale: Fraction = 0.08  # smallest fraction of the image area, for --crop resized
-    aa: str | None = None  # augmentation policy of timm: rand-m9-mstd0.5-inc1, augmix-m5-w4, …
-    color_jitter: NonNegative = 0.0  # strength of brightness, contrast and saturation jitter, such as 0.4
-    hflip: Probability = 0.5  # probability of a horizontal flip
-    reprob: Probability = 0.0  # probability of random erasing
-    mixup: NonNegative = 0.0  # alpha of mixup, such as 0.2
-    cutmix: NonNegative = 0.0  # alpha of cutmix, such as 1
+    data: Path | None = None  # Folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or the folder of the data set.
+    dataset: DataSet = "folder"  # Data set: folder, cifar10, cifar100, or a timm data set (torch/NAME, hfds/NAME).
+    download: bool = False  # Download a torchvision data set that is not in --data.
+    train_split: str = "train"  # Training split of a timm data set.
+    val_split: str = "validation"  # Validation split of a timm data set.
+    val_share: Fraction | None = None  # Fraction of each class held out for validation.
+    img_size: Count | None = None  # Height and width of the input images in pixels.
+    mean: tuple[float, float, float] | None = None  # Mean of each channel, for pixels in 0…1.
+    std: tuple[Positive, Positive, Positive] | None = None  # Standard deviation of each channel, for pixels in 0…1.
+    crop: Literal["pad", "resized"] | None = None  # Random crop of the padded image, or random resized crop.
+    crop_padding: NonNegativeInt = 4  # Padding on each side in pixels, for --crop pad.
+    crop_scale: Fraction = 0.08  # Smallest fraction of the image area, for --crop resized.
+    aa: str | None = None  # Augmentation policy of timm, such as rand-m9-mstd0.5-inc1 or augmix-m5-w4.
+    color_jitter: NonNegative = 0.0  # Strength of brightness, contrast and saturation jitter, such as 0.4.
+    hflip: Probability = 0.5  # Probability of a horizontal flip.
+    reprob: Probability = 0.0  # Probability of random erasing.
+    mixup: NonNegative = 0.0  # Mixup alpha, such as 0.2.
+    cutmix: NonNegative = 0.0  # CutMix alpha, such as 1.
 
     # --- network
 
-    model: str = "resnet20"  # model name known to timm, or a model of this library
-    pretrained: bool = False  # load the model's pretrained weights
-    weights: Path | None = None  # initial checkpoint: .pth, .pt, .th, .safetensors
-    rename: Literal["efficientnet-pytorch"] | None = None  # package whose names of tensors --weights has
-    reset_head: bool = False  # initialize a new classifier, for other classes than those of --weights
-    drop_path: Fraction | None = None  # stochastic depth rate of the last residual branch
-    insert: Strings = ()  # sites of the blocks: modules (globs: layer3, 'layer*.1') or stage indices
-    at: Literal["after", "before", "branch"] = "after"  # position of a block relative to its site
-    block: str = "attention"  # block to insert: attention, a block of timm such as cbam, or a class MODULE:CLASS
-    block_options: Strings = ()  # arguments of the block: num_heads=4 impl=bmm 'position=Rope2d()' 'pattern=Window(4)'
-    freeze_backbone: bool = False  # train only the blocks (and a new head), saved as an adapter too
+    model: str | None = None  # Name of a timm model, or of a model of this library.
+    pretrained: bool = False  # Load the pretrained weights of the model.
+    weights: Path | None = None  # Checkpoint to start from: .pth, .pt, .th or .safetensors.
+    rename: Literal["efficientnet-pytorch"] | None = None  # Package whose parameter names --weights uses.
+    reset_head: bool = False  # Initialize a new classifier, for classes other than those of --weights.
+    drop_path: Fraction | None = None  # Stochastic depth rate of the last residual branch.
+    insert: Strings = ()  # Sites of the blocks: module names, stage indices, or globs such as 'layer*.1'.
+    at: Literal["after", "before", "branch"] = "after"  # Position of each block relative to its site.
+    block: str = "attention"  # Block to insert: attention, a timm block such as cbam, or a class MODULE:CLASS.
+    block_options: Strings = ()  # Options of the block: num_heads=4 impl=bmm 'position=Rope2d()' 'pattern=Window(4)'.
+    freeze_backbone: bool = False  # Train only the blocks and a new classifier, and save them as an adapter too.
 
     # --- recipe
 
-    epochs: Count = 30  # passes over the training images
-    batch_size: Count = 128  # images per step, over all processes together
-    grad_accum_steps: Count = 1  # micro-batches per step, to save memory
-    opt: str = "sgd"  # optimizer: sgd (with Nesterov momentum), adamw or any other of timm
-    lr: Positive | None = None  # learning rate; None: sgd 0.1, adamw 0.001, a tenth of it for given weights
-    attention_lr: Positive | None = None  # learning rate of the inserted blocks; None: --lr
-    layer_decay: Fraction | None = None  # ratio of a layer's learning rate to the next layer's, such as 0.75
-    momentum: Probability = 0.9  # momentum of sgd and similar optimizers
-    weight_decay: NonNegative = 5e-4  # weight decay of all parameters but biases, norms and gates
-    sched: Literal["cosine", "tanh", "poly", "step", "multistep", "constant"] = "cosine"  # learning-rate schedule
-    warmup_epochs: NonNegative = 0.0  # epochs of linear warm-up before the schedule
-    min_lr: NonNegative = 0.0  # final learning rate of cosine, tanh and poly
-    decay_epochs: tuple[Count, ...] = ()  # epochs between two decays for step; epochs of the decays for multistep
-    decay_rate: Positive = 0.1  # decay factor of step and multistep, power of poly
-    clip_grad: Positive | None = None  # maximum norm of the gradients
-    label_smoothing: Probability = 0.0  # fraction of the label that is spread over all classes
-    class_weights: bool = False  # weight the loss of each class by its inverse frequency
-    ema: Probability | None = None  # decay of the moving average of the weights to evaluate and save: 0.999
-    early_stopping: Count | None = None  # epochs without a higher top-1 after which training stops
-    seed: NonNegativeInt = 0  # random seed of the run
+    epochs: Count = 30  # Number of passes over the training images.
+    batch_size: Count = 128  # Number of images per step, over all processes.
+    grad_accum_steps: Count = 1  # Number of micro-batches per step, to use less memory.
+    opt: str = "sgd"  # Optimizer: sgd (with Nesterov momentum), adamw or another optimizer of timm.
+    lr: Positive | None = None  # Learning rate.
+    attention_lr: Positive | None = None  # Learning rate of the inserted blocks.
+    layer_decay: Fraction | None = None  # Ratio of the learning rates of a layer and the next layer, such as 0.75.
+    momentum: Probability = 0.9  # Momentum of sgd and similar optimizers.
+    weight_decay: NonNegative = 5e-4  # Weight decay of all parameters except biases, norms and gates.
+    sched: Literal["cosine", "tanh", "poly", "step", "multistep", "constant"] = "cosine"  # Learning-rate schedule.
+    warmup_epochs: NonNegative = 0.0  # Number of epochs of linear warm-up before the schedule.
+    min_lr: NonNegative = 0.0  # Final learning rate of --sched cosine, tanh and poly.
+    decay_epochs: tuple[Count, ...] = ()  # Interval between decays (--sched step), or epochs of the decays (multistep).
+    decay_rate: Positive = 0.1  # Decay factor of --sched step and multistep, or power of --sched poly.
+    clip_grad: Positive | None = None  # Maximum norm of the gradients.
+    label_smoothing: Probability = 0.0  # Fraction of each label that is spread over all classes.
+    class_weights: bool = False  # Weight the loss of each class by its inverse frequency.
+    ema: Probability | None = None  # Decay of a moving average of the weights to evaluate and save, such as 0.999.
+    early_stopping: Count | None = None  # Number of epochs without a higher top-1 accuracy after which training stops.
+    seed: NonNegativeInt = 0  # Random seed.
 
     # --- machine
 
-    device: Literal["cpu", "cuda"] | None = None  # device to train on; None: cuda where available
-    workers: NonNegativeInt | None = None  # processes that decode images; None: one per core
-    amp: Literal["bfloat16", "float16", "no"] | None = None  # mixed precision; None: on CUDA the best one, else no
-    deterministic: bool = False  # bitwise reproducible on CUDA too; slower, unsupported by some kernels
-    channels_last: bool = False  # use the channels-last memory format
-    compile: bool = False  # compile the model with torch.compile
+    device: Literal["cpu", "cuda"] | None = None  # Device to train on.
+    workers: NonNegativeInt | None = None  # Number of processes that decode images.
+    amp: Literal["bfloat16", "float16", "no"] | None = None  # Mixed precision.
+    deterministic: bool = False  # Make CUDA runs bitwise reproducible. Some kernels are slower or not supported.
+    channels_last: bool = False  # Use the channels-last memory format.
+    compile: bool = False  # Compile the model with torch.compile.
 
     # --- run
 
-    output: Annotated[Path | None, arg(aliases=("-o",))] = None  # folder of the run; None: the next runs/train-N
-    resume: str | None = None  # folder of the run to resume; auto: resume --output, or start it
-    log_with: Strings = ()  # trackers: tensorboard, wandb or any other tracker of accelerate
+    output: Path | None = None  # Folder of the run.
+    resume: str | None = None  # Folder of the run to resume. With auto, the run in --output is resumed or started.
+    log_with: Strings = ()  # Trackers to log to: tensorboard, wandb or another tracker of accelerate.
 
     def __post_init__(self) -> None:
         for one, other in (("weights", "pretrained"), ("freeze_backbone", "layer_decay")):
             if getattr(self, one) and getattr(self, other):
-                raise ValueError(f"{one} and {other} exclude each other: choose one")
+                raise ValueError(f"{one} cannot be combined with {other}={getattr(self, other)}")
         needs = {"rename": "weights", "reset_head": "weights", "attention_lr": "insert", "block_options": "insert"}
         for name, other in {**needs, "mean": "std", "std": "mean"}.items():
             if getattr(self, name) and not getattr(self, other):
-                raise ValueError(f"{name} needs {other}: give both")
+                raise ValueError(f"{name} requires {other}=…")
         if self.sched in ("step", "multistep") and not self.decay_epochs:
-            raise ValueError(f"decay_epochs must be given for sched {self.sched}")
+            raise ValueError(f"decay_epochs is required for sched={self.sched}")
         if self.epochs <= self.warmup_epochs:
-            raise ValueError(f"warmup_epochs must be fewer than epochs={self.epochs}; got {self.warmup_epochs}")
+            raise ValueError(f"warmup_epochs must be less than epochs={self.epochs}, got {self.warmup_epochs}")
+
+    def require_model(self) -> str:
+        """Return the name of the model, which has no default."""
+        if self.model is None:
+            expected = "expected the name of a timm model or of a model of this library"
+            raise ValueError(f"model is required: {expected}. Example: --model resnet18 --pretrained")
+        return self.model
 
     @property
     def base_lr(self) -> float:
-        """The learning rate: the given one or the optimizer's default, a tenth of it when weights are given."""
+        """The given learning rate, or the default of the optimizer, divided by 10 if weights are given."""
         if self.lr is not None:
             return self.lr
         if self.opt not in DEFAULT_LR:
-            raise ValueError(f"lr must be given for {self.opt}: only {' and '.join(DEFAULT_LR)} have a default")
+            raise ValueError(f"lr is required for opt={self.opt}: only {' and '.join(DEFAULT_LR)} have a default")
         return DEFAULT_LR[self.opt] / (10 if self.weights or self.pretrained else 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values, as in ``settings.yaml``."""
+        """Return the settings as values for ``settings.yaml``."""
         return TypeAdapter(Settings).dump_python(self, mode="json")
 
 
+# The class has plain types for its readers; tyro finds the hints here.
+for name, text in Settings.__annotations__.items():
+    if name in HINTS:
+        Settings.__annotations__[name] = f"Annotated[{text}, HINTS[{name!r}]]"
+
+
 def differences(one: Settings, other: Settings) -> list[str]:
-    """Return the names of the differing settings that can change the result of a run."""
+    """Return the names of different settings that can change the result of a run."""
     return [name for name in changed(one, other) if name not in MACHINE_SETTINGS | CALL_SETTINGS]
 
 
@@ -178,30 +226,33 @@ def write_settings(settings: Settings) -> bytes:
 
 
 def read_settings(path: Path, given: Collection[str]) -> Settings:
-    """Read the settings of another run, without those of a single call.
+    """Read the settings of another run, except :data:`CALL_SETTINGS`.
 
     Args:
-        path: folder of the run, or file of settings.
-        given: names of the settings that the caller gives. A file may come from anyone: it fetches no data and imports
-            no class unless the caller names them too.
+        path: folder of the run, or its ``settings.yaml``.
+        given: names of the settings that the user passes. The file is not trusted: it can download data or import a
+            class only if the user passes the same setting.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file holds no settings, unknown ones, or some that the caller has to give.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file does not contain settings, or contains an unknown setting or one that the user must pass.
     """
     import yaml
 
     path = path / "settings.yaml" if path.is_dir() else path
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist. Expected the folder of a run, or its settings.yaml")
     try:
         values = yaml.safe_load(path.read_bytes())
     except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path} is not a file of settings: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path} is not a valid YAML file: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold settings, each a name with a value; got {type(values).__name__}")
+        raise ValueError(f"{path} must contain a mapping from names to values, got {type(values).__name__}")
     kept = {str(name): value for name, value in values.items() if name not in CALL_SETTINGS | {"download"}}
     for name, mark in (("dataset", "hfds/"), ("block", ":")):
         if mark in str(kept.get(name)) and name not in given:
-            raise ValueError(f"{path} has {name} {kept[name]!r}, which fetches or runs code: give it too to trust it")
+            remedy = f"pass --{name} {kept[name]} if you trust it"
+            raise ValueError(f"{path} contains {name} {kept[name]!r}, which can download or run code: {remedy}")
     try:
         return Settings(**kept)
     except ValueError as error:
