@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: Arguments that reduce each example to a short run.
 EXAMPLES = {
-    "train_cifar.py": "--epochs 6 --batch-size 24 --seeds 0 1 --lr 0.05",
+    "train_cifar.py": "--epochs 6 --batch-size 8 --seeds 0 1 --lr 0.05",
     "classify.py": "",
     "evidence.py": "--epochs 1 --seeds 0 --jobs 1",
     "recall.py": "--variants linear matching --seeds 0 --steps 20 --jobs 1",
