@@ -29,9 +29,10 @@ parameters each. The output of the network is the same with and without the untr
 **Conclusions.** Differences in top-1 are reported with 95 % intervals (Games–Howell) for each set and regime. Attention
 helps in a regime if the interval of attention − plain is above zero in at least two of the three sets, and the mean
 difference is positive in all three. The effect is due to attention, and not only to a trainable block, if the same
-holds for attention − squeeze-and-excitation and attention − convolution. Otherwise there is no significant difference, and the intervals show which
-gain or loss can be excluded. A gain over "plain" is expected only with a frozen backbone, where any block adds most of
-the trainable parameters. No significant difference is expected when all parameters are trained.
+holds for attention − squeeze-and-excitation and attention − convolution. Otherwise there is no significant difference,
+and the intervals show which gain or loss can be excluded. A gain over "plain" is expected only with a frozen backbone,
+where any block adds most of the trainable parameters. No significant difference is expected when all parameters are
+trained.
 """
 
 import sys
