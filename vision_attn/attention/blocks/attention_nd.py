@@ -107,11 +107,11 @@ class Attention(ConfigurableImpl):
 
     @on_feature_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Attend; the steps are the same for every pattern, position encoding and implementation.
+        """Compute attention; the steps are the same for every pattern, position encoding and implementation.
 
         Args:
-            x: feature maps, ``(b, c, h, w)``, or a single one, ``(c, h, w)``. Blocks with one or three axes expect as
-                many instead of ``h, w``.
+            x: feature maps, ``(b, c, h, w)``, or a single one, ``(c, h, w)``; :class:`Attention1d` expects ``w`` and
+                :class:`Attention3d` expects ``t, h, w`` instead of ``h, w``.
             mask: bool (True = may attend) or additive float, broadcastable to ``(b, heads, tokens, key tokens)``, with
                 tokens in row-major order.
             context: feature maps from which keys and values are projected, with ``context_channels`` channels, or
@@ -122,7 +122,7 @@ class Attention(ConfigurableImpl):
             the bias of ``proj``.
 
         Raises:
-            ValueError: the shape or type of ``x``, ``context`` or ``mask`` is wrong; the message states which.
+            ValueError: the shape or type of ``x``, ``context`` or ``mask`` is wrong.
         """
         plain = mask is None and context is None and self.context_channels is None and self.kv_stride == 1
         keys_size = tuple(x.shape[2:]) if plain else self.check_inputs(x, mask, context)
@@ -143,8 +143,8 @@ class Attention(ConfigurableImpl):
         self, kernel: Kernel, x: Tensor, keys_size: tuple[int, ...], mask: Tensor | None, context: Tensor | None
     ) -> AttentionInputs:
         """Project, split into groups and heads, normalize, and encode positions; return the inputs of a kernel."""
-        masks_map = kernel.attend_inputs is not None
-        grouping = self.groupings.get(x, keys_size, masks_map, unmasked=mask is None and not self.causal)
+        prefer_mask = kernel.attend_inputs is not None
+        grouping = self.groupings.get(x, keys_size, prefer_mask, unmasked=mask is None and not self.causal)
         q, k, v = self.project(kernel, grouping, x, context)  # (b·groups, n, i, d), (…, m, j, d), (…, m, j, e)
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast, normalization returns float32; the kernel expects the dtype of the values.

@@ -77,7 +77,7 @@ class AugmentedConv2d(Configurable):
         self.attn: Attention2d = Attention2d(in_channels, num_heads, out_channels=value_channels, **attention)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Convolve, attend, and concatenate both outputs.
+        """Compute the convolution and the attention, and concatenate both outputs.
 
         Args:
             x: feature maps, ``(b, in_channels, h, w)``, or a single one, ``(in_channels, h, w)``.
@@ -143,7 +143,7 @@ class StridedAttention2d(Configurable):
         self.attn: Attention2d = Attention2d(channels, num_heads, **attention)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Attend, then average.
+        """Compute attention, then average its output.
 
         Args:
             x: feature maps, ``(b, c, h, w)``.

@@ -21,7 +21,7 @@ AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
 
 
 def on_feature_maps(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Check the input of a block, accept an unbatched one, and make the block a single node of a torch.fx graph."""
+    """Decorate a ``forward`` method to check its input, accept unbatched feature maps, and be one torch.fx node."""
 
     @wraps(forward)
     def batched(self: Any, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
