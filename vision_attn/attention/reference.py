@@ -148,7 +148,7 @@ def neighborhood(length: int, kernel: int, dilation: int = 1, stride: int = 1, c
     allowed = np.zeros((length, length), bool)
     for query in range(length):
         keys = np.arange(query % dilation, length, dilation)
-        group = query // dilation // stride * stride  # the first query of those that share their keys
+        group = query // dilation // stride * stride  # the first query of the group that shares its keys
         leader = min(group + (stride - 1 if causal else stride // 2), len(keys) - 1)
         first = max(leader - kernel + 1, 0) if causal else min(max(leader - kernel // 2, 0), max(len(keys) - kernel, 0))
         allowed[query, keys[first : query // dilation + 1 if causal else first + kernel]] = True

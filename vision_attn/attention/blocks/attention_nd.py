@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention_maps import check_queries, weights_on_map
 from vision_attn.attention.blocks.config import ConfigurableImpl
-from vision_attn.attention.blocks.projection import POINTWISE, Conv, not_a_map, on_feature_maps, to_memory_format_of
+from vision_attn.attention.blocks.projection import POINTWISE, Conv, on_feature_maps, shape_error, to_memory_format_of
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, qk_norms
 from vision_attn.attention.blocks.rules import check_arguments
 from vision_attn.attention.dispatch import AttentionInputs, attend_in_groups
@@ -199,7 +199,7 @@ class Attention(ConfigurableImpl):
         if context is not None:
             channels = self.context_channels or self.channels
             if not isinstance(context, Tensor) or context.dim() != x.dim() or context.shape[1] != channels:
-                raise not_a_map("context", context, channels, self.rank)
+                raise shape_error("context", context, channels, self.rank)
             if context.shape[0] != x.shape[0]:
                 raise ValueError(f"context must have the batch size of x, {x.shape[0]}; got {context.shape[0]}")
             is_relative = self.position is not None and self.position.is_relative
@@ -241,7 +241,7 @@ class Attention(ConfigurableImpl):
         if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
             return self.attention_weights(x[None], mask, queries, None if context is None else context[None])
         if not isinstance(x, Tensor) or x.dim() != 2 + self.rank or x.shape[1] != self.channels:
-            raise not_a_map("x", x, self.channels, self.rank)
+            raise shape_error("x", x, self.channels, self.rank)
         keys_size = self.check_inputs(x, mask, context)
         if queries is not None:
             check_queries(queries, x.shape[2:])

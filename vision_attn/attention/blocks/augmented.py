@@ -62,7 +62,7 @@ class AugmentedConv2d(Configurable):
         check_new(device, dtype, in_channels=in_channels, out_channels=out_channels, num_heads=num_heads)
         check_counts(kernel_size=kernel_size, stride=stride, key_channels=key_channels, value_channels=value_channels)
         if kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, for branches with outputs of equal size; got {kernel_size}")
+            raise ValueError(f"kernel_size must be odd, so that both outputs have the same size; got {kernel_size}")
         for name in {"key_dim", "value_dim", "out_channels", "context_channels"} & attention.keys():
             raise ValueError(f"AugmentedConv2d does not support {name}: pass key_channels and value_channels")
         check_divides("num_heads", num_heads, "key_channels", key_channels)

@@ -141,7 +141,7 @@ class Grouping:
         return token // self.query_layout.tokens, token % self.query_layout.tokens
 
     def scatter_to_map(self, weights: Tensor, group: Tensor) -> Tensor:
-        """Scatter weights ``(b, n, i, j)`` to all key tokens, ``(b, n, i, tokens)``; ``group`` has one index per query."""
+        """Scatter weights ``(b, n, i, j)`` of queries in groups ``(i,)`` to all key tokens, ``(b, n, i, tokens)``."""
         tokens = product(self.key_layout.size)
         columns = padding_last(self.key_layout.index(), tokens)[group]
         dense = weights.new_zeros(*weights.shape[:3], tokens + 1)

@@ -44,7 +44,7 @@ class LinePattern(AnyPattern):
         line, given, names = self.line, dict(self.line.sizes), self.line.axes[axis]
         multiple = product([given.get(name, 1) for name in names])
         if all(name in given for name in names) and length > multiple:
-            raise ValueError(f"axis {axis} of x must have at most {multiple} positions for {self}; got {length}")
+            raise ValueError(f"x must have at most {multiple} positions on axis {axis + 2} for {self}; got {length}")
         padded = length if multiple == 1 else length + -length % multiple
         any_length = torch.compiler.is_exporting() and not isinstance(
             length, int
@@ -174,7 +174,9 @@ class Window(LinePattern):
         check_lengths("Window", "shift", self.shift, least=0)
         sides, shifts = same_length(self.size, self.shift)
         if len(sides) != len(shifts):
-            raise ValueError(f"Window: size and shift must have equally many axes; got {self.size} and {self.shift}")
+            raise ValueError(
+                f"Window: size and shift must have the same number of axes; got {self.size} and {self.shift}"
+            )
         if any(by >= side for side, by in zip(sides, shifts, strict=True)):
             raise ValueError(f"Window: shift must be smaller than size; got size={self.size} and shift={self.shift}")
 

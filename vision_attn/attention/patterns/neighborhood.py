@@ -71,12 +71,14 @@ class Neighborhood(AnyPattern):
     def axis_tiles(self, axis: int, length: int, device: torch.device) -> AxisTiles:
         settings = zip(*same_length(self.kernel_size, self.dilation, self.stride, self.causal), strict=True)
         kernel, dilation, stride, causal = list(settings)[axis]
-        if isinstance(length, int):  # not symbolic: tiles need no keys that lie outside the feature map for every query
+        if isinstance(
+            length, int
+        ):  # if the length is known, keys that are always outside the feature map are not copied
             dilation = min(dilation, length)
             kernel = min(kernel, -(-length // dilation))
         tile = kernel  # longer tiles compute more masked logits, shorter tiles copy more keys
         tiles = (length + dilation * tile - 1) // (dilation * tile)  # ONNX would truncate -(-a // b)
-        # Positions attend to each other only inside a class: equal remainders of the division by the dilation. Tiles
+        # Only positions with the same remainder modulo the dilation attend to each other. They form a class, and tiles
         # are sorted by class.
         first = torch.arange(dilation, device=device)[:, None, None]
         members = (length - first + dilation - 1) // dilation  # number of positions in each class

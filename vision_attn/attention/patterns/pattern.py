@@ -43,7 +43,7 @@ class AnyPattern:
     zero_padded: bool = False
 
     def for_rank(self, rank: int) -> Any:
-        """Return the pattern for feature maps with ``rank`` axes, one length per axis; raise if it does not fit."""
+        """Return the pattern with one value for each of ``rank`` axes; raise if it has another number of axes."""
         pattern, owner = cast(Any, self), type(self).__name__
         values = {one.name: for_axes(owner, one.name, getattr(self, one.name), rank) for one in fields(pattern)}
         return replace(pattern, **values)
