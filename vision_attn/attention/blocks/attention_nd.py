@@ -194,7 +194,7 @@ class Attention(ConfigurableImpl):
     def check_inputs(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[int, ...]:
         """Raise for an invalid mask or context; return the size of the keys' feature map."""
         if context is None and self.context_channels is not None:
-            expected = f"feature maps with {self.context_channels} channels for a block with context_channels"
+            expected = f"feature maps, because the block was created with context_channels={self.context_channels}"
             raise ValueError(f"context must be {expected}; got None")
         if context is not None:
             channels = self.context_channels or self.channels

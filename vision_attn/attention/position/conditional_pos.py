@@ -19,8 +19,8 @@ class ConditionalPos:
 
         x = x + depthwise_conv(x)        before the projection to queries, keys and values
 
-    The zero padding of the convolution encodes the borders of the feature map. The parameters ``position.conv.weight (c,
-    1, k, k)`` and ``position.conv.bias (c)`` apply to feature maps of any size.
+    The zero padding of the convolution encodes the borders of the feature map. The parameters are
+    ``position.conv.weight (c, 1, k, k)`` and ``position.conv.bias (c)``, for feature maps of any size.
 
     Args:
         kernel_size: size of the convolution kernel, in positions; an odd integer.
