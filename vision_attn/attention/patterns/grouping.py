@@ -45,8 +45,7 @@ class Grouping:
         self.axes: list[AxisTiles] = axes
 
         def layout(size: Size, layouts: list[AxisLayout], zero_padded: bool = False) -> TokenLayout:
-            one_group = pattern.is_global or pattern_as_mask
-            is_identity = one_group and all(axis.sizes is not None for axis in layouts)
+            is_identity = (pattern.is_global or pattern_as_mask) and all(axis.sizes is not None for axis in layouts)
             return TokenLayout(size, layouts, line, is_identity=is_identity, zero_padded=zero_padded)
 
         self.query_layout: TokenLayout = layout(size, [axis.queries for axis in axes])

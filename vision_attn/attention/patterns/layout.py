@@ -25,13 +25,7 @@ class TokenLayout:
     """The partition of a feature map of queries, or of keys, into groups of tokens."""
 
     def __init__(
-        self,
-        size: Size,
-        axes: Sequence[AxisLayout],
-        line: Rearrangement | None,
-        *,
-        is_identity: bool,
-        zero_padded: bool,
+        self, size: Size, axes: Sequence[AxisLayout], line: Rearrangement | None, is_identity: bool, zero_padded: bool
     ) -> None:
         self.size: tuple[int, ...] = tuple(size)
         self.axes = axes

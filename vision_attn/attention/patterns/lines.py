@@ -46,9 +46,8 @@ class LinePattern(AnyPattern):
         if all(name in given for name in names) and length > multiple:
             raise ValueError(f"x must have at most {multiple} positions on axis {axis + 2} for {self}; got {length}")
         padded = length if multiple == 1 else length + -length % multiple
-        any_length = torch.compiler.is_exporting() and not isinstance(
-            length, int
-        )  # the graph must not depend on the length
+        # A graph that is exported with a symbolic length must not depend on its value.
+        any_length = torch.compiler.is_exporting() and not isinstance(length, int)
         # As in Swin, an axis that fits into one window is not shifted.
         shift: int | Tensor = (
             same_length(self.shift, (0,) * self.rank)[0][axis] if any_length or padded > multiple else 0
@@ -111,8 +110,7 @@ class Pattern(LinePattern):
 
     def __init__(self, expression: str, /, **sizes: int) -> None:
         if not isinstance(expression, str):
-            example = "an einx expression such as 'b n d h w -> (b h) n w d'"
-            raise ValueError(f"Pattern: expression must be {example}; got {expression!r}")
+            raise ValueError(f"Pattern: expression must be a str, as in 'b n d h w -> (b h) n w d'; got {expression!r}")
         vars(self).update(text=expression, sizes=tuple(sizes.items()), line=Rearrangement.parse(expression, sizes))
 
     def for_rank(self, rank: int) -> Pattern:
@@ -174,9 +172,7 @@ class Window(LinePattern):
         check_lengths("Window", "shift", self.shift, least=0)
         sides, shifts = same_length(self.size, self.shift)
         if len(sides) != len(shifts):
-            raise ValueError(
-                f"Window: size and shift must have the same number of axes; got {self.size} and {self.shift}"
-            )
+            raise ValueError(f"Window: size and shift must have the same length; got {self.size} and {self.shift}")
         if any(by >= side for side, by in zip(sides, shifts, strict=True)):
             raise ValueError(f"Window: shift must be smaller than size; got size={self.size} and shift={self.shift}")
 

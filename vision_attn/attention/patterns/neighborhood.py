@@ -35,7 +35,7 @@ class Neighborhood(AnyPattern):
         kernel_size: number of keys along an axis.
         dilation: distance between consecutive keys, in positions.
         stride: number of consecutive queries that share their keys; at most ``kernel_size``.
-        causal: prevent positions from attending to later positions along an axis.
+        causal: prevent positions from attending to later positions along the axis.
 
     Raises:
         ValueError: ``kernel_size``, ``dilation`` or ``stride`` is smaller than 1, ``stride`` is larger than
@@ -59,8 +59,7 @@ class Neighborhood(AnyPattern):
             check_lengths("Neighborhood", name, getattr(self, name))
         kernels, strides = same_length(self.kernel_size, self.stride)
         if any(stride > kernel for kernel, stride in zip(kernels, strides, strict=False)):
-            most = f"stride must be at most kernel_size={self.kernel_size}"
-            raise ValueError(f"Neighborhood: {most}; got {self.stride}")
+            raise ValueError(f"Neighborhood: stride must be at most kernel_size={self.kernel_size}; got {self.stride}")
         if {*map(type, self.causal if isinstance(self.causal, tuple) else (self.causal,))} != {bool}:
             raise ValueError(f"Neighborhood: causal must be a bool, or a tuple of bools; got {self.causal!r}")
 
@@ -71,9 +70,7 @@ class Neighborhood(AnyPattern):
     def axis_tiles(self, axis: int, length: int, device: torch.device) -> AxisTiles:
         settings = zip(*same_length(self.kernel_size, self.dilation, self.stride, self.causal), strict=True)
         kernel, dilation, stride, causal = list(settings)[axis]
-        if isinstance(
-            length, int
-        ):  # if the length is known, keys that are always outside the feature map are not copied
+        if isinstance(length, int):  # keys outside a feature map of known length need not be copied
             dilation = min(dilation, length)
             kernel = min(kernel, -(-length // dilation))
         tile = kernel  # longer tiles compute more masked logits, shorter tiles copy more keys

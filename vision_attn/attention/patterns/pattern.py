@@ -107,7 +107,5 @@ def for_axes(owner: str, name: str, value: Any, rank: int) -> tuple[Any, ...]:
     """Convert a value to a tuple with one element per axis; raise if a tuple has another length."""
     values = value if isinstance(value, tuple) else (value,) * rank
     if len(values) != rank:
-        raise ValueError(
-            f"{owner}: {name} must have one value per axis of a feature map with {rank} axes; got {value!r}"
-        )
+        raise ValueError(f"{owner}: {name} must have one value for each of the {rank} axes; got {value!r}")
     return values

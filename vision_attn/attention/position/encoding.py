@@ -83,11 +83,7 @@ def new_encoding(position: AnyPosition, shape: AttentionShape, **factory: Any) -
         raise ValueError(f"position must be None or a position encoding such as va.Rope2d(); got {position!r}")
     encoding = position.build(shape, **factory)
     if encoding.is_relative and shape.is_cross:
-        cause = (
-            "relative positions require queries and keys from one feature map, without kv_stride or context_channels"
-        )
-        raise ValueError(f"position must not be {position!r}: {cause}. Use position=va.Rope2d()")
+        raise ValueError(f"position must not be {position!r} with kv_stride or context_channels. Use va.Rope2d()")
     if encoding.adds_to_map and shape.context_channels not in (None, shape.channels):
-        cause = f"context_channels={shape.context_channels} differs from channels={shape.channels}"
-        raise ValueError(f"position must not be {position!r}: {cause}. Use position=va.Rope2d()")
+        raise ValueError(f"position must not be {position!r} if context_channels != channels. Use va.Rope2d()")
     return encoding

@@ -30,10 +30,9 @@ def table_lengths(config: RelativePosition, shape: AttentionShape) -> tuple[int,
     given = for_axes(owner, "feat_size", config.feat_size, shape.rank)
     for length, fixed, attends in zip(given, pattern.window_shape, pattern.attention_axes, strict=True):
         if attends and fixed is None and length is None:
-            cause = "because the groups of this pattern grow with the feature map"
-            raise ValueError(f"{owner}: feat_size must be given {cause}. Pass for example feat_size=(14, 14)")
+            raise ValueError(f"{owner}: feat_size must be given, because the groups of the pattern have no fixed size")
         if attends and fixed is not None and length not in (None, fixed):
-            raise ValueError(f"{owner}: feat_size must be None or the group size, {pattern.window_shape}; got {given}")
+            raise ValueError(f"{owner}: feat_size must be None or {pattern.window_shape} for this pattern; got {given}")
         lengths.append((fixed or length or 1) if attends else 1)
     return tuple(lengths)
 
