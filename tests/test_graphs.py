@@ -98,11 +98,11 @@ def test_memory_that_a_cuda_graph_reads_is_never_freed(monkeypatch, pattern, pos
         block(images(1, side))
     gc.collect()
     assert all(reference() is not None for reference in references)
-    assert len(block.attn.groupings.kept) <= 4
+    assert len(block.attn.groupings.recent) <= 4
     other = layer(pattern, position)
     capture(monkeypatch)
     other(x)  # a grouping created during the capture is in the memory of the graph
-    assert not other.attn.groupings.kept
+    assert not other.attn.groupings.recent
     assert not other.attn.groupings.captured
 
 

@@ -85,19 +85,19 @@ def test_cached_groupings_are_not_saved_with_the_block_and_are_freed_with_the_bl
     before = saved()
     expected = block(x).detach()
     assert saved() == before
-    kept = block.groupings.kept
-    (first,) = kept.values()
+    recent = block.groupings.recent
+    (first,) = recent.values()
     block(x.expand(2, -1, -1, -1))
-    assert [*kept.values()] == [first]
+    assert [*recent.values()] == [first]
     other = copy.deepcopy(block)
-    assert not other.groupings.kept
+    assert not other.groupings.recent
     assert torch.equal(other(x), expected)
     assert other.to("meta")(x.to("meta")).shape == x.shape
     for width in range(1, 20):
         block(torch.randn(1, 8, 2, width))
-        assert len(kept) <= 4
-    mask = weakref.ref(next(iter(kept.values())).mask)
-    block = kept = first = None
+        assert len(recent) <= 4
+    mask = weakref.ref(next(iter(recent.values())).mask)
+    block = recent = first = None
     gc.collect()
     assert mask() is None
 
@@ -131,10 +131,10 @@ def test_a_grouping_created_in_another_mode_is_not_used_in_training(mode, positi
     MODES[mode](block, x.detach())
     found = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
     weights = block.attention_weights(x)
-    mask = next(iter(block.groupings.kept.values())).mask
+    mask = next(iter(block.groupings.recent.values())).mask
     assert type(mask) is torch.Tensor
     assert not torch._C._functorch.is_functorch_wrapped_tensor(mask)  # the transform has ended
-    block.groupings.kept.clear()
+    block.groupings.recent.clear()
     expected = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
     torch.testing.assert_close(weights, block.attention_weights(x))
     for one, other in zip(found, expected, strict=True):

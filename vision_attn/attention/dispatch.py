@@ -169,12 +169,12 @@ def attend_chunked(kernel: Kernel, inputs: AttentionInputs, terms: list[Tensor],
         if kernel is EINX:  # einx wraps every exception, including the one with which torch stops early
             run = partial(run, early_stop=False)
     by_image: Any = [x.split(images * groups) for x in (q, k, v, *terms)]
-    done = []
+    outputs = []
     for image_mask, queries, keys_, values, *logits in zip(split_mask(mask, images, axis=0), *by_image, strict=False):
         by_row: Any = [x.split(rows, dim=2) for x in (queries, *logits)]
         chunks = zip(split_mask(image_mask, rows, axis=3), *by_row, strict=False)
-        done.append(concat([run(chunk, keys_, values, part, *added) for part, chunk, *added in chunks], dim=2))
-    return concat(done, dim=0)
+        outputs.append(concat([run(chunk, keys_, values, part, *added) for part, chunk, *added in chunks], dim=2))
+    return concat(outputs, dim=0)
 
 
 def concat(parts: Sequence[Tensor], dim: int) -> Tensor:

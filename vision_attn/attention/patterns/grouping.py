@@ -152,7 +152,7 @@ class GroupingCache:
 
     def __init__(self, pattern: AnyPattern) -> None:
         self.pattern = pattern
-        self.kept: dict[Any, Grouping] = {}
+        self.recent: dict[Any, Grouping] = {}
         #: Groupings that a captured CUDA graph uses. They are never removed: each replay reads the same memory.
         self.captured: dict[Any, Grouping] = {}
 
@@ -168,7 +168,7 @@ class GroupingCache:
         size = tuple(x.shape[2:])
         key = (size, keys_size, x.device, prefer_mask and unmasked, prefer_mask)
         plain = type(x) is Tensor and type(size[0]) is int and not torch.compiler.is_compiling()
-        grouping = (self.captured.get(key) or self.kept.get(key)) if plain else None
+        grouping = (self.captured.get(key) or self.recent.get(key)) if plain else None
         if grouping is None:
             with outside_graph((*size, *keys_size)), torch.inference_mode(False):  # also valid in training
                 grouping = Grouping(self.pattern, size, keys_size, x.device)
@@ -176,9 +176,9 @@ class GroupingCache:
                 if prefer_mask and not grouping.is_global and not (unmasked and is_reshape):
                     grouping = Grouping(self.pattern, size, keys_size, x.device, pattern_as_mask=True)
             if plain and can_cache(grouping.axes[0].queries.positions):
-                if len(self.kept) >= CACHED_SIZES:
-                    self.kept.clear()
-                self.kept[key] = grouping
+                if len(self.recent) >= CACHED_SIZES:
+                    self.recent.clear()
+                self.recent[key] = grouping
         elif not torch.compiler.is_compiling() and is_capturing():
             self.captured[key] = grouping
         return grouping

@@ -45,7 +45,7 @@ class AnyPattern:
     def for_rank(self, rank: int) -> Any:
         """Return the pattern with one value for each of ``rank`` axes; raise if it has another number of axes."""
         pattern, owner = cast(Any, self), type(self).__name__
-        values = {one.name: for_axes(owner, one.name, getattr(self, one.name), rank) for one in fields(pattern)}
+        values = {field.name: for_axes(owner, field.name, getattr(self, field.name), rank) for field in fields(pattern)}
         return replace(pattern, **values)
 
     @property

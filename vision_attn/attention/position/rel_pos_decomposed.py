@@ -131,7 +131,7 @@ class DecomposedBias(PositionBias):
         logits = [*self.axis_logits(q).values()]
         one_hot, zero = self.grouping.cached(("one_hot", k.dtype), lambda: self.one_hot(k))
         scaled = (scale * q).reshape(*logits[0].shape[:-1], q.shape[3])
-        filler = zero.expand(*scaled.shape[:-1], one_hot.shape[1] - sum(one.shape[-1] for one in logits))
+        filler = zero.expand(*scaled.shape[:-1], one_hot.shape[1] - sum(term.shape[-1] for term in logits))
         width = q.shape[3] + one_hot.shape[1]  # not -1, because Core ML requires a width independent of the batch size
         extended = torch.cat([scaled, *logits, filler], dim=-1).reshape(-1, *q.shape[1:3], width)
         return extended, torch.cat([k, one_hot.expand(*k.shape[:2], -1, -1)], dim=-1), 1.0, mask
