@@ -87,7 +87,7 @@ def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
 ):
     old, new = (nn.Sequential(va.Attention2d(16, 2, position=kind(size))) for size in (old_size, new_size))
     torch.save(old.state_dict(), tmp_path / "model.pth")
-    if changed is None:  # another aspect ratio
+    if changed is None:  # of other proportions
         with pytest.raises(va.CheckpointError, match=f"1 of another shape: 0.position.{TABLE}"):
             va.load_checkpoint(new, tmp_path / "model.pth")
         return
@@ -96,7 +96,7 @@ def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
     assert report.mismatched == {}
     assert f"{len(changed)} converted to the model's shape: 0.position." in str(report)
     x = torch.randn(2, 16, *new_size)
-    torch.testing.assert_close(new(x), old(x))  # old resizes its tables in the forward pass
+    torch.testing.assert_close(new(x), old(x))  # which resizes its tables in the forward pass
 
 
 @torch.no_grad()
