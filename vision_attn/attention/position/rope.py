@@ -27,9 +27,9 @@ class Rope2d:
                                                   x · temperature^(-4k/d)    in the second half of each head
         k = 0, …, d/4 - 1 in each half
 
-    ``(y, x)`` is the position on the feature map, for every pattern. If the feature map of the keys has another size,
-    its positions are scaled, so that both feature maps cover the same area with aligned pixel centers. There are no
-    parameters.
+    ``(y, x)`` is the position on the complete feature map, also inside windows. If the feature map of the keys has
+    another size, its positions are scaled, so that both feature maps cover the same area with aligned pixel centers.
+    There are no parameters.
 
     Args:
         temperature: base of the frequencies; larger values give longer wavelengths.
