@@ -1,4 +1,4 @@
-"""Implementations that train on a CPU, and tables of patterns and position encodings that test files share."""
+"""Implementations, patterns and position encodings that several test files use."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,12 +8,12 @@ import torch
 import vision_attn as va
 from vision_attn.attention import flex, reference as R
 
-#: FlexAttention has no gradients on a CPU.
+#: Implementations that support training on a CPU. FlexAttention does not support gradients there.
 CPU_IMPLS = tuple(impl for impl in va.IMPLS if impl != "flex")
 
 
 class Case(NamedTuple):
-    """A pattern, its relations along each axis, and whether its groups grow with the map along each axis."""
+    """A pattern, its relations for a size, and for each axis True if the groups grow with the feature map."""
 
     pattern: object
     relations: Callable
@@ -21,7 +21,7 @@ class Case(NamedTuple):
 
 
 def same(relation, *sides):
-    """Relations of the same kind along both axes, with a number of positions for each."""
+    """Return a function that builds the same relation for both axes, with separate arguments for each axis."""
     return lambda h, w: (relation(h, *sides[0]), relation(w, *sides[-1]))
 
 
@@ -42,19 +42,19 @@ CASES = {
     ),
 }
 PATTERNS = [case.pattern for case in CASES.values()]
-#: Encodings, and classes of encodings with tables.
+#: Position encodings, and classes of encodings whose tables need a size.
 POSITIONS = (None, va.RelPosDecomposed, va.RelPosTable, va.AbsPos, va.Rope2d(), va.ConditionalPos(3), va.SinCos())
 
 
 def make_position(position, pattern, size):
-    """Return an encoding; with tables, one for maps of this size, or for the windows of a pattern."""
+    """Return a position encoding; tables are created for feature maps of a size, or for the windows of a pattern."""
     if not isinstance(position, type):
         return position
     return position(size if isinstance(pattern, str | va.Pattern) or position is va.AbsPos else None)
 
 
 def dense_flex(q, k, v, *, score_mod, block_mask, scale, enable_gqa):
-    """FlexAttention as torch documents it, with every score in memory."""
+    """Compute FlexAttention as documented by torch, with all scores in memory."""
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = scale * q @ k.mT
@@ -68,6 +68,6 @@ def dense_flex(q, k, v, *, score_mod, block_mask, scale, enable_gqa):
 
 
 def uncompile_flex(patch):
-    """Let ``impl="flex"`` run uncompiled, with everything that it refuses."""
+    """Make ``impl="flex"`` run uncompiled, and accept inputs that it does not support."""
     patch.setattr(flex, "compiled", lambda *shapes: dense_flex)
     patch.setattr(flex, "check_flex", lambda *inputs: None)

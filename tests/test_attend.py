@@ -1,4 +1,4 @@
-"""Attention between tokens: against torch, masks, half precision, dropout, memory, custom implementations."""
+"""Attention between tokens: equality with torch, masks, half precision, dropout, memory, custom implementations."""
 
 from unittest import mock
 
@@ -25,15 +25,15 @@ def close(found, expected, atol=1e-12):
 
 
 def rounding(dtype):
-    """The largest difference from the exact result for values of this type that are rounded a few times."""
+    """Return the tolerance for values of a dtype that are rounded a few times."""
     return {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
 
 
-# --- against torch -----------------------------------------------------------------------------------------------
+# --- equality with torch ----------------------------------------------------------------------------------------------
 
 
 @each_implementation
-def test_causal_attention_and_shared_heads_are_torchs(impl):
+def test_causal_and_grouped_query_attention_equal_torch(impl):
     q, k, v = heads((2, 6, 7, 4), (2, 2, 7, 4), (2, 2, 7, 4), dtype=torch.float64)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     close(attend(q, k, v, impl=impl, causal=True), expected)
@@ -44,12 +44,12 @@ def test_causal_attention_and_shared_heads_are_torchs(impl):
         attend(q, *heads((2, 4, 5, 4), (2, 4, 5, 4)), impl=impl)
 
 
-# --- numbers that a kernel may get wrong in silence -------------------------------------------------------------------
+# --- numerical edge cases ---------------------------------------------------------------------------------------------
 
 
 @each_implementation
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-def test_rows_with_large_negative_values_rows_without_keys_and_nan(impl, dtype):
+def test_rows_with_large_negative_values_fully_masked_rows_and_nan(impl, dtype):
     q, k, v = heads(*[(1, 2, 6, 4)] * 3, dtype=dtype, grad=True)
     mask = torch.zeros(6, 6)
     mask[2] = -1e9
@@ -70,15 +70,15 @@ def test_rows_with_large_negative_values_rows_without_keys_and_nan(impl, dtype):
         assert (gradients[0][:, :, 2] == 0).all()
     with torch.no_grad():
         q[0, 0, 1, 0] = torch.nan
-    y = attend(q, k, v, impl=impl, mask=torch.ones(6, 6, dtype=torch.bool))  # does not hide it
+    y = attend(q, k, v, impl=impl, mask=torch.ones(6, 6, dtype=torch.bool))  # NaN must be visible in the output
     assert torch.isnan(y[0, 0]).all(1).tolist() == [False, True, False, False, False, False]
 
 
 @each_implementation
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_half_precision_is_exact_but_for_its_rounding_forward_and_backward(impl, dtype):
+def test_half_precision_is_exact_up_to_rounding_forward_and_backward(impl, dtype):
     strided = [x[..., ::2] for x in heads((2, 4, 5, 16), (2, 2, 33, 16), (2, 2, 33, 8), dtype=dtype)]
-    strided[0] *= 30  # logits of a hundred and more, which half precision rounds to tenths
+    strided[0] *= 30  # logits above 100, which half precision rounds to multiples of about 0.1
     mask, (slope,) = torch.randn(2, 4, 5, 33), heads((2, 4, 5, 4), dtype=dtype)
     lowest = mask.index_fill(2, torch.tensor([1, 3]), torch.finfo(torch.float32).min)
     for given, autocast in ((None, False), (None, True), (mask > 0, False), (1e5 * mask, False), (lowest, False)):
@@ -90,10 +90,10 @@ def test_half_precision_is_exact_but_for_its_rounding_forward_and_backward(impl,
             assert y.dtype == x[0].dtype
             results.append([y, *torch.autograd.grad(y, leaves, slope.to(y.dtype))])
         q, k, v, weight = (float(x.abs().max()) for x in (*strided, slope))
-        # The terms of each sum: with one key alone in a row, little of a gradient is left.
+        # The tolerance is relative to the terms of each sum, because the sum itself can be close to zero.
         for found, expected, terms in zip(*results, (v, weight * v * k, weight * v * q, weight), strict=True):
             assert (found.double() - expected).abs().max() <= rounding(dtype) * terms
-    # Logits of a million: beyond float16, and in bfloat16 farther apart than the keys are.
+    # Logits of 10^6 exceed the range of float16, and bfloat16 rounds them more coarsely than their difference.
     q, v = torch.full((1, 1, 2, 4), 500.0, dtype=dtype), torch.tensor([[[[1.0], [2.0]]]], dtype=dtype)
     k = torch.tensor([[[[500.0] * 4, [502.0] * 4]]], dtype=dtype)
     expected = 2.0 if k[0, 0, 1, 0] > k[0, 0, 0, 0] else 1.5
@@ -111,7 +111,7 @@ def test_half_precision_is_exact_but_for_its_rounding_forward_and_backward(impl,
     ],
     ids=str,
 )
-def test_blocks_with_positions_are_finite_in_half_precision_whatever_the_logits(impl, options):
+def test_blocks_with_positions_are_finite_in_half_precision_for_large_logits(impl, options):
     mask = torch.rand(30, 30) < 0.7
     mask[::3] = False
     for dtype in HALVES:
@@ -119,7 +119,7 @@ def test_blocks_with_positions_are_finite_in_half_precision_whatever_the_logits(
         with torch.no_grad():
             block.qkv.weight[:32] *= 60.0
             for parameter in block.position.parameters():
-                # One logit of a position is beyond float16, itself or in the product with its query.
+                # Position logits exceed the range of float16, either directly or after the product with the query.
                 parameter.copy_((3e4 if parameter.shape[1] == 2 else 1e3) * torch.randn_like(parameter).clamp(-2, 2))
         y = block(torch.randn(2, 16, 5, 6).to(dtype), mask)
         torch.testing.assert_close(y.flatten(2)[:, :, ::3], block.proj.bias[:, None].expand(2, -1, 10))
@@ -141,15 +141,17 @@ def test_dropout_keeps_the_mean_and_is_off_in_evaluation(impl):
     close(dropped.mean(0, keepdim=True), exact, 0.01)
     q, k, v = heads(*[(2, 2, 16, 8)] * 3)
     outputs = []
-    for named in (impl, "bmm") if impl != "sdpa" else ():  # the same weights are dropped where they are stored
+    for named in (
+        (impl, "bmm") if impl != "sdpa" else ()
+    ):  # implementations that store the weights drop the same weights
         torch.manual_seed(3)
         outputs.append(attend(q, k, v, impl=named, dropout=0.5))
     torch.testing.assert_close(outputs[:1], outputs[1:])
 
 
 @pytest.mark.parametrize("case", ["plain", "dropout", "a bias with gradients"])
-def test_a_named_implementation_is_the_one_that_runs_and_auto_chooses(case):
-    """On the CPU torch has no fused kernel with dropout or gradients of a mask: auto takes bmm there."""
+def test_a_named_implementation_runs_and_auto_selects_one(case):
+    """On a CPU, torch has no fused kernel with dropout or gradients of a mask, so auto selects bmm."""
     q, k, v = heads(*[(2, 2, 6, 8)] * 3)
     mask = torch.randn(1, 2, 6, 6, requires_grad=True) if case.startswith("a bias") else None
     for impl, expected in (("sdpa", True), ("bmm", False), ("auto", case == "plain")):
@@ -161,7 +163,7 @@ def test_a_named_implementation_is_the_one_that_runs_and_auto_chooses(case):
         assert (fused.called, bmm.called) == (expected, not expected), impl
 
 
-# --- memory, by count -------------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_a_named_implementation_is_the_one_that_runs_and_auto_chooses(case):
         (va.LinearAttention2d, {"impl": "bmm"}, (32, 32)),
     ],
 )
-def test_no_tensor_of_queries_by_keys_is_made_forward_or_backward(block, options, size):
+def test_no_tensor_of_size_queries_times_keys_is_allocated_forward_or_backward(block, options, size):
     block, x = block(16, 2, **options), torch.randn(1, 16, *size, requires_grad=True)
     elements = []
 
@@ -184,7 +186,7 @@ def test_no_tensor_of_queries_by_keys_is_made_forward_or_backward(block, options
     with Operations(record):
         block(x).sum().backward()
     assert max(elements) < 1024**2
-    if "qk_norm" in options:  # as the mode does see with bmm
+    if "qk_norm" in options:  # the test detects such a tensor with bmm
         with va.use_impl(block, "bmm"), Operations(record):
             block(x)
         assert max(elements) >= 1024**2
@@ -231,7 +233,7 @@ def test_empty_inputs_have_empty_or_zero_outputs(impl):
 
 @pytest.mark.parametrize("impl", ["einx", "bmm"])
 @pytest.mark.parametrize("kept", [65_536, 1])
-def test_sums_over_a_large_map_fit_into_half_precision(impl, kept):
+def test_sums_over_a_large_feature_map_are_in_the_range_of_half_precision(impl, kept):
     q, k, v = (torch.rand(1, 1, 65_536, 2) + 1 for _ in range(3))
     options = {"impl": impl, "feature_map": "elu", "mask": (torch.arange(65_536) < kept)[:, None]}
     half = attend_linear(q.half(), k.half(), v.half(), **options)

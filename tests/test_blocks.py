@@ -1,4 +1,4 @@
-"""The blocks: contract, unbatched maps, projections, keys of another map, residual blocks, refused arguments."""
+"""Blocks: common behavior, unbatched inputs, projections, cross-attention, residual blocks, invalid arguments."""
 
 import copy
 import cProfile
@@ -29,10 +29,10 @@ def close(found, expected, atol=1e-12):
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
-# --- the contract -----------------------------------------------------------------------------------------------------
+# --- common behavior --------------------------------------------------------------------------------------------------
 
 
-def test_the_state_dict_and_the_seed_are_those_of_two_convolutions():
+def test_state_dict_and_seed_equal_two_convolutions():
     torch.manual_seed(0)
     block = va.Attention2d(16, 4)
     torch.manual_seed(0)
@@ -60,24 +60,24 @@ def test_a_forward_pass_calls_few_functions_of_the_package(options, most):
     ("block", "options"),
     [*((block, {}) for block in BLOCKS), (va.Attention2d, SHIFTED), (va.StridedAttention2d, {"stride": 2})],
 )
-def test_the_memory_format_of_the_output_is_that_of_the_input(block, options):
+def test_the_output_has_the_memory_format_of_the_input(block, options):
     block = block(8, 2, **options)
     for memory_format in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(2, 16, 5, 3).contiguous(memory_format=memory_format)
         assert block(x[:, :8].contiguous(memory_format=memory_format)).is_contiguous(memory_format=memory_format)
-    assert block(x[:, :8]).is_contiguous(memory_format=torch.channels_last)  # some of the channels
+    assert block(x[:, :8]).is_contiguous(memory_format=torch.channels_last)  # a slice of the channels
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_gradients_have_the_strides_of_their_parameters_in_channels_last(groups):
-    """Also of axes of length one, which say nothing: DistributedDataParallel warns of each that differs."""
+    """DistributedDataParallel warns about different strides, even along axes of length one."""
     block = va.AttentionBlock2d(8, num_heads=2, groups=groups, gate_init=1.0)
     model = nn.Sequential(block, va.LinearAttention2d(8, 2)).to(memory_format=torch.channels_last)
     model(torch.randn(2, 8, 6, 5).contiguous(memory_format=torch.channels_last)).square().sum().backward()
     assert [key for key, p in model.named_parameters() if p.grad.stride() != p.stride()] == []
 
 
-def test_implementations_are_set_and_restored_after_an_error_too():
+def test_implementations_are_set_and_are_restored_after_an_error():
     model = nn.Sequential(va.Attention2d(8, 2), va.AttentionBlock2d(8, 2, impl="bmm"), nn.ReLU())
     assert [va.set_impl_(model, "bmm"), va.set_impl_(model, "bmm")] == [1, 0]
     va.set_impl_(model[0], "sdpa")
@@ -86,7 +86,7 @@ def test_implementations_are_set_and_restored_after_an_error_too():
     with pytest.raises(ValueError, match=r"^x must"), va.use_impl(model, "einsum"):
         model(torch.zeros(1))
     assert [model[0].impl, model[1].attn.impl] == ["sdpa", "bmm"]
-    # Linear attention has the same state dict, and its own implementations.
+    # Linear attention has the same state dict, but other implementations.
     both = nn.Sequential(va.LinearAttention2d(8, 2), model[0])
     model[0].load_state_dict(both[0].state_dict(), strict=True)
     assert va.set_impl_(both, "einx") == 2
@@ -97,14 +97,14 @@ def test_implementations_are_set_and_restored_after_an_error_too():
 
 
 @pytest.mark.parametrize("impl", CPU_IMPLS)
-def test_queries_and_keys_of_length_zero_have_a_direction_in_half_precision_too(impl):
+def test_cosine_attention_supports_zero_vectors_in_half_precision(impl):
     block = va.Attention2d(8, 2, impl=impl, qk_norm="cosine", qkv_bias=False, dtype=torch.float16)
     y = block(torch.zeros(1, 8, 3, 3, dtype=torch.float16))
     close(y, block.proj.bias.view(1, 8, 1, 1).expand_as(y))
 
 
-def attend_by_cosines(block, x, context):
-    """Attention by cosines in plain torch, on two maps."""
+def cosine_attention(block, x, context):
+    """Compute cosine attention from ``x`` to ``context`` in plain torch."""
     n, d = block.num_heads, block.key_dim
     parts = zip(block.qkv.weight.split(n * d), block.qkv.bias.split(n * d), strict=True)
     q, k, v = (F.conv2d(y, *part) for y, part in zip((x, context, context), parts, strict=True))
@@ -117,22 +117,22 @@ def attend_by_cosines(block, x, context):
 
 
 @pytest.mark.parametrize("impl", CPU_IMPLS)
-def test_cosine_attention_and_matching_are_plain_torch(impl):
+def test_cosine_attention_and_match_equal_plain_torch(impl):
     x, context = random_map(2, 8, 3, 4) + 2, random_map(2, 8, 5, 2) - 1
     for qk_norm, initial in (("match", 14), ("cosine", 10)):
         block = va.Attention2d(8, 2, impl=impl, qk_norm=qk_norm, **DOUBLE)
         close(block.q_norm.logit_scale.exp().flatten(), torch.tensor([initial] * 2, **DOUBLE))
         for parameter in (block.qkv.weight, block.qkv.bias):
             nn.init.normal_(parameter)
-        for scale in (initial, 300):  # more than the maximum
+        for scale in (initial, 300):  # 300 exceeds the maximum
             nn.init.constant_(block.q_norm.logit_scale, math.log(scale))
-            plain = partial(attend_by_cosines, block)
+            plain = partial(cosine_attention, block)
             assert_same_function(lambda x, y, block=block: block(x, None, y), plain, x, context, atol=1e-10)
     x, other = random_map(2, 8, 6, 6), random_map(8, 1, 1)
     for pattern in ("full", "rows", va.Window(3), va.Neighborhood(3)):
         block = va.Attention2d(8, 2, impl=impl, qk_norm="match", pattern=pattern, **DOUBLE)
         nn.init.normal_(block.qkv.weight)
-        # A vector added to all positions does not change the weights, and adds the same everywhere.
+        # A vector that is added to all positions does not change the weights, and adds a constant to the output.
         added = block(x + other) - block(x)
         close(added, added[:1, :, :1, :1].expand_as(added))
 
@@ -141,25 +141,25 @@ def test_cosine_attention_and_matching_are_plain_torch(impl):
     "options", [{}, {"num_kv_heads": 1}, {"context_channels": 32}, {"groups": 2}, {"pattern": va.Window(4)}]
 )
 def test_with_match_every_head_attends_to_equal_positions_at_initialization(options):
-    x = torch.randn(2, 32, 8, 8) + 5 * torch.randn(32, 1, 1)  # the mean over the map is most of each position
+    x = torch.randn(2, 32, 8, 8) + 5 * torch.randn(32, 1, 1)  # the mean over the feature map dominates every position
     order = torch.arange(64) if "pattern" in options else torch.randperm(64)
     context = x.flatten(2)[:, :, order].unflatten(2, (8, 8))
     block = va.AttentionBlock2d(32, 4, qk_norm="match", **options)
     assert torch.equal(block(x, context=context), x)
-    for qk_norm in ("match", "cosine"):  # the second with the same weights, but without subtracting the mean
+    for qk_norm in ("match", "cosine"):  # "cosine" with the same weights does not subtract the mean
         block.attn.qk_norm = qk_norm
         weights = block.attn.attention_weights(x, context=context)
         found = weights[:, :, torch.arange(64), order.argsort()].mean((0, 2))
         assert (found > 0.5).all() if qk_norm == "match" else (found < 0.25).all(), found
 
 
-def test_timms_initialization_does_not_undo_that_of_a_block():
+def test_initialization_by_timm_keeps_the_initialization_of_match():
     model = timm.create_model("resnet18", block_args={"attn_layer": va.timm_layer(qk_norm="match")})
     q, k, _ = model.layer4[1].se.attn.qkv.weight.chunk(3)
     assert torch.equal(q, k)
 
 
-# --- unbatched maps ---------------------------------------------------------------------------------------------------
+# --- unbatched inputs -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -172,23 +172,23 @@ def test_timms_initialization_does_not_undo_that_of_a_block():
         (va.TransformerBlock2d, {}, (3, 5), (8, 2, 4)),
     ],
 )
-def test_blocks_accept_one_map_without_a_batch_as_convolutions_do(kind, options, size, context_size):
+def test_blocks_accept_unbatched_feature_maps_as_convolutions_do(kind, options, size, context_size):
     block, x, outputs = kind(8, 2, **options), torch.randn(8, *size), []
     mask = torch.rand(1, x[0].numel()) < 0.7 if context_size is None else None
     context = () if context_size is None else (torch.randn(context_size),)
     expected = block(x[None], mask, *(y[None] for y in context))[0]
     block.register_forward_hook(lambda module, args, y: outputs.append(y))
     close(block(x, mask, *context), expected, atol=1e-6)
-    assert [tuple(y.shape) for y in outputs] == [(8, *size)]  # a hook is called once, with the map as it came
+    assert [tuple(y.shape) for y in outputs] == [(8, *size)]  # a hook is called once, with unbatched tensors
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_inputs_and_masks_that_do_not_fit_are_refused_also_in_an_empty_batch(block):
+def test_invalid_inputs_and_masks_raise_an_error_also_for_an_empty_batch(block):
     for x in (None, *map(torch.zeros, ((2, 7, 4, 4), (7, 4, 4), (8, 4), (1, 2, 8, 4, 4)))):
         with pytest.raises(ValueError, match=r"^x must .*\(batch, 8, height, width\)"):
             block(8, 2)(x)
     masks = [torch.ones(7, 7) > 0, torch.ones(15, dtype=torch.long), [[True]], torch.ones(3, 1, 15, 15) > 0]
-    if block is va.LinearAttention2d:  # for one query alone, or additive
+    if block is va.LinearAttention2d:  # it supports neither masks per query nor additive masks
         masks += [torch.ones(15, 15) > 0, torch.zeros(1, 1, 1, 15)]
     for batch in (0, 2):
         for mask in masks:
@@ -201,12 +201,12 @@ def test_inputs_and_masks_that_do_not_fit_are_refused_also_in_an_empty_batch(blo
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_a_projection_is_a_convolution_in_every_memory_format(rank, dtype):
+def test_a_projection_equals_a_convolution_in_every_memory_format(rank, dtype):
     x = random_map(2, 16, *(6, 5, 4)[:rank]).to(dtype)
     maps = {
         "default": x[:, :8].contiguous(),
         "channels last": x[:, :8].movedim(1, -1).contiguous().movedim(-1, 1),
-        "some of the channels": x[:, 4:12],
+        "slice of channels": x[:, 4:12],
         "every other position": x[:, :8, ::2],
         "expanded": x[:1, :8].expand(3, *[-1] * (rank + 1)),
         "unbatched": x[0, :8],
@@ -217,10 +217,10 @@ def test_a_projection_is_a_convolution_in_every_memory_format(rank, dtype):
         ours = POINTWISE[rank](8, 12, 1, dtype=dtype, **options)
         exact = getattr(nn, f"Conv{rank}d")(8, 12, 1, **options, **DOUBLE)
         exact.load_state_dict(ours.state_dict())
-        for name, map in maps.items():
+        for name, feature_map in maps.items():
             results = []
             for layer in (ours, exact):
-                leaf = map.to(layer.weight.dtype).detach().requires_grad_()
+                leaf = feature_map.to(layer.weight.dtype).detach().requires_grad_()
                 y = layer(leaf)
                 assert y.dtype == layer.weight.dtype
                 results.append([y, *torch.autograd.grad(y.sum(), [leaf, *layer.parameters()])])
@@ -230,7 +230,7 @@ def test_a_projection_is_a_convolution_in_every_memory_format(rank, dtype):
 
 
 class Packed(torch.Tensor):
-    """A quantized matrix as torchao's, which has `linear` but no transpose."""
+    """A quantized matrix, as in torchao, which supports ``linear`` but not ``t``."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -239,7 +239,7 @@ class Packed(torch.Tensor):
 
 
 @torch.no_grad()
-def test_a_projection_takes_a_quantized_matrix_as_its_weight():
+def test_a_projection_supports_a_quantized_weight():
     block, x = va.Attention2d(8, 2), torch.randn(2, 8, 4, 6)
     expected = block(x)
     for layer in (block.qkv, block.proj):
@@ -247,12 +247,12 @@ def test_a_projection_takes_a_quantized_matrix_as_its_weight():
     close(block(x).as_subclass(torch.Tensor), expected)
 
 
-def test_a_wrapped_projection_is_called_once_as_by_lora():
+def test_a_wrapped_projection_is_called_once_as_with_lora():
     block, calls = va.Attention2d(8, 2, num_kv_heads=1, value_dim=3, qkv_bias=False), []
     inputs = [(torch.randn(2, 8, 3, 4), None, context) for context in (None, torch.randn(2, 8, 2, 5))]
     expected = [block(*given) for given in inputs]
     for name in ("qkv", "proj"):
-        setattr(block, name, nn.Sequential(getattr(block, name)))  # which has no weight
+        setattr(block, name, nn.Sequential(getattr(block, name)))  # nn.Sequential has no weight
         getattr(block, name).register_forward_hook(lambda *call, name=name: calls.append(name))
     assert all(torch.equal(block(*given), y) for given, y in zip(inputs, expected, strict=True))
     assert calls == ["qkv", "proj", "qkv", "qkv", "proj"]
@@ -262,7 +262,7 @@ def test_a_wrapped_projection_is_called_once_as_by_lora():
     "options", [{"kv_stride": 2}, {"qkv_bias": False, "out_channels": 8}, {"key_dim": 4, "value_dim": 4}]
 )
 @pytest.mark.parametrize("heads", [2, 4, 1])
-def test_grouped_projections_are_dense_ones_with_zeros_between_the_groups(heads, options):
+def test_grouped_projections_equal_block_diagonal_projections(heads, options):
     grouped, dense = (va.Attention2d(16, heads, groups=groups, **options, **DOUBLE) for groups in (4, 1))
     weights = dict(grouped.state_dict())
     assert weights["qkv.weight"].shape[1] == 4
@@ -277,11 +277,11 @@ def test_grouped_projections_are_dense_ones_with_zeros_between_the_groups(heads,
         assert_same_function(lambda x, y: grouped(x, context=y), lambda x, y: dense(x, context=y), x, other)
 
 
-# --- keys of another map ----------------------------------------------------------------------------------------------
+# --- keys of another feature map --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("impl", CPU_IMPLS)
-def test_keys_of_a_context_and_of_an_averaged_map(impl):
+def test_keys_of_a_context_and_of_a_pooled_feature_map(impl):
     shifted = {"pattern": va.Window(3, shift=1), "position": va.RelPosTable()}
     block, x = va.Attention2d(16, 2, impl=impl, **shifted, **DOUBLE), random_map(2, 16, 5, 7)
     close(block(x, context=x), block(x))
@@ -291,13 +291,13 @@ def test_keys_of_a_context_and_of_an_averaged_map(impl):
         keys = -(-size[0] // 2) * -(-size[1] // 2)
         for mask in (torch.rand(size[0] * size[1], keys) < 0.5, random_map(2, 2, 1, keys)):
 
-            def averaged(x, mask=mask):
+            def pooled(x, mask=mask):
                 return plain(x, mask, F.avg_pool2d(x, 2, ceil_mode=True))
 
-            assert_same_function(partial(strided, mask=mask), averaged, random_map(2, 16, *size), atol=1e-11)
+            assert_same_function(partial(strided, mask=mask), pooled, random_map(2, 16, *size), atol=1e-11)
     volume, x = va.Attention3d(8, 2, kv_stride=2, impl=impl), torch.randn(1, 8, 1, 4, 4)
     assert volume(x).shape == x.shape
-    assert volume.keys_size(x) == (1, 2, 2)  # an axis shorter than the square is averaged as it is
+    assert volume.keys_size(x) == (1, 2, 2)  # an axis shorter than kv_stride is averaged completely
 
 
 @pytest.mark.parametrize(
@@ -312,14 +312,14 @@ def test_keys_of_a_context_and_of_an_averaged_map(impl):
         ({"position": va.RelPosTable(4)}, (2, 16, 3, 3), "must .*size of x"),
     ],
 )
-def test_a_context_that_does_not_fit_is_refused(options, context, message):
+def test_an_invalid_context_raises_an_error(options, context, message):
     context = None if context is None else torch.randn(context)
     with pytest.raises(ValueError, match=f"^context {message}"):
         va.Attention2d(16, 2, **options)(torch.randn(2, 16, 4, 5), context=context)
 
 
 @pytest.mark.parametrize("queries", [torch.tensor([-1]), torch.tensor([12]), torch.ones(12).bool(), torch.ones(1), [1]])
-def test_queries_that_are_no_tokens_are_refused(queries):
+def test_invalid_queries_raise_an_error(queries):
     with pytest.raises(ValueError, match=r"^queries must be a 1-d integer tensor with values from 0 to 11"):
         va.Attention2d(8, 2).attention_weights(torch.randn(1, 8, 3, 4), queries=queries)
 
@@ -327,7 +327,7 @@ def test_queries_that_are_no_tokens_are_refused(queries):
 # --- residual blocks and blocks that replace convolutions -------------------------------------------------------------
 
 
-def test_a_new_block_is_an_identity_bit_for_bit():
+def test_a_new_block_is_bitwise_an_identity():
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = torch.randn(2, 16, 4, 5, dtype=dtype) * 100
         for gate in (None, 0.0, 0.1):
@@ -343,7 +343,7 @@ def test_a_new_block_is_an_identity_bit_for_bit():
 
 
 @pytest.mark.parametrize(("gate", "first"), [(None, {"attn.proj.weight", "attn.proj.bias"}), (0.0, {"gate"})])
-def test_one_part_of_a_new_block_learns_first_and_all_follow(gate, first):
+def test_only_one_part_of_a_new_block_receives_a_gradient_before_the_first_update(gate, first):
     module = va.AttentionBlock2d(16, gate_init=gate)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     x, target = torch.randn(4, 16, 3, 3), torch.randn(4, 16, 3, 3)
@@ -364,7 +364,7 @@ def test_one_part_of_a_new_block_learns_first_and_all_follow(gate, first):
         (va.LinearAttention2d, {}),
     ],
 )
-def test_blocks_run_under_autocast_and_stay_near(block, options):
+def test_blocks_under_autocast_are_close_to_float32(block, options):
     block, x = block(16, 2, **options), torch.randn(2, 16, 4, 5)
     expected = block(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -376,7 +376,7 @@ def test_blocks_run_under_autocast_and_stay_near(block, options):
 
 
 @pytest.mark.parametrize(("norm_first", "activation"), [(True, "gelu"), (False, "relu")])
-def test_a_transformer_block_is_the_encoder_layer_of_torch(norm_first, activation):
+def test_a_transformer_block_equals_the_encoder_layer_of_torch(norm_first, activation):
     options, x = {"norm_first": norm_first, "activation": activation}, random_map(2, 8, 3, 4)
     theirs = nn.TransformerEncoderLayer(8, 2, 32, layer_norm_eps=0.5, batch_first=True, **options, **DOUBLE).eval()
     ours = va.TransformerBlock2d(8, 2, eps=0.5, **options, **DOUBLE)
@@ -388,7 +388,7 @@ def test_a_transformer_block_is_the_encoder_layer_of_torch(norm_first, activatio
 
 
 @pytest.mark.parametrize(("stride", "size"), [(1, (5, 7)), (2, (5, 7)), (3, (7, 8)), (5, (1, 1))])
-def test_attention_instead_of_a_convolution_has_the_size_of_its_output(stride, size):
+def test_attention_that_replaces_a_convolution_has_the_same_output_size(stride, size):
     x, context, mask = random_map(2, 8, *size), random_map(2, 8, 3, 5), torch.rand(size[0] * size[1], 15) < 0.5
     plain = nn.Conv2d(8, 12, 5, stride=stride, padding=2, **DOUBLE)
     augmented = va.AugmentedConv2d(8, 12, 5, stride=stride, num_heads=2, key_channels=8, value_channels=4, **DOUBLE)
@@ -398,20 +398,20 @@ def test_attention_instead_of_a_convolution_has_the_size_of_its_output(stride, s
     strided = va.StridedAttention2d(8, 2, stride=stride, out_channels=12, position=va.Rope2d(), **DOUBLE)
     y, attended = strided(x, mask, context), strided.attn(x, mask, context)
     assert y.shape == plain(x).shape
-    # A square over the border is averaged over the positions on the map.
+    # At the border, the average covers only positions inside the feature map.
     close(y[:, :, -1, -1], attended[:, :, (y.shape[2] - 1) * stride :, (y.shape[3] - 1) * stride :].mean((2, 3)))
     for options, position in (({}, va.RelPosDecomposed(4)), ({"position": va.Rope2d()}, va.Rope2d())):
         assert va.StridedAttention2d(8, 2, feat_size=4, **options).attn.position.config == position
 
 
-# --- arguments that are refused ---------------------------------------------------------------------------------------
+# --- invalid arguments ------------------------------------------------------------------------------------------------
 
 
 MATCH, CROSS = {"qk_norm": "match"}, {"context_channels": 8}
 AUGMENTED = {"in_channels": 8, "out_channels": 8, "num_heads": 2, "key_channels": 8, "value_channels": 4}
-#: Arguments, and the start of the message; the tests of attacks try wrong types.
-REFUSED = [
-    (va.Attention2d, {"num_heads": 3, "key_dim": 4}, "num_heads must"),  # for the width of values
+#: Invalid arguments and the start of the error message. ``test_attacks.py`` covers wrong types.
+INVALID = [
+    (va.Attention2d, {"num_heads": 3, "key_dim": 4}, "num_heads must"),  # value_dim is channels / num_heads
     (va.Attention2d, {"impl": ["bmm"]}, "impl must"),
     (va.Attention2d, {"attn_drop": 1.5}, "attn_drop must"),
     (va.Attention2d, {"num_kv_heads": 3}, "num_kv_heads must"),
@@ -438,13 +438,13 @@ REFUSED = [
     (va.AugmentedConv2d, {"kernel_size": 2}, "kernel_size must"),
     (va.AugmentedConv2d, {"key_channels": 7}, "num_heads must divide key_channels"),
     (va.AugmentedConv2d, {"value_channels": 8}, "value_channels must"),
-    (va.AugmentedConv2d, {"key_dim": 3}, "key_dim must"),
+    (va.AugmentedConv2d, {"key_dim": 3}, "AugmentedConv2d does not support key_dim"),
     (va.StridedAttention2d, {"feat_size": (0, 3)}, ".*feat_size must"),
 ]
 
 
-def test_bad_arguments_are_refused_at_construction():
-    for block, options, message in REFUSED:
+def test_invalid_arguments_raise_an_error_at_construction():
+    for block, options, message in INVALID:
         given = AUGMENTED if block is va.AugmentedConv2d else {"channels": 16, "num_heads": 4}
         with pytest.raises(ValueError, match=f"^{message}"):
             block(**{**given, **options})
@@ -467,8 +467,8 @@ def test_bad_arguments_are_refused_at_construction():
     ],
     ids=str,
 )
-def test_on_a_gpu_a_block_gives_the_output_and_gradients_of_the_cpu(impl, dtype, options):
-    # 8×8 tokens and a mask in bfloat16 is where cuDNN's kernel has given NaN gradients (pytorch/pytorch#196678).
+def test_outputs_and_gradients_on_a_gpu_equal_those_on_the_cpu(impl, dtype, options):
+    # With 8×8 tokens and a mask in bfloat16, cuDNN's kernel returned NaN gradients (pytorch/pytorch#196678).
     x, autocast = torch.randn(2, 64, 8, 8, requires_grad=True), dtype == "autocast"
     kind, tolerance = torch.float32 if autocast else dtype, 2e-3 if dtype == torch.float32 else 8 * 2**-8
     for masked in (False, True):

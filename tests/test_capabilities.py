@@ -10,7 +10,7 @@ import timm
 import torch
 from impls import CPU_IMPLS
 from torch import nn
-from torch._dynamo.exc import TorchRuntimeError, Unsupported
+from torch._dynamo.exc import Unsupported, UserError
 
 import vision_attn as va
 
@@ -129,30 +129,30 @@ def is_traced_by_fx(block):
 CAPABILITIES = {
     "`torch.compile(fullgraph=True)`": compiles,
     "… and its gradients on the CPU": compiles_with_its_backward_pass,
-    "… one graph for all sizes (`dynamic=True`)": compiles_once_for_all_sizes,
+    "… with one graph for all sizes (`dynamic=True`)": compiles_once_for_all_sizes,
     "`torch.export`, one size": exports,
-    "`torch.export`, any batch and size": exports_with_any_batch_and_size,
+    "`torch.export`, dynamic batch and size": exports_with_any_batch_and_size,
     "`torch.func.vmap`": runs_in_vmap,
-    "gradients by sample (`vmap` of `grad`), on the CPU": has_gradients_by_sample,
+    "per-sample gradients (`vmap` of `grad`), on the CPU": has_gradients_by_sample,
     "forward-mode gradients (`jvp`), on the CPU": has_forward_mode_gradients,
-    "gradients of gradients, on the CPU": has_gradients_of_gradients,
+    "second derivatives, on the CPU": has_gradients_of_gradients,
     "`deepcopy` and pickle": is_copied_and_pickled,
     "the meta device": runs_on_the_meta_device,
-    "`torch.fx`, inside of a network": is_traced_by_fx,
+    "`torch.fx`, as part of a network": is_traced_by_fx,
 }
 
 
 #: Errors of torch, einx or vision_attn for unsupported features.
 ERRORS = {
-    ("… one graph for all sizes (`dynamic=True`)", "einx"): (TorchRuntimeError, r"einx|unhashable type: .*SymInt"),
-    ("`torch.export`, any batch and size", "einx"): (TypeError, r"unhashable type: .*SymInt"),
+    ("… with one graph for all sizes (`dynamic=True`)", "einx"): (AssertionError, "4 == 1"),  # one graph per size
+    ("`torch.export`, dynamic batch and size", "einx"): (UserError, "specialized it to be a constant"),
     ("forward-mode gradients (`jvp`), on the CPU", "sdpa"): (NotImplementedError, r"forward AD with _scaled_dot_prod"),
-    ("gradients of gradients, on the CPU", "sdpa"): (NotImplementedError, "bmm"),
+    ("second derivatives, on the CPU", "sdpa"): (NotImplementedError, "bmm"),
     ("… and its gradients on the CPU", "flex"): (Unsupported, "flex"),
     ("`torch.func.vmap`", "flex"): (ValueError, "flex"),
-    ("gradients by sample (`vmap` of `grad`), on the CPU", "flex"): (ValueError, "flex"),
+    ("per-sample gradients (`vmap` of `grad`), on the CPU", "flex"): (ValueError, "flex"),
     ("forward-mode gradients (`jvp`), on the CPU", "flex"): (ValueError, "flex"),
-    ("gradients of gradients, on the CPU", "flex"): (ValueError, "flex"),
+    ("second derivatives, on the CPU", "flex"): (ValueError, "flex"),
     ("the meta device", "flex"): (ValueError, "flex"),
 }
 
@@ -160,7 +160,7 @@ ERRORS = {
 #: Capabilities that are implied by a stronger one, which is tested instead.
 IMPLIED = {
     "`torch.compile(fullgraph=True)`": "… and its gradients on the CPU",
-    "`torch.export`, one size": "`torch.export`, any batch and size",
+    "`torch.export`, one size": "`torch.export`, dynamic batch and size",
 }
 
 

@@ -1,4 +1,4 @@
-"""``impl="flex"``: budgets, refusals and compiled runs (slow); test_reference has its functions uncompiled."""
+"""``impl="flex"``: cost, errors and compiled kernels (slow). ``test_reference.py`` tests the uncompiled functions."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from vision_attn.attention.blocks.attention_maps import attn_hook
 from vision_attn.attention.implementations import attend
 
 
-def test_a_neighborhood_is_masked_block_by_block_on_the_map_and_copies_no_tokens(monkeypatch):
+def test_a_neighborhood_is_a_block_mask_and_copies_no_tokens(monkeypatch):
     uncompile_flex(monkeypatch)
     block, inputs = va.Attention2d(8, 2, impl="flex", pattern=va.Neighborhood(3)), []
     with attn_hook(block, inputs.append):
@@ -23,7 +23,7 @@ def test_a_neighborhood_is_masked_block_by_block_on_the_map_and_copies_no_tokens
     mask = given.grouping.cached(("block_mask", False), None)
     assert mask.shape == (1, 1, 576, 576)
     assert mask.sparsity() > 30  # percent of the blocks are skipped
-    # The kernel and the two projections: three launches, and no bytes for tokens that are copied.
+    # Only the kernel and the two projections read and write memory: no tokens are copied.
     kernel = lambda q, k, v, **options: q.new_empty(*q.shape[:3], v.shape[3])  # noqa: E731
     monkeypatch.setattr(flex, "compiled", lambda *shapes: kernel)
     monkeypatch.setattr(flex, "pattern_mask", lambda *grouping: None)
@@ -36,8 +36,8 @@ def test_a_neighborhood_is_masked_block_by_block_on_the_map_and_copies_no_tokens
     assert record.megabytes + read_and_written <= 60
 
 
-@pytest.mark.filterwarnings("ignore")  # of the tracer
-def test_what_flex_does_not_support_is_refused_by_name():
+@pytest.mark.filterwarnings("ignore")  # warnings of the tracer
+def test_errors_for_unsupported_inputs_recommend_another_implementation():
     for options, cause in (
         ({"attn_drop": 0.1}, "attn_drop.*0.1"),
         ({"dtype": torch.float64}, "float64"),
@@ -86,12 +86,12 @@ def test_the_compiled_kernel_equals_bmm(options):
 
 @pytest.mark.slow
 def test_many_sizes_compile_and_the_public_function_runs_flex():
-    """Torch compiles the code of one function for eight shapes at most, and its kernel is wrong for 24 narrow keys."""
+    """torch compiles one code object for at most eight shapes, and its kernel is wrong for 24 keys of small width."""
     block = va.Attention2d(32, 2, impl="flex").eval()
     for side in range(3, 13):
         check_compiled(block, torch.randn(1, 32, side, 4))
     q, mask = torch.randn(1, 2, 10, 16), torch.rand(1, 1, 10, 10) > 0.5
     found, expected = (attend(q, q, q, impl=impl, mask=mask, causal=True) for impl in ("flex", "bmm"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=4e-5)
-    with pytest.raises(Unsupported, match="flex"):  # which needs gradients
+    with pytest.raises(Unsupported, match="flex"):  # the block requires gradients
         torch.compile(block, fullgraph=True, backend="aot_eager")(torch.randn(1, 32, 4, 4))

@@ -1,4 +1,4 @@
-"""Exported, traced, compiled and captured graphs of a layer: any batch, portable operations, memory that stays."""
+"""Exported, traced, compiled and captured graphs of a block: dynamic batch, portable operations, memory of graphs."""
 
 import gc
 import io
@@ -13,7 +13,7 @@ from launches import Operations
 
 import vision_attn as va
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the exporter, the tracer and the compiler
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the exporter, the tracer and the compiler
 
 
 def layer(pattern, position=None, **options):
@@ -27,8 +27,8 @@ def images(batch, side=8):
 
 
 @pytest.mark.parametrize("pattern", [*PATTERNS, va.Window(4)], ids=str)
-def test_exports_and_traces_run_at_other_batch_sizes_with_operations_that_converters_know(pattern):
-    """Gradients are enabled, as by default. Trace converters know permute but not movedim, logical_and but not &."""
+def test_exports_and_traces_run_at_other_batch_sizes_with_operations_that_converters_support(pattern):
+    """Gradients are enabled. Converters of traces support permute and logical_and, but not movedim and &."""
     block = layer(pattern)
     exported = torch.export.export(block, (images(2),), dynamic_shapes={"x": {0: torch.export.Dim("b")}}).module()
     traced = [(block, torch.jit.trace(block, images(2)))]
@@ -46,8 +46,8 @@ SHIFTED = {"pattern": va.Window(3, shift=1), "position": va.RelPosTable}
 
 @pytest.mark.parametrize("options", [{"impl": "bmm"}, {"impl": "einx"}, SHIFTED], ids=str)
 @torch.no_grad()
-def test_the_exporter_by_traces_writes_what_the_block_computes_without_dropout(options):
-    """``dynamo=False``: it ended the process, at an axis that was counted from the last one."""
+def test_the_trace_based_onnx_exporter_reproduces_the_block_without_dropout(options):
+    """With ``dynamo=False``, an axis counted from the last one can abort the process."""
     block, file = layer(**{"pattern": "full", "attn_drop": 0.1, **options}), io.BytesIO()
     torch.onnx.export(block, (images(2),), file, dynamo=False)
     assert "Dropout" not in {node.op_type for node in onnx.load_from_string(file.getvalue()).graph.node}
@@ -58,8 +58,8 @@ def test_the_exporter_by_traces_writes_what_the_block_computes_without_dropout(o
 
 @pytest.mark.parametrize("impl", ["einx", "bmm", "auto"])
 @torch.no_grad()
-def test_a_compiled_block_takes_other_sizes(impl):
-    """From the second size on, the compiler's sizes are symbols, which einx cannot hash."""
+def test_a_compiled_block_accepts_other_sizes(impl):
+    """From the second size on, the sizes are symbolic, and einx cannot hash them."""
     torch.compiler.reset()
     block = layer("full", impl=impl)
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
@@ -72,7 +72,7 @@ def pointer(x):
 
 
 def capture(patch):
-    """Let torch report that a CUDA graph is captured."""
+    """Make torch report that a CUDA graph is being captured."""
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
@@ -82,7 +82,7 @@ def capture(patch):
 )
 @torch.no_grad()
 def test_memory_that_a_cuda_graph_reads_is_never_freed(monkeypatch, pattern, position):
-    """A replay reads the memory that was read while the graph was captured, whatever sizes came since."""
+    """A replay reads the same memory as the capture, regardless of the sizes that were used in between."""
     block, x = layer(pattern, position, causal=pattern == "rows"), images(1)
     owned = set(map(pointer, (x, *block.parameters())))
     block(x)
@@ -98,15 +98,15 @@ def test_memory_that_a_cuda_graph_reads_is_never_freed(monkeypatch, pattern, pos
         block(images(1, side))
     gc.collect()
     assert all(reference() is not None for reference in references)
-    assert len(block.attn.groupings.kept) <= 4
+    assert len(block.attn.groupings.recent) <= 4
     other = layer(pattern, position)
     capture(monkeypatch)
-    other(x)  # a grouping made while a graph is captured lies in the memory of that graph
-    assert not other.attn.groupings.kept
+    other(x)  # a grouping created during the capture is in the memory of the graph
+    assert not other.attn.groupings.recent
     assert not other.attn.groupings.captured
 
 
-def test_matching_has_finite_second_derivatives_for_one_position_and_an_initialization_in_half_precision():
+def test_match_has_finite_second_derivatives_for_one_position_and_initializes_in_half_precision():
     block = va.Attention2d(8, 2, qk_norm="match", impl="bmm", dtype=torch.float64)
     x = torch.randn(1, 8, 1, 1, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(block(x).sum(), x, create_graph=True)

@@ -1,6 +1,6 @@
-"""The documented lines of patterns, the cache of their groupings, and patterns that are refused.
+"""Documented expressions of patterns, the cache of groupings, and errors for invalid patterns.
 
-The tests of the definition compare every pattern with its relation of positions, in every implementation.
+``test_reference.py`` compares every pattern with its NumPy definition, in every implementation.
 """
 
 import copy
@@ -21,14 +21,14 @@ import vision_attn as va
 from vision_attn.attention.patterns import Grouping, resolve_pattern
 
 
-def test_the_documented_lines_are_the_code_that_runs():
+def test_documented_expressions_match_the_code():
     x, found = torch.randn(2, 3, 4, 12, 12), {}
     for name, (pattern, *_) in CASES.items():
         if isinstance(pattern, va.Neighborhood | va.Halo):
             continue
         line = resolve_pattern(pattern).for_rank(2).line
         found[name] = line.einx
-        # Without padding and shifts every pattern is the reshape of its line.
+        # Without padding and shifts, every pattern is a plain reshape.
         plain = va.Window(pattern.size) if isinstance(pattern, va.Window) else pattern
         layout = Grouping(resolve_pattern(plain).for_rank(2), (12, 12), (12, 12), torch.device("cpu")).query_layout
         expected = einx.id(line.einx, x, **layout.line.sizes)
@@ -45,13 +45,13 @@ def test_the_documented_lines_are_the_code_that_runs():
 
 def test_neighborhoods_at_the_border():
     large = Grouping(va.Neighborhood(31, dilation=3).for_rank(2), (7, 7), (7, 7), torch.device("cpu"))
-    assert large.key_layout.index().numel() <= 15 * 15  # hardly more keys than the map has
+    assert large.key_layout.index().numel() <= 15 * 15  # few more keys than positions on the feature map
     for pattern, keys in ((va.Neighborhood(31), 35), (va.Neighborhood(7, dilation=64), 1), (va.Neighborhood(3), 9)):
         weights = va.Attention2d(8, 2, pattern=pattern).attention_weights(torch.randn(1, 8, 5, 7))
         assert ((weights > 0).sum(-1) == keys).all()
 
 
-def test_one_and_three_axes_are_two_with_axes_of_one():
+def test_blocks_with_one_and_three_axes_equal_2d_blocks_with_axes_of_length_one():
     def copy_weights(module, other):
         shapes = {key: value.shape for key, value in module.state_dict().items()}
         module.load_state_dict({key: value.reshape(shapes[key]) for key, value in other.state_dict().items()})
@@ -75,7 +75,7 @@ POSITIONS = (va.RelPosTable(), va.RelPosDecomposed(), va.AbsPos(3), va.Rope2d(),
 SHIFTED = {"pattern": va.Window(3, shift=1), "position": va.RelPosTable()}
 
 
-def test_cached_groupings_are_not_saved_with_the_block_and_are_freed_with_it():
+def test_cached_groupings_are_not_saved_with_the_block_and_are_freed_with_the_block():
     block, x = va.Attention2d(8, 2, **SHIFTED), torch.randn(1, 8, 64, 64)
 
     def saved():
@@ -85,19 +85,19 @@ def test_cached_groupings_are_not_saved_with_the_block_and_are_freed_with_it():
     before = saved()
     expected = block(x).detach()
     assert saved() == before
-    kept = block.groupings.kept
-    (first,) = kept.values()
+    recent = block.groupings.recent
+    (first,) = recent.values()
     block(x.expand(2, -1, -1, -1))
-    assert [*kept.values()] == [first]
+    assert [*recent.values()] == [first]
     other = copy.deepcopy(block)
-    assert not other.groupings.kept
+    assert not other.groupings.recent
     assert torch.equal(other(x), expected)
     assert other.to("meta")(x.to("meta")).shape == x.shape
     for width in range(1, 20):
         block(torch.randn(1, 8, 2, width))
-        assert len(kept) <= 4
-    mask = weakref.ref(next(iter(kept.values())).mask)
-    block = kept = first = None
+        assert len(recent) <= 4
+    mask = weakref.ref(next(iter(recent.values())).mask)
+    block = recent = first = None
     gc.collect()
     assert mask() is None
 
@@ -116,22 +116,25 @@ MODES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # torch about its own parts
+@pytest.mark.filterwarnings("ignore")  # warnings of torch about its own modules
 @pytest.mark.parametrize(
     ("mode", "position"),
-    [*itertools.product(("inference", "fake", "vmap"), POSITIONS), ("compiled", va.RelPosTable())],  # it takes seconds
+    [
+        *itertools.product(("inference", "fake", "vmap"), POSITIONS),
+        ("compiled", va.RelPosTable()),
+    ],  # compiling takes seconds
     ids=str,
 )
-def test_a_grouping_made_in_another_mode_is_not_used_in_training(mode, position):
+def test_a_grouping_created_in_another_mode_is_not_used_in_training(mode, position):
     block, x = va.Attention2d(8, 2, pattern=SHIFTED["pattern"], position=position), torch.randn(2, 8, 5, 7)
     x.requires_grad_()
     MODES[mode](block, x.detach())
     found = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
     weights = block.attention_weights(x)
-    mask = next(iter(block.groupings.kept.values())).mask
+    mask = next(iter(block.groupings.recent.values())).mask
     assert type(mask) is torch.Tensor
-    assert not torch._C._functorch.is_functorch_wrapped_tensor(mask)  # of a transform that has ended
-    block.groupings.kept.clear()
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(mask)  # the transform has ended
+    block.groupings.recent.clear()
     expected = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
     torch.testing.assert_close(weights, block.attention_weights(x))
     for one, other in zip(found, expected, strict=True):
@@ -141,7 +144,7 @@ def test_a_grouping_made_in_another_mode_is_not_used_in_training(mode, position)
 
 def test_several_threads_share_the_cache():
     block = va.Attention2d(8, 2, **SHIFTED)
-    maps = [torch.randn(1, 8, 4 + size // 6, 4 + size % 6) for size in range(24)]  # more than are kept
+    maps = [torch.randn(1, 8, 4 + size // 6, 4 + size % 6) for size in range(24)]  # more sizes than the cache holds
     expected = [block(x).detach() for x in maps]
 
     def run(number):
@@ -167,15 +170,17 @@ def test_several_threads_share_the_cache():
         "Pattern('b n d h (w s) -> (b s) n (h w) d', s=2)",
     ],
 )
-def test_a_pattern_prints_as_code_compares_and_pickles(code):
+def test_patterns_have_a_repr_that_is_code_and_support_equality_hash_and_pickle(code):
     pattern = eval(f"va.{code}")
     assert repr(pattern) == code
     for other in (eval(f"va.{code}"), pickle.loads(pickle.dumps(pattern))):
         assert (other, hash(other), other.for_rank(2)) == (pattern, hash(pattern), pattern.for_rank(2))
-    assert va.Pattern("b n d h w -> b n (w h) d") == va.Pattern("b n d h w -> b n (h w) d")  # a set of tokens
+    assert va.Pattern("b n d h w -> b n (w h) d") == va.Pattern(
+        "b n d h w -> b n (h w) d"
+    )  # the order of tokens is irrelevant
 
 
-WHOLE = va.Pattern("b n d (y p) w -> (b y) n (p w) d", y=2, p=3)
+FIXED_HEIGHT = va.Pattern("b n d (y p) w -> (b y) n (p w) d", y=2, p=3)
 STRIPES = "b n d h (w s) -> (b s) n (h w) d"
 
 
@@ -186,27 +191,27 @@ STRIPES = "b n d h (w s) -> (b s) n (h w) d"
         (lambda: va.Pattern("b c h w -> b n (h w) d"), "left side must be 'b n d'"),
         (lambda: va.Pattern("b n d h w -> b n h w d"), "right side must be"),
         (lambda: va.Pattern("b n d h w -> b n h d"), "'w' occurs 1 and 0 times"),
-        (lambda: va.Pattern("b n d (h n) w -> b n (h w) d"), "'n' is reserved"),
+        (lambda: va.Pattern("b n d (h n) w -> b n (h w) d"), "'n' is a reserved name"),
         (lambda: va.Pattern(")b n d h w( -> b n (h w) d"), "names in parentheses"),
-        (lambda: va.Pattern(STRIPES), "give the size of 'w' or 's'"),
-        (lambda: va.Pattern(STRIPES, h=2, q=2), "the size 2 is for 'q'"),
-        (lambda: va.Pattern(STRIPES, s=0), "the size of 's' must .* at least 1, got 0"),
+        (lambda: va.Pattern(STRIPES), "pass the size of 'w' or 's'"),
+        (lambda: va.Pattern(STRIPES, h=2, q=2), "q=2 was given, but 'q' does not occur"),
+        (lambda: va.Pattern(STRIPES, s=0), "the size of 's' must be an integer >= 1, got 0"),
         (lambda: va.Window(0), "Window: size must"),
         (lambda: va.Window((7, 7), shift=(3, 3, 3)), "Window: size and shift must"),
         (lambda: va.Window((4, 2), shift=2), "Window: shift must"),
         (lambda: va.Grid(True), "Grid: size must"),
         (lambda: va.Halo(3, -1), "Halo: halo_size must be"),
         (lambda: va.Neighborhood(3, dilation=0), "Neighborhood: dilation must"),
-        (lambda: va.Neighborhood(3, stride=4), "stride must be at most kernel_size, 3; got 4"),
+        (lambda: va.Neighborhood(3, stride=4), "stride must be at most kernel_size=3; got 4"),
         (lambda: va.Neighborhood(3, causal=1), "causal must"),
-        (lambda: va.Pattern(5), "Pattern: line must"),
+        (lambda: va.Pattern(5), "Pattern: expression must"),
         (lambda: va.Attention2d(8, pattern=va.Window((7, 7, 7))), r"Window: size must .*2 axes; got \(7, 7, 7\)"),
-        (lambda: va.Attention1d(8, pattern="columns"), "'columns' needs a map with 2 axes; got 1"),
+        (lambda: va.Attention1d(8, pattern="columns"), "'columns' requires a feature map with 2 axes; got 1"),
         (lambda: va.Attention2d(8, pattern=va.Pattern("b n d w -> b n w d")), "maps with 2 axes; got Pattern.* for 1"),
         (lambda: va.Attention2d(8, pattern=7), "pattern must"),
-        (lambda: va.Attention2d(8, pattern=WHOLE)(torch.ones(1, 8, 7, 4)), "x must"),
+        (lambda: va.Attention2d(8, pattern=FIXED_HEIGHT)(torch.ones(1, 8, 7, 4)), "x must"),
     ],
 )
-def test_bad_patterns_are_refused(make, message):
+def test_invalid_patterns_raise_an_error(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""Position encodings: parameters, the forms of the decomposed bias, feature maps of another size, and errors."""
+"""Position encodings: parameters, computation of the decomposed bias, feature maps of another size, and errors."""
 
 import pickle
 from dataclasses import replace
@@ -30,7 +30,7 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize(("rank", "options", "shapes"), PARAMETERS)
-def test_parameters_have_documented_names_and_a_configuration_prints_as_code(rank, options, shapes):
+def test_parameters_have_documented_names_and_the_repr_of_a_configuration_is_code(rank, options, shapes):
     block, position = getattr(va, f"Attention{rank}d")(16, 2, **options), options["position"]
     state = block.state_dict()
     assert {k.removeprefix("position."): tuple(v.shape) for k, v in state.items() if "position" in k} == shapes
@@ -39,11 +39,11 @@ def test_parameters_have_documented_names_and_a_configuration_prints_as_code(ran
     assert repr(position) in repr(block)
 
 
-# --- the decomposed bias: its forms are equal by the tests of the definition ------------------------------------------
+# --- the decomposed bias (test_reference.py compares its results with the definition) ---------------------------------
 
 
 @pytest.mark.parametrize("size", [(2, 2), (16, 16), (13, 20)])  # the fewest and many keys
-def test_the_bias_is_a_mask_of_a_chunk_on_a_cpu_and_folded_elsewhere(size, monkeypatch):
+def test_the_bias_is_computed_in_chunks_on_a_cpu_and_folded_on_other_devices(size, monkeypatch):
     block, x, calls = (
         va.Attention2d(16, 2, position=va.RelPosDecomposed(size), impl="bmm"),
         torch.randn(2, 16, *size),
@@ -62,7 +62,7 @@ def test_the_bias_is_a_mask_of_a_chunk_on_a_cpu_and_folded_elsewhere(size, monke
     count = len(calls)
     monkeypatch.setattr(dispatch, "RECOMPUTE_ABOVE", 0)
     block(x).sum().backward()
-    assert len(calls) == 3 * count  # again in the forward pass, and for the gradients
+    assert len(calls) == 3 * count  # one more forward pass, and its recomputation in the backward pass
     calls.clear()
     torch.testing.assert_close(torch.func.vmap(lambda one: block(one[None])[0])(x), expected)
     block.to("meta")(x.to("meta"))
@@ -70,7 +70,7 @@ def test_the_bias_is_a_mask_of_a_chunk_on_a_cpu_and_folded_elsewhere(size, monke
     assert [(q.shape[3], k.shape[3], mask) for q, k, mask in calls] == [(folded, folded, None)] * 2
 
 
-# --- maps of another size ---------------------------------------------------------------------------------------------
+# --- feature maps of another size -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
 
 
 @torch.no_grad()
-def test_keys_of_a_coarser_map_are_rotated_by_their_position_on_the_queries_map():
+def test_keys_of_a_pooled_feature_map_are_rotated_by_their_position_on_the_feature_map_of_the_queries():
     block = va.Attention2d(16, 2, position=va.Rope2d(temperature=10.0), kv_stride=2, **DOUBLE)
     x = torch.randn(1, 16, 4, 6, **DOUBLE)
     q, k, v = block.qkv(x).chunk(3, 1)
@@ -117,7 +117,7 @@ def test_keys_of_a_coarser_map_are_rotated_by_their_position_on_the_queries_map(
 
 
 @pytest.mark.parametrize(("pattern", "size"), [("full", (5, 6)), (va.Window((2, 3)), (3, 4))], ids=str)
-def test_absolute_positions_are_products_of_the_query_and_the_position_of_the_key(pattern, size):
+def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, size):
     options = {"pattern": pattern, "num_kv_heads": 1, "scale": 0.7, **DOUBLE}
     block, plain = va.Attention2d(8, 2, position=va.AbsPos((3, 4)), **options), va.Attention2d(8, 2, **options)
     plain.load_state_dict(block.state_dict(), strict=False)
@@ -151,17 +151,17 @@ def test_absolute_positions_are_products_of_the_query_and_the_position_of_the_ke
         ({"position": va.RelPosTable()}, "RelPosTable: feat_size must be given"),
         ({"pattern": va.Window(7), "position": va.RelPosTable(feat_size=8)}, "RelPosTable: feat_size must"),
         ({"key_dim": 6, "position": va.Rope2d()}, "Rope2d: key_dim must"),
-        (lambda: va.Attention1d(16, 2, position=va.Rope2d()), "Rope2d: position must"),
+        (lambda: va.Attention1d(16, 2, position=va.Rope2d()), "Rope2d: the feature map must"),
         (lambda: va.Attention2d(18, 2, position=va.SinCos()), "SinCos: channels must"),
         ({"position": va.RelPosDecomposed(3), "context_channels": 8}, "position must not be RelPosDecomposed"),
     ],
 )
-def test_bad_encodings_are_refused_at_construction(make, message):
+def test_invalid_encodings_raise_an_error_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make() if callable(make) else va.Attention2d(16, 2, **make)
 
 
-def test_the_sides_of_a_table_with_any_number_of_rows_are_found_in_few_steps():
-    """A few numbers in a file can be expanded to a table of any shape."""
+def test_inferring_the_size_of_a_table_takes_few_steps_for_any_number_of_rows():
+    """A small file can contain an expanded tensor of any shape."""
     encoding = va.Attention2d(8, 2, position=va.RelPosTable(feat_size=(4, 4))).position
     assert encoding.resize_pos_embed(TABLE, torch.zeros(1, 2).expand(10**12, -1)) is None

@@ -1,4 +1,4 @@
-"""The definition in NumPy against torch, and the blocks against the definition: attention, its weights, linear."""
+"""The NumPy definition compared with torch, and the blocks compared with the definition."""
 
 import impls
 import numpy as np
@@ -12,7 +12,7 @@ import vision_attn as va
 from vision_attn.attention import dispatch, reference
 
 IMPLS = (*CPU_IMPLS, "flex")
-PADDED = va.Pattern("b n d (h p) w -> b n (h p w) d", p=2)  # one group of all positions and a row of padding
+PADDED = va.Pattern("b n d (h p) w -> b n (h p w) d", p=2)  # one group with all positions and a row of padding
 CASES = {
     **impls.CASES,
     "padded": Case(PADDED, lambda h, w: (reference.window(h, h + h % 2), reference.full(w)), (True, True)),
@@ -29,10 +29,10 @@ def uncompiled_flex():
         yield
 
 
-# --- the definition itself --------------------------------------------------------------------------------------------
+# --- the definition compared with torch -------------------------------------------------------------------------------
 
 
-def test_the_definition_is_torchs():
+def test_the_definition_equals_torch():
     generator = np.random.default_rng(0)
     q, k, v = generator.normal(size=(5, 4)), generator.normal(size=(7, 4)), generator.normal(size=(7, 3))
     for mask in (None, generator.random((5, 7)) < 0.7, generator.normal(size=(5, 7))):
@@ -43,7 +43,7 @@ def test_the_definition_is_torchs():
     np.testing.assert_array_equal(reference.softmax(logits), [[0.0, 0.0], [1.0, 0.0]])
 
 
-# --- what is drawn ----------------------------------------------------------------------------------------------------
+# --- random cases -----------------------------------------------------------------------------------------------------
 
 
 POSITIONS = {
@@ -60,7 +60,7 @@ DRAWN_CASES = st.fixed_dictionaries(
         "pattern": st.sampled_from(sorted(CASES)),
         "mask": st.sampled_from(MASKS),
         "size": st.tuples(st.integers(1, 8), st.integers(1, 8)),
-        "batch": st.sampled_from([None, 1, 2]),  # None: one map without an axis for the batch
+        "batch": st.sampled_from([None, 1, 2]),  # None: an unbatched feature map
         "heads": st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]),
         "seed": st.integers(0, 2**16),
     }
@@ -70,14 +70,16 @@ OPTIONS = st.fixed_dictionaries({**dict.fromkeys(FLAGS, st.booleans()), "scale":
 
 
 def make(case, position, channels=8, **options):
-    """Return a block with random parameters, norms and tables among them, and the arguments of the definition."""
+    """Return a block with random parameters, including norms and tables, and the arguments of the definition."""
     torch.manual_seed(case["seed"])
     pattern, size = CASES[case["pattern"]], case["size"]
-    # The tables are for another map than the given one, and are resized.
+    # The tables are created for another size than the feature map, so that they are resized.
     asked = tuple(length % 4 + 1 for length in size) if any(pattern.grows) else None
     table = asked and tuple(n if grows else 1 for n, grows in zip(asked, pattern.grows, strict=True))
     num_heads, num_kv_heads = case["heads"]
-    causal = case["mask"] == "causal" and not isinstance(pattern.pattern, va.Neighborhood)  # which has its own order
+    causal = case["mask"] == "causal" and not isinstance(
+        pattern.pattern, va.Neighborhood
+    )  # it has a separate argument causal
     options = {"num_kv_heads": num_kv_heads, "causal": causal, "dtype": torch.float64, **options}
     block = va.Attention2d(channels, num_heads, pattern=pattern.pattern, position=POSITIONS[position](asked), **options)
     with torch.no_grad():
@@ -105,7 +107,7 @@ def make_map(case, channels, dtype=torch.float64, channels_last=False):
 
 
 def define(x, block, known, state=None):
-    """Return the output that the definition gives for arrays, with a batch or without."""
+    """Return the output of the definition for batched or unbatched arrays."""
     y = reference.attention_map(x if x.ndim == 4 else x[None], get_arrays(block) if state is None else state, **known)
     return y if x.ndim == 4 else y[0]
 
@@ -118,7 +120,7 @@ def get_arrays(block):
 
 
 WIDTHS = ((4, 4), (8, 3), (4, 6))
-#: How a decomposed bias is added.
+#: Settings of ``dispatch`` for each way to add a decomposed bias.
 FORMS = {
     "one mask": {},
     "chunks": {"CHUNK_LOGITS": 1, "MIN_CHUNK_QUERIES": 2},
@@ -129,7 +131,7 @@ DTYPES = (torch.float64, torch.float32)
 
 
 def check_attention(case, impl, position, widths, options, dtype, channels_last, form):
-    """One block against the definition, forward and, in float64, backward."""
+    """Compare a block with the definition, forward and, in float64, backward."""
     options = {**options, "key_dim": widths[0], "value_dim": widths[1], "out_channels": 5}
     block, known = make(case, position, impl=impl, dtype=dtype, **options)
     x, state = make_map(case, 8, dtype, channels_last), get_arrays(block)
@@ -153,7 +155,7 @@ def check_attention(case, impl, position, widths, options, dtype, channels_last,
     if dtype != torch.float64:
         return
 
-    # The gradient along one random direction of the input and of all parameters, against finite differences of NumPy.
+    # The gradient in a random direction of input and parameters must equal finite differences of the definition.
     step = {key: generator.normal(size=value.shape) for key, value in {"x": x.numpy(), **state}.items()}
 
     def define_at(by):
@@ -169,7 +171,7 @@ def check_attention(case, impl, position, widths, options, dtype, channels_last,
 def test_every_pair_of_pattern_position_and_implementation_equals_the_definition(pattern):
     first = list(CASES).index(pattern)
     for number, position in enumerate(POSITIONS):
-        turn = first + number  # each implementation runs with each pattern, position and mask
+        turn = first + number  # combines implementations with patterns, positions and masks
         case = {
             "pattern": pattern,
             "mask": MASKS[(turn + number) % len(MASKS)],
@@ -186,12 +188,12 @@ def test_every_pair_of_pattern_position_and_implementation_equals_the_definition
 
 
 def check_weights(case, impl, position, qk_norm):
-    """Compare the weights that a block returns, and those captured in its forward pass, with the definition."""
-    # With the one-hot vectors of positions as values, and no projection, the output is the weights.
+    """Compare returned and captured attention weights of a block with the definition."""
+    # If the values are one-hot vectors of positions and the projection is an identity, the output is the weights.
     case = {**case, "batch": case["batch"] or 1}
     height, width = case["size"]
     tokens, (heads, kv_heads) = height * width, case["heads"]
-    channels = 8 + tokens + -tokens % 4  # sines need a multiple of four
+    channels = 8 + tokens + -tokens % 4  # SinCos requires a multiple of 4
     widths = {"channels": channels, "key_dim": 4, "value_dim": tokens, "out_channels": heads * tokens}
     block, known = make(case, position, impl=impl, qkv_bias=False, proj_bias=False, qk_norm=qk_norm, **widths)
     x = torch.zeros(case["batch"], channels, height, width, dtype=torch.float64)
@@ -203,28 +205,28 @@ def check_weights(case, impl, position, qk_norm):
         block.proj.weight.copy_(torch.eye(heads * tokens)[:, :, None, None])
         if position == "convolution":
             block.position.conv.weight[8:], block.position.conv.bias[8:] = 0, 0
-        if position == "sines":  # which are added again
-            places = np.indices(case["size"]).reshape(2, -1)
-            x[:, 8:] -= torch.from_numpy(reference.sin_cos(channels, places, 100.0)[8:]).view(-1, height, width)
+        if position == "sines":  # the block adds them again
+            positions = np.indices(case["size"]).reshape(2, -1)
+            x[:, 8:] -= torch.from_numpy(reference.sin_cos(channels, positions, 100.0)[8:]).view(-1, height, width)
     expected = define(x.numpy(), block, known).reshape(case["batch"], heads, tokens, tokens).swapaxes(2, 3)
     mask = None if known["mask"] is None else torch.from_numpy(known["mask"])
-    corners = [(height - 1, width - 1), (0, 0)]  # an image of the size of the map
-    with torch.no_grad(), va.capture(block) as all_cells:
+    corners = [(height - 1, width - 1), (0, 0)]  # the image has the size of the feature map
+    with torch.no_grad(), va.capture(block) as all_queries:
         block(x, mask)
-    with torch.no_grad(), va.capture(block, corners, heads=heads - 1) as some:
+    with torch.no_grad(), va.capture(block, corners, heads=heads - 1) as selected:
         block(x, mask)
-    found = all_cells[""].weights.flatten(3)
+    found = all_queries[""].weights.flatten(3)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-11)
-    np.testing.assert_allclose(some[""].weights.flatten(3), expected[:, [-1]][:, :, [-1, 0]], rtol=0, atol=1e-11)
-    if case["pattern"] != "halo":  # whose queries also attend to zeros beyond the map
-        sums = expected.sum(3).round()  # one, or zero for what may attend to nothing
+    np.testing.assert_allclose(selected[""].weights.flatten(3), expected[:, [-1]][:, :, [-1, 0]], rtol=0, atol=1e-11)
+    if case["pattern"] != "halo":  # with a halo, queries also attend to zeros outside the feature map
+        sums = expected.sum(3).round()  # 1, or 0 for fully masked queries
         np.testing.assert_allclose(found.sum(3), sums, rtol=0, atol=1e-10)
     last_and_first = torch.tensor([tokens - 1, 0])
     torch.testing.assert_close(block.attention_weights(x, mask, last_and_first), found[:, :, last_and_first])
 
 
 def check_linear_attention(case, impl, feature_map, dtype):
-    """The block against weights of all pairs in torch, forward and backward."""
+    """Compare linear attention with a torch version that computes all weights, forward and backward."""
     torch.manual_seed(case["seed"])
     n, tokens = case["heads"][0], case["size"][0] * case["size"][1]
     block = va.LinearAttention2d(8, n, impl=impl, feature_map=feature_map, dtype=dtype)
@@ -274,7 +276,7 @@ def test_the_gradient_of_every_parameter_equals_finite_differences_of_the_defini
             np.testing.assert_allclose(gradient.flatten(), expected[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
 
-# --- drawn, and in many draws -----------------------------------------------------------------------------------------
+# --- random tests -----------------------------------------------------------------------------------------------------
 
 DRAWN = {"case": DRAWN_CASES, "impl": st.sampled_from(IMPLS), "position": st.sampled_from(list(POSITIONS))}
 attention_drawn = given(
@@ -296,7 +298,7 @@ test_linear_attention_equals_its_definition = settings(max_examples=20)(linear_d
 
 
 @pytest.mark.thorough
-def test_all_equals_the_definition_in_many_draws():
+def test_blocks_equal_the_definition_in_many_random_cases():
     many(attention_drawn(check_attention))()
     many(weights_drawn(check_weights))()
     many(linear_drawn(check_linear_attention))()

@@ -1,20 +1,20 @@
 """vision_attn: spatial multi-head attention for convolutional networks.
 
-The letters, in einx strings, einsum strings and docstrings alike:
+Axis names in einx and einsum expressions and in docstrings:
 
 ===  =====================================
 b    batch
 c    channels
-h w  height and width of a map
-n    heads (``h`` never means heads)
-m    key heads, where they are fewer
+h w  height and width of a feature map
+n    heads (``h`` always means height)
+m    key and value heads, if fewer than n
 i    query token
 j    key token
 d    width of queries and keys in one head
 e    width of values in one head
 ===  =====================================
 
-Importing this package is light: a public name is imported when it is first used. ``__init__.pyi`` says from where.
+Public names are imported on first use, so that importing the package is fast. ``__init__.pyi`` lists their modules.
 """
 
 import lazy_loader

@@ -60,7 +60,7 @@ class AttentionInputs(NamedTuple):
 
 
 def attend_in_groups(kernel: Kernel, inputs: AttentionInputs, dropout: float) -> Tensor:
-    """Attend in the groups of a pattern, ``(b·groups, n, i, e)``; fully masked rows are zero."""
+    """Compute attention in the groups of a pattern, ``(b·groups, n, i, e)``; fully masked rows are zero."""
     q, k, v, scale, grouping, bias = inputs[:6]
     with without_autocast(q):
         if kernel.attend_inputs is not None:
@@ -100,7 +100,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def attend_auto(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, dropout: float, **options: Any) -> Tensor:
-    """Attend with the fused kernel or with bmm, whichever is faster; bmm runs in chunks that fit into the caches."""
+    """Compute attention with the fused kernel or bmm, whichever is faster; bmm runs in chunks that fit into caches."""
     if fused_is_faster(q, k, mask, dropout):
         return attend_sdpa(q, k, v, mask=mask, dropout=dropout, **options)
     groups = 1 if mask is None else mask.shape[1]
@@ -149,7 +149,7 @@ def batch_chunk(q: Tensor, keys: int, groups: int) -> int:
 
 
 def attend_chunked(kernel: Kernel, inputs: AttentionInputs, terms: list[Tensor], mask: Mask, dropout: float) -> Tensor:
-    """Attend on a CPU with a bias that is computed for one chunk of queries at a time.
+    """Compute attention on a CPU with a bias that is computed for one chunk of queries at a time.
 
     With many queries, the backward pass computes the bias again instead of storing it.
     """
@@ -169,12 +169,12 @@ def attend_chunked(kernel: Kernel, inputs: AttentionInputs, terms: list[Tensor],
         if kernel is EINX:  # einx wraps every exception, including the one with which torch stops early
             run = partial(run, early_stop=False)
     by_image: Any = [x.split(images * groups) for x in (q, k, v, *terms)]
-    done = []
+    outputs = []
     for image_mask, queries, keys_, values, *logits in zip(split_mask(mask, images, axis=0), *by_image, strict=False):
         by_row: Any = [x.split(rows, dim=2) for x in (queries, *logits)]
         chunks = zip(split_mask(image_mask, rows, axis=3), *by_row, strict=False)
-        done.append(concat([run(chunk, keys_, values, part, *added) for part, chunk, *added in chunks], dim=2))
-    return concat(done, dim=0)
+        outputs.append(concat([run(chunk, keys_, values, part, *added) for part, chunk, *added in chunks], dim=2))
+    return concat(outputs, dim=0)
 
 
 def concat(parts: Sequence[Tensor], dim: int) -> Tensor:

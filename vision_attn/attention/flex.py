@@ -24,15 +24,15 @@ from vision_attn.attention.scopes import outside_scopes
 #: Devices that FlexAttention supports.
 DEVICES = ("cpu", "cuda", "hpu", "xpu")
 
-#: ``(score, b, h, q, kv) -> score``, on indices.
+#: A function ``(score, b, h, q, kv) -> score`` of a score and its indices.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def attend_inputs_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
-    """Attend in the groups of a pattern, ``(b·groups, n, i, e)``."""
+    """Compute attention in the groups of a pattern, ``(b·groups, n, i, e)``."""
     q, k, v, scale, grouping, bias, mask, causal = inputs
     block_mask = None
-    if grouping.masks_map or causal:
+    if grouping.pattern_as_mask or causal:
         block_mask = grouping.cached(("block_mask", causal), lambda: pattern_mask(grouping, causal))
     score_mods = []
     if bias is not None:
@@ -44,7 +44,7 @@ def attend_inputs_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
-    """Attend between tokens; the mask has five axes and one group."""
+    """Compute attention between tokens; the mask has five axes and one group."""
     score_mods = []
     if mask is not None:
         score_mods.append(mask_score_mod(mask[:, 0], torch.arange(k.shape[2], device=k.device)))

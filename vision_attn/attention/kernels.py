@@ -48,7 +48,7 @@ class Kernel:
     attend: Callable[..., Tensor]
     merge_heads: Callable[[Tensor, Sequence[int]], Tensor]
     reverse: Callable[[Tensor, BoundRearrangement], Tensor]
-    #: if given, runs instead of ``attend``, on the pattern and the bias rather than a mask built from them
+    #: If given, this function replaces ``attend``. It receives the pattern and the bias instead of one combined mask.
     attend_inputs: Callable[..., Tensor] | None = None
 
 
@@ -64,7 +64,7 @@ def channels_first(x: Tensor) -> Tensor:
 
 def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
     """Partition a feature map ``(b, c, *size)`` into groups, ``(b·groups, c, *group_size)``."""
-    if layout.is_whole:
+    if layout.is_identity:
         return x
     if layout.line is not None:
         return kernel.partition(x, layout.line)
@@ -77,7 +77,7 @@ def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
 
 def from_groups(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
     """Reverse :func:`to_groups`: ``(b·groups, c, *group_size)`` to a feature map ``(b, c, *size)``."""
-    if layout.is_whole:
+    if layout.is_identity:
         return y
     if layout.line is not None:
         return kernel.reverse(y, layout.line)
@@ -248,7 +248,7 @@ def align(x: Tensor, width: int, step: int) -> Tensor:
 
 
 def with_four_axes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return inputs for the same attention whose mask has four axes.
+    """Convert a mask with five axes to four axes, for kernels without groups, and adapt queries, keys and values.
 
     If groups have different masks, either the mask is repeated over the batch, or groups become heads, so that the mask
     broadcasts over the batch; the alternative that copies less is used.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vision_attn.checks import product
 
-#: None masks nothing.
+#: An attention mask, or None for no mask.
 Mask = Tensor | None
 
 

@@ -1,8 +1,11 @@
-"""The function of the block, written once in NumPy: the definition that every implementation is tested against.
+"""A definition of the attention block in NumPy, against which every implementation is tested.
 
-It imports nothing else of the package, works in float64, and is slow on purpose: one image, one head and every pair of
-positions at a time. A pattern is a relation for each axis of the map; a query attends to a key if it does along every
-axis.
+This module imports no other module of the package and computes in float64. It processes one image and one head at a
+time, and every pair of query and key, which is slow, but makes every step visible. A pattern is described by one
+:class:`Relation` for each axis of the feature map: a query attends to a key if it does so along every axis.
+
+Letters: ``b`` batch, ``n`` heads, ``m`` key/value heads, ``i`` query token, ``j`` key token, ``d`` width of queries and
+keys in a head, ``e`` width of values in a head.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import numpy as np
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """The softmax over the last axis of ``(…, j)``; a row with only ``-inf`` gives zeros.
+    """Compute the softmax over the last axis of ``(…, j)``; a row that contains only ``-inf`` becomes zero.
 
     ``softmax(l)_j = exp(l_j - max l) / sum_j' exp(l_j' - max l)``
 
@@ -30,17 +33,17 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, mask: np.ndarray | None = None) -> np.ndarray:
-    """Attention of one head: ``softmax(scale q kᵀ + mask) v``.
+    """Compute the attention of one head: ``softmax(scale q kᵀ + mask) v``.
 
     Args:
         q: queries, ``(i, d)``.
         k: keys, ``(j, d)``.
         v: values, ``(j, e)``.
         scale: factor on the logits.
-        mask: ``(i, j)``; bool (True = may attend) or additive.
+        mask: bool (True = may attend) or additive float, ``(i, j)``.
 
     Returns:
-        ``(i, e)``.
+        The output, ``(i, e)``.
 
     >>> attention(np.ones((5, 2)), np.ones((7, 2)), np.ones((7, 3)), scale=1.0).shape
     (5, 3)
@@ -51,24 +54,24 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, mask: n
     return softmax(logits) @ v
 
 
-# --- patterns: for each axis, which positions attend to each other and how far apart they are -------------------------
+# --- patterns: the keys of each query along one axis, and their offsets -----------------------------------------------
 
 
 class Relation(NamedTuple):
-    """Along one axis of the map.
+    """The queries and keys that attend to each other along one axis of the feature map.
 
     >>> full(3).offset.shape
     (3, 3)
     """
 
-    allowed: np.ndarray  #: ``(query, key)``: whether the query attends to the key
-    offset: np.ndarray  #: ``(query, key)``: key minus query, in steps of the pattern
-    extent: int  #: the positions of a group
-    zeros: tuple[int, int] = (0, 0)  #: keys of zeros before and after the axis
+    allowed: np.ndarray  #: ``(query, key)`` bool: True if the query attends to the key.
+    offset: np.ndarray  #: ``(query, key)`` int: key minus query, in steps of the pattern.
+    extent: int  #: The number of positions in a group.
+    zeros: tuple[int, int] = (0, 0)  #: The number of zero keys before and after the axis.
 
 
 def full(length: int) -> Relation:
-    """The relation in which every position attends to every position of the axis.
+    """Return the relation in which every position attends to all positions of the axis.
 
     >>> full(3).offset[0].tolist()
     [0, 1, 2]
@@ -77,9 +80,9 @@ def full(length: int) -> Relation:
 
 
 def window(length: int, side: int, shift: int = 0) -> Relation:
-    """The relation of windows of ``side`` positions, the first whole one at ``shift``.
+    """Return the relation of windows with ``side`` positions, of which the first complete one starts at ``shift``.
 
-    There is no shift where one window holds the axis.
+    An axis that fits into one window is not shifted.
 
     >>> window(5, 2, shift=1).allowed[1].tolist()
     [False, True, True, False, False]
@@ -90,7 +93,7 @@ def window(length: int, side: int, shift: int = 0) -> Relation:
 
 
 def stripes(length: int, every: int) -> Relation:
-    """The relation of positions that are a multiple of ``every`` apart; of each with itself if that is the length.
+    """Return the relation of positions whose distance is a multiple of ``every``.
 
     >>> stripes(4, every=2).allowed[0].tolist()
     [True, False, True, False]
@@ -100,7 +103,7 @@ def stripes(length: int, every: int) -> Relation:
 
 
 def grid(length: int, side: int) -> Relation:
-    """The relation of positions that are as far apart as lets ``side`` of them fill the axis.
+    """Return the relation of grids: ``side`` positions, spread over the axis at equal distances.
 
     >>> grid(6, 2).allowed[1].tolist()
     [False, True, False, False, True, False]
@@ -109,14 +112,14 @@ def grid(length: int, side: int) -> Relation:
 
 
 def halo(length: int, block: int, halo: int) -> Relation:
-    """The relation of blocks of ``block`` positions to the keys in them and in ``halo`` positions around them.
+    """Return the relation of blocks of queries to the keys in the block and in a halo on both sides.
 
-    Keys beyond the axis are zeros after normalization and rotation, and are attended to.
+    Keys outside the axis are zeros, inserted after normalization and rotation, and queries attend to them.
 
     Args:
-        length: of the axis, in positions.
-        block: side of a block, in positions.
-        halo: how far a block attends beyond each of its sides, in positions.
+        length: length of the axis, in positions.
+        block: size of a block, in positions.
+        halo: number of positions by which the keys extend beyond each side of the block.
 
     >>> halo(3, 2, 1).allowed.astype(int).tolist()
     [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]
@@ -129,14 +132,15 @@ def halo(length: int, block: int, halo: int) -> Relation:
 
 
 def neighborhood(length: int, kernel: int, dilation: int = 1, stride: int = 1, causal: bool = False) -> Relation:
-    """The relation to the ``kernel`` positions around each, shifted at the ends so that they lie on the axis.
+    """Return the relation of each position to the ``kernel`` positions around it, shifted to stay inside the axis.
 
     Args:
-        length: of the axis, in positions.
-        kernel: how many positions each one attends to.
-        dilation: positions from one of them to the next.
-        stride: how many in a row attend to the keys of the one in their middle; of the last of them, if it is causal.
-        causal: whether each attends only to the positions before it, and to itself.
+        length: length of the axis, in positions.
+        kernel: number of keys of each query.
+        dilation: distance between consecutive keys, in positions.
+        stride: number of consecutive queries that share their keys: the keys of the query in the middle of the group,
+            or of the last query if ``causal`` is True.
+        causal: let each position attend only to itself and to positions before it.
 
     >>> neighborhood(5, 3).allowed[0].tolist()
     [True, True, True, False, False]
@@ -144,7 +148,7 @@ def neighborhood(length: int, kernel: int, dilation: int = 1, stride: int = 1, c
     allowed = np.zeros((length, length), bool)
     for query in range(length):
         keys = np.arange(query % dilation, length, dilation)
-        group = query // dilation // stride * stride
+        group = query // dilation // stride * stride  # the first query of the group that shares its keys
         leader = min(group + (stride - 1 if causal else stride // 2), len(keys) - 1)
         first = max(leader - kernel + 1, 0) if causal else min(max(leader - kernel // 2, 0), max(len(keys) - kernel, 0))
         allowed[query, keys[first : query // dilation + 1 if causal else first + kernel]] = True
@@ -153,7 +157,7 @@ def neighborhood(length: int, kernel: int, dilation: int = 1, stride: int = 1, c
 
 
 def with_zeros(x: np.ndarray, size: Sequence[int], pattern: Sequence[Relation]) -> np.ndarray:
-    """Tokens ``(…, j)`` of a map of this size, and those of the zeros around it."""
+    """Pad tokens ``(…, j)`` of a feature map with the zero keys of a pattern around the feature map."""
     padded = np.pad(x.reshape(*x.shape[:-1], *size), [(0, 0)] * (x.ndim - 1) + [axis.zeros for axis in pattern])
     return padded.reshape(*x.shape[:-1], -1)
 
@@ -162,45 +166,45 @@ def with_zeros(x: np.ndarray, size: Sequence[int], pattern: Sequence[Relation]) 
 
 
 def resize_table(table: np.ndarray, extent: int, axis: int = 0) -> np.ndarray:
-    """A table by offset, for groups of another extent: its ends and its middle stay, what is between is linear.
+    """Interpolate a table of offsets linearly to groups of another extent; its ends and its middle are kept.
 
     Args:
-        table: ``2s - 1`` long along ``axis``, by offset from ``1 - s`` to ``s - 1``.
-        extent: the positions of a group.
-        axis: which axis.
+        table: a table with ``2s - 1`` entries along ``axis``, for the offsets from ``1 - s`` to ``s - 1``.
+        extent: the number of positions in a group.
+        axis: the axis to interpolate.
 
     Returns:
-        The table, ``2·extent - 1`` long along ``axis``.
+        The table with ``2·extent - 1`` entries along ``axis``.
 
     >>> resize_table(np.array([0.0, 2.0, 4.0]), 3).tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
-    reach = (table.shape[axis] - 1) / 2
-    offsets = np.arange(1 - extent, extent) * (reach / (extent - 1) if extent > 1 else 0.0)
-    return np.apply_along_axis(lambda values: np.interp(offsets, np.arange(len(values)) - reach, values), axis, table)
+    largest = (table.shape[axis] - 1) / 2  # the largest offset of the given table
+    offsets = np.arange(1 - extent, extent) * (largest / (extent - 1) if extent > 1 else 0.0)
+    return np.apply_along_axis(lambda values: np.interp(offsets, np.arange(len(values)) - largest, values), axis, table)
 
 
 def axial_angles(count: int, positions: np.ndarray, temperature: float) -> np.ndarray:
-    """The angles of ``count`` waves along each axis at every position ``(axes, i)``, ``(axes·count, i)``."""
+    """Return the angles ``position · temperature^(-k/count)`` of positions ``(axes, i)``, ``(axes·count, i)``."""
     frequency = temperature ** -(np.arange(count) / count)
     return np.concatenate([frequency[:, None] * position for position in positions])
 
 
 def rotate(q: np.ndarray, positions: np.ndarray, temperature: float) -> np.ndarray:
-    """Rotary positions: pairs of ``(i, d)`` as complex numbers, rotated by the position ``(axes, i)`` of each token."""
+    """Rotate queries or keys ``(i, d)`` by positions ``(axes, i)``: pairs of channels are complex numbers."""
     pairs = q[:, 0::2] + 1j * q[:, 1::2]
     pairs = pairs * np.exp(1j * axial_angles(pairs.shape[1] // len(positions), positions, temperature).T)
     return np.stack([pairs.real, pairs.imag], axis=-1).reshape(q.shape)
 
 
 def sin_cos(channels: int, positions: np.ndarray, temperature: float) -> np.ndarray:
-    """Sines and cosines of every position ``(axes, i)``, ``(channels, i)``."""
+    """Return the sines, then the cosines of the angles of positions ``(axes, i)``, ``(channels, i)``."""
     angles = axial_angles(channels // (2 * len(positions)), positions, temperature)
     return np.concatenate([np.sin(angles), np.cos(angles)])
 
 
 def depthwise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """A convolution of each channel of a map separately, with zeros around the map."""
+    """Apply a depthwise convolution with zero padding to one feature map ``(c, h, w)``."""
     padded = np.pad(x, [(0, 0), *((side // 2,) * 2 for side in weight.shape[2:])])
     y = np.zeros_like(x) + bias.reshape(-1, *(1,) * (x.ndim - 1))
     for tap in np.ndindex(*weight.shape[2:]):
@@ -213,15 +217,15 @@ def depthwise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray
 
 
 def conv1x1(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    """A 1×1 convolution of one map ``(c, h, w)``: the same linear layer at every position.
+    """Apply a 1×1 convolution to one feature map, which is the same linear layer at every position.
 
     Args:
-        x: the map, ``(c, h, w)``, or with another number of axes.
-        weight: ``(out, c, 1, 1)``.
-        bias: ``(out,)``, or None.
+        x: the feature map, ``(c, h, w)``; one or three axes are also supported.
+        weight: the weight, ``(out, c, 1, 1)``.
+        bias: the bias, ``(out,)``, or None.
 
     Returns:
-        ``(out, h, w)``.
+        The output, ``(out, h, w)``.
 
     >>> conv1x1(np.ones((2, 4, 5)), np.ones((3, 2, 1, 1)), None).shape
     (3, 4, 5)
@@ -246,27 +250,28 @@ def attention_map(
     feat_size: Sequence[int] | None = None,
     temperature: float = 10000.0,
 ) -> np.ndarray:
-    """The block of :class:`vision_attn.Attention2d` on a batch of maps, from its state dict.
+    """Compute the output of :class:`vision_attn.Attention2d` for a batch of feature maps, from its state dict.
 
     Args:
-        x: maps, ``(b, c, h, w)``, or with one axis or three.
-        state: ``qkv.weight, proj.weight`` and, where the block has them, ``qkv.bias, proj.bias, q_norm.*, k_norm.*,
-            gate.*, position.*``.
+        x: feature maps, ``(b, c, h, w)``; one or three axes are also supported.
+        state: the state dict as NumPy arrays: ``qkv.weight``, ``proj.weight`` and, if the block has them, ``qkv.bias``,
+            ``proj.bias``, ``q_norm.*``, ``k_norm.*``, ``gate.*`` and ``position.*``.
         num_heads: number of heads.
-        key_dim: width of queries and keys in a head; ``c / heads`` when None.
-        value_dim: width of values in a head; ``c / heads`` when None.
-        num_kv_heads: number of heads of keys and values; ``num_heads`` when None.
-        scale: factor on the logits; ``key_dim ** -0.5`` when None.
-        mask: broadcastable to ``(b, heads, tokens, tokens)``; bool (True = may attend) or additive.
-        causal: whether a position attends to no later one.
-        pattern: a relation for each axis; :func:`full` when None.
-        position: ``"decomposed"``, ``"table"``, ``"rotary"``, ``"sines"``, ``"convolution"`` or None.
-        feat_size: for each axis, the size that a table of relative positions is for, or that rotary positions are
-            scaled to; that of the map when None.
-        temperature: of rotary positions and of sines.
+        key_dim: width of queries and keys in a head; ``c / num_heads`` if None.
+        value_dim: width of values in a head; ``c / num_heads`` if None.
+        num_kv_heads: number of heads of keys and values; ``num_heads`` if None.
+        scale: factor on the logits; ``key_dim ** -0.5`` if None.
+        mask: bool (True = may attend) or additive float, broadcastable to ``(b, heads, tokens, tokens)``.
+        causal: prevent every position from attending to later positions in row-major order.
+        pattern: one relation for each axis; :func:`full` if None.
+        position: ``"decomposed"`` (:class:`RelPosDecomposed`), ``"table"`` (:class:`RelPosTable`), ``"rotary"``
+            (:class:`Rope2d`), ``"sines"`` (:class:`SinCos`), ``"convolution"`` (:class:`ConditionalPos`) or None.
+        feat_size: for each axis, the size of the feature map for which a relative position table was created, or to
+            which rotary positions are scaled; the size of ``x`` if None.
+        temperature: base of the frequencies of rotary and sine-cosine positions.
 
     Returns:
-        ``(b, out, h, w)`` in float64.
+        The output, ``(b, out, h, w)``, in float64.
 
     >>> state = {"qkv.weight": np.ones((12, 4, 1, 1)), "proj.weight": np.ones((4, 4, 1, 1))}
     >>> attention_map(np.ones((2, 4, 3, 5)), state, num_heads=2).shape
@@ -280,16 +285,16 @@ def attention_map(
     positions = np.indices(size).reshape(len(size), -1)
     tokens = positions.shape[1]
     pattern = [full(length) for length in size] if pattern is None else pattern
-    # Keys are the positions of the map and, where a pattern has them, zeros around it.
+    # The keys are the positions of the feature map. A pattern with a halo adds zeros around the feature map.
     key_positions = np.indices([axis.allowed.shape[1] for axis in pattern]).reshape(len(size), -1)
-    # One entry for each pair of a query and a key, (axes, query, key) and (query, key).
+    # Each pair of query and key has an offset on every axis, (axes, query, key), and is allowed or not, (query, key).
     pairs = list(zip(pattern, positions, key_positions, strict=True))
     offsets = [axis.offset[query][:, key] for axis, query, key in pairs]
     allowed = np.all([axis.allowed[query][:, key] for axis, query, key in pairs], axis=0)
     mask = np.zeros(()) if mask is None else np.where(mask, 0.0, -np.inf) if mask.dtype == bool else mask
     mask = mask + np.where(np.tri(tokens, dtype=bool), 0.0, -np.inf if causal else 0.0)
     mask = with_zeros(np.broadcast_to(mask, (b, n, tokens, tokens)), size, pattern)
-    # The row of a table for each pair: keys of a tile that are farther away than any in a group are masked.
+    # Each pair has a row in the table of each axis. Offsets outside the table belong to masked pairs and are clipped.
     extents = [axis.extent for axis in pattern]
     rows = [np.clip(by, 1 - extent, extent - 1) + extent - 1 for by, extent in zip(offsets, extents, strict=True)]
 
@@ -301,12 +306,12 @@ def attention_map(
         return y * state[f"{name}.weight"] + state[f"{name}.bias"]
 
     def position_bias(q: np.ndarray, head: int) -> np.ndarray:
-        """The relative position bias that is added to the logits of a head."""
+        """Compute the relative position bias of a head, ``(query, key)``."""
         bias = np.zeros(allowed.shape)
         for extent, row, name in zip(extents, rows, ("depth", "height", "width")[-len(size) :], strict=True):
             if f"position.{name}_rel" in state:
                 bias += np.take_along_axis(q @ resize_table(state[f"position.{name}_rel"], extent).T, row, axis=1)
-        if position == "table":  # by query minus key
+        if position == "table":  # it is indexed by query minus key, so it is flipped
             table = state["position.relative_position_bias_table"][:, head]
             table = np.flip(table.reshape([2 * length - 1 for length in feat_size or extents]))
             for axis, extent in enumerate(extents):
@@ -316,25 +321,25 @@ def attention_map(
 
     out = []
     for image in range(b):
-        one = x[image]
+        x_pos = x[image]  # the feature map with its position encoding
         if position == "sines":
-            one = one + sin_cos(c, positions, temperature).reshape(one.shape)
+            x_pos = x_pos + sin_cos(c, positions, temperature).reshape(x_pos.shape)
         if position == "convolution":
-            one = one + depthwise(one, state["position.conv.weight"], state["position.conv.bias"])
-        # The channels of the projection are ordered [heads·d, kv_heads·d, kv_heads·e], the tokens row by row.
-        qkv = conv1x1(one, state["qkv.weight"], state.get("qkv.bias")).reshape(-1, tokens)
+            x_pos = x_pos + depthwise(x_pos, state["position.conv.weight"], state["position.conv.bias"])
+        # The channels of the projection are ordered (n·d, m·d, m·e), and the tokens are in row-major order.
+        qkv = conv1x1(x_pos, state["qkv.weight"], state.get("qkv.bias")).reshape(-1, tokens)
         queries, keys, values = (
             part.reshape(-1, width, tokens).transpose(0, 2, 1)
             for part, width in zip(np.split(qkv, [n * d, (n + m) * d]), (d, d, e), strict=True)
         )
         heads = []
         for head in range(n):
-            shared = head // (n // m)
-            q, k = norm(queries[head], "q_norm"), norm(keys[shared], "k_norm")
+            kv_head = head // (n // m)  # consecutive query heads share one head of keys and values
+            q, k = norm(queries[head], "q_norm"), norm(keys[kv_head], "k_norm")
             if position == "rotary":
                 scaled = positions * np.divide(feat_size or size, size)[:, None]
                 q, k = rotate(q, scaled, temperature), rotate(k, scaled, temperature)
-            k, v = (with_zeros(part.T, size, pattern).T for part in (k, values[shared]))
+            k, v = (with_zeros(part.T, size, pattern).T for part in (k, values[kv_head]))
             bias = position_bias(q, head) + mask[image, head]
             heads.append(attention(q, k, v, scale, np.where(allowed, bias, -np.inf)).T)
         y = np.concatenate(heads).reshape(n * e, *size)

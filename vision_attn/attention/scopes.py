@@ -47,7 +47,7 @@ def scoped_values(kind: str, module: nn.Module) -> list[Any]:
     if torch.compiler.is_dynamo_compiling() and not in_scope():
         return []
     key = kind, vars(module).get(ORIGINAL, module)
-    return [value for one in SCOPES.get() if (value := one.get(key)) is not None]
+    return [value for values in SCOPES.get() if (value := values.get(key)) is not None]
 
 
 def scoped_output(block: nn.Module, x: Tensor, y: Tensor) -> Tensor:

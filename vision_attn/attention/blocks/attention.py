@@ -44,7 +44,7 @@ class Attention2d(Attention):
             selects the faster of ``"sdpa"`` and ``"bmm"`` by device, dtype, number of tokens, gradients, dropout and
             mask. ``"flex"`` compiles FlexAttention on first use.
         pattern: which positions attend to each other: ``"full"``, ``"rows"``, ``"columns"``, a :class:`Window`,
-            :class:`Grid`, :class:`Halo`, :class:`Neighborhood` or :class:`Pattern`, or a line of einx.
+            :class:`Grid`, :class:`Halo`, :class:`Neighborhood` or :class:`Pattern`, or an einx expression.
         position: the position encoding: a :class:`RelPosDecomposed`, :class:`RelPosTable`, :class:`AbsPos`,
             :class:`Rope2d`, :class:`ConditionalPos` or :class:`SinCos`; its parameters are ``position.*``.
         key_dim: width of queries and keys per head; ``channels / num_heads`` if None.
@@ -64,7 +64,7 @@ class Attention2d(Attention):
             for blocks that find similar positions: like ``"cosine"``, but queries and keys are centered over the
             feature map first, both are initialized as the same isometric projection in each head, and the initial
             factor is 14.
-        kv_stride: side of the squares, in positions, over which keys and values are averaged.
+        kv_stride: kernel size and stride of an average pooling of keys and values, in positions; 1 for no pooling.
         causal: prevent every position from attending to later positions in row-major order. :class:`Neighborhood` has a
             separate ``causal`` argument.
         output_gate: multiply ``y`` by ``sigmoid(gate(x))``, with a 1×1 convolution ``gate``, before the projection.

@@ -47,13 +47,13 @@ def weights_on_map(
             both = [x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, groups) for x in both]
         if heads is not None:
             q, k, both = q[:, heads], k[:, heads], [select(x, 2, heads) for x in both]
-        layout, is_whole = grouping.query_layout, grouping.query_layout.is_whole
-        if is_whole:  # there is one group; class tokens may come first
+        layout, is_identity = grouping.query_layout, grouping.query_layout.is_identity
+        if is_identity:  # there is one group; class tokens may come first
             row = torch.arange(q.shape[2], device=q.device) if queries is None else queries
             group = torch.zeros_like(row)
         else:
             group, row = grouping.locate(queries)
-        if queries is not None and is_whole:
+        if queries is not None and is_identity:
             q, both = q[:, :, queries], [select(x, 3, queries) for x in both]
         elif queries is not None:  # each query becomes a separate group
             q = q.unflatten(0, (-1, layout.groups))[:, group, :, row].movedim(0, 1).flatten(0, 1)[:, :, None]
@@ -62,11 +62,11 @@ def weights_on_map(
             both = [x if x is None else x.expand(shape)[:, group, :, row].movedim(0, 1)[:, :, :, None] for x in both]
         logits = masks.add_mask(scale * masks.upcast(q) @ masks.upcast(k).mT, both[0], causal)
         weights = masks.zero_fully_masked_rows(logits.softmax(-1), both[1])  # (b·groups, n, i, j)
-    if queries is None and not is_whole:
+    if queries is None and not is_identity:
         weights = weights.unflatten(0, (-1, layout.groups))[:, group, :, row].movedim(0, 2)
-    elif not is_whole:
+    elif not is_identity:
         weights = weights[:, :, 0].unflatten(0, (-1, len(row))).transpose(1, 2)
-    return weights if grouping.key_layout.is_whole else grouping.scatter_to_map(weights, group)
+    return weights if grouping.key_layout.is_identity else grouping.scatter_to_map(weights, group)
 
 
 def select(mask: masks.Mask, axis: int, index: Tensor) -> masks.Mask:

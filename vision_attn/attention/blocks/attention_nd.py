@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention_maps import check_queries, weights_on_map
 from vision_attn.attention.blocks.config import ConfigurableImpl
-from vision_attn.attention.blocks.projection import POINTWISE, Conv, not_a_map, on_feature_maps, to_memory_format_of
+from vision_attn.attention.blocks.projection import POINTWISE, Conv, on_feature_maps, shape_error, to_memory_format_of
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, qk_norms
 from vision_attn.attention.blocks.rules import check_arguments
 from vision_attn.attention.dispatch import AttentionInputs, attend_in_groups
@@ -107,11 +107,11 @@ class Attention(ConfigurableImpl):
 
     @on_feature_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Attend; the steps are the same for every pattern, position encoding and implementation.
+        """Compute attention; the steps are the same for every pattern, position encoding and implementation.
 
         Args:
-            x: feature maps, ``(b, c, h, w)``, or a single one, ``(c, h, w)``. Blocks with one or three axes expect as
-                many instead of ``h, w``.
+            x: feature maps, ``(b, c, h, w)``, or a single one, ``(c, h, w)``; :class:`Attention1d` expects ``w`` and
+                :class:`Attention3d` expects ``t, h, w`` instead of ``h, w``.
             mask: bool (True = may attend) or additive float, broadcastable to ``(b, heads, tokens, key tokens)``, with
                 tokens in row-major order.
             context: feature maps from which keys and values are projected, with ``context_channels`` channels, or
@@ -122,7 +122,7 @@ class Attention(ConfigurableImpl):
             the bias of ``proj``.
 
         Raises:
-            ValueError: the shape or type of ``x``, ``context`` or ``mask`` is wrong; the message states which.
+            ValueError: the shape or type of ``x``, ``context`` or ``mask`` is wrong.
         """
         plain = mask is None and context is None and self.context_channels is None and self.kv_stride == 1
         keys_size = tuple(x.shape[2:]) if plain else self.check_inputs(x, mask, context)
@@ -143,8 +143,8 @@ class Attention(ConfigurableImpl):
         self, kernel: Kernel, x: Tensor, keys_size: tuple[int, ...], mask: Tensor | None, context: Tensor | None
     ) -> AttentionInputs:
         """Project, split into groups and heads, normalize, and encode positions; return the inputs of a kernel."""
-        masks_map = kernel.attend_inputs is not None
-        grouping = self.groupings.get(x, keys_size, masks_map, unmasked=mask is None and not self.causal)
+        prefer_mask = kernel.attend_inputs is not None
+        grouping = self.groupings.get(x, keys_size, prefer_mask, unmasked=mask is None and not self.causal)
         q, k, v = self.project(kernel, grouping, x, context)  # (b·groups, n, i, d), (…, m, j, d), (…, m, j, e)
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast, normalization returns float32; the kernel expects the dtype of the values.
@@ -194,12 +194,12 @@ class Attention(ConfigurableImpl):
     def check_inputs(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[int, ...]:
         """Raise for an invalid mask or context; return the size of the keys' feature map."""
         if context is None and self.context_channels is not None:
-            expected = f"feature maps with {self.context_channels} channels for a block with context_channels"
+            expected = f"feature maps, because the block was created with context_channels={self.context_channels}"
             raise ValueError(f"context must be {expected}; got None")
         if context is not None:
             channels = self.context_channels or self.channels
             if not isinstance(context, Tensor) or context.dim() != x.dim() or context.shape[1] != channels:
-                raise not_a_map("context", context, channels, self.rank)
+                raise shape_error("context", context, channels, self.rank)
             if context.shape[0] != x.shape[0]:
                 raise ValueError(f"context must have the batch size of x, {x.shape[0]}; got {context.shape[0]}")
             is_relative = self.position is not None and self.position.is_relative
@@ -241,7 +241,7 @@ class Attention(ConfigurableImpl):
         if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
             return self.attention_weights(x[None], mask, queries, None if context is None else context[None])
         if not isinstance(x, Tensor) or x.dim() != 2 + self.rank or x.shape[1] != self.channels:
-            raise not_a_map("x", x, self.channels, self.rank)
+            raise shape_error("x", x, self.channels, self.rank)
         keys_size = self.check_inputs(x, mask, context)
         if queries is not None:
             check_queries(queries, x.shape[2:])

@@ -62,7 +62,7 @@ class AugmentedConv2d(Configurable):
         check_new(device, dtype, in_channels=in_channels, out_channels=out_channels, num_heads=num_heads)
         check_counts(kernel_size=kernel_size, stride=stride, key_channels=key_channels, value_channels=value_channels)
         if kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, for branches with outputs of equal size; got {kernel_size}")
+            raise ValueError(f"kernel_size must be odd, so that both outputs have the same size; got {kernel_size}")
         for name in {"key_dim", "value_dim", "out_channels", "context_channels"} & attention.keys():
             raise ValueError(f"AugmentedConv2d does not support {name}: pass key_channels and value_channels")
         check_divides("num_heads", num_heads, "key_channels", key_channels)
@@ -77,7 +77,7 @@ class AugmentedConv2d(Configurable):
         self.attn: Attention2d = Attention2d(in_channels, num_heads, out_channels=value_channels, **attention)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Convolve, attend, and concatenate both outputs.
+        """Compute the convolution and the attention, and concatenate both outputs.
 
         Args:
             x: feature maps, ``(b, in_channels, h, w)``, or a single one, ``(in_channels, h, w)``.
@@ -143,7 +143,7 @@ class StridedAttention2d(Configurable):
         self.attn: Attention2d = Attention2d(channels, num_heads, **attention)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Attend, then average.
+        """Compute attention, then average its output.
 
         Args:
             x: feature maps, ``(b, c, h, w)``.

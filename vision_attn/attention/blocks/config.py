@@ -41,7 +41,7 @@ class ConfigurableImpl(Configurable):
 
     @property
     def impl(self) -> str:
-        """The implementation that runs, chosen by the innermost :func:`use_impl` or else by :func:`set_impl_`."""
+        """The current implementation, selected by the innermost :func:`use_impl` context or by :func:`set_impl_`."""
         return [self._impl, *scoped_values("impl", self)][-1]
 
     @impl.setter

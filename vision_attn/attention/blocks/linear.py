@@ -162,7 +162,7 @@ class LinearAttention2d(ConfigurableImpl):
 
     @on_feature_maps
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend.
+        """Compute linear attention on feature maps.
 
         Args:
             x: feature maps, ``(b, c, h, w)``, or a single one, ``(c, h, w)``.

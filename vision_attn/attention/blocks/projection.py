@@ -16,12 +16,12 @@ from vision_attn.attention.kernels import channels_first, channels_last
 #: A convolution on feature maps with any number of axes.
 Conv = nn.modules.conv._ConvNd
 
-#: Names of the axes of a feature map in messages, by their number.
+#: Names of the axes of a feature map in error messages, by the number of axes.
 AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
 
 
 def on_feature_maps(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Check the input of a block, accept an unbatched one, and make the block a single node of a torch.fx graph."""
+    """Decorate a ``forward`` method to check its input, accept unbatched feature maps, and be one torch.fx node."""
 
     @wraps(forward)
     def batched(self: Any, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
@@ -32,12 +32,12 @@ def on_feature_maps(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return forward(self, x, *given)
         if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
             return batched(self, x[None], mask, *(y[None] for y in given[1:]))[0]
-        raise not_a_map("x", x, self.channels, self.rank)
+        raise shape_error("x", x, self.channels, self.rank)
 
     return batched
 
 
-def not_a_map(name: str, x: Any, channels: int, rank: int) -> ValueError:
+def shape_error(name: str, x: Any, channels: int, rank: int) -> ValueError:
     """Return the error for an argument that is not a batch of feature maps ``(b, channels, …)`` with ``rank`` axes."""
     got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
     return ValueError(f"{name} must be feature maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {got}")
@@ -55,7 +55,7 @@ class Pointwise:
         if x.dim() == 1 + len(self.kernel_size):
             return self.forward(x[None])[0]
         weight, tokens = self.weight.flatten(1), x.flatten(2).transpose(1, 2)
-        if self.bias is not None and x.is_contiguous() and reads_in_place(x, weight):
+        if self.bias is not None and x.is_contiguous() and product_per_image(x, weight):
             y = torch.baddbmm(self.bias, tokens, weight.t().expand(len(x), -1, -1))
         else:
             y = F.linear(tokens.contiguous(), weight, self.bias)
@@ -89,7 +89,7 @@ class Pointwise3d(Pointwise, nn.Conv3d):
 POINTWISE: dict[int, Callable[..., Conv]] = {1: Pointwise1d, 2: Pointwise2d, 3: Pointwise3d}
 
 
-def reads_in_place(x: Tensor, weight: Tensor) -> bool:
+def product_per_image(x: Tensor, weight: Tensor) -> bool:
     """Return True if one matrix product per image is faster than one for the batch, which copies ``x``.
 
     This holds for inference on feature maps with many positions. In training, a product per image would compute weight

@@ -36,11 +36,11 @@ def check_arguments(a: Any, pattern: AnyPattern) -> tuple[int, int, int, int]:
 
     layer_norm, match = isinstance(a.qk_norm, bool), a.qk_norm == "match"
     refuse("qk_norm", not (layer_norm or match or a.qk_norm == "cosine"), "must be False, True, 'cosine' or 'match'")
-    same = "must be 1 unless queries, keys and values have equal widths, heads and input"
+    same = "must be 1 with num_kv_heads, context_channels, or different key_dim and value_dim"
     refuse("groups", a.groups > 1 and ((m, e) != (n, d) or context is not None), same)
     refuse("causal", a.causal and (a.kv_stride > 1 or context is not None), "must be False with kv_stride or context")
     refuse("causal", a.causal and isinstance(pattern, Neighborhood), "must be False: use Neighborhood(causal=True)")
-    refuse("qk_norm", match and a.causal, "must not be 'match' with causal=True: its mean includes later positions")
+    refuse("qk_norm", match and a.causal, "must not be 'match' with causal=True: the mean includes later positions")
     tied = f"must not be 'match' with context_channels={context}: queries and keys need inputs of equal width"
     refuse("qk_norm", match and context not in (None, a.channels), tied)
     refuse("pattern", a.kv_stride > 1 and not pattern.is_global, f"must be 'full' with kv_stride={a.kv_stride}")

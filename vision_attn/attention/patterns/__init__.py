@@ -1,7 +1,9 @@
 """Attention patterns: which positions of a feature map attend to each other.
 
-A pattern is one line of einx. On maps of one size it is a :class:`Grouping` of tokens, which attend to each other and
-to nothing else. Letters: ``b`` batch, ``n`` heads, ``d`` width of a head, ``t h w`` the axes of the map.
+Most patterns are one einx expression, which partitions the feature map into groups of tokens. Tokens attend to each
+other inside their group only. A :class:`Grouping` is a pattern for feature maps of one size.
+
+Letters: ``b`` batch, ``n`` heads, ``d`` width of a head, ``t h w`` the axes of the feature map.
 """
 
 from vision_attn.attention.patterns.grouping import Grouping, GroupingCache

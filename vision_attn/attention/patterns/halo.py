@@ -1,4 +1,4 @@
-"""Blocks of queries that attend to the keys in them and in a halo around them, as in HaloNet."""
+"""Attention of blocks of queries to the keys in and around each block, as in HaloNet."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisT
 
 @dataclass(frozen=True)
 class Halo(AnyPattern):
-    """Attention of blocks, as windows, to the keys in them and in a halo around them, as in HaloNet.
+    """Attention of non-overlapping blocks of queries to the keys in and around each block, as in HaloNet.
 
-    ``b n d (gh h) (gw w) -> (b gh gw) n (h w) d`` with ``h`` and ``w`` the sides of a block for queries, and those of a
-    block and its halos for keys. Keys and values beyond the map are zeros and are not masked, as in timm's
-    ``HaloAttn``: near a border, the weights of the keys on the map sum to less than one. They are zeros for the kernel,
-    after queries and keys were normalized (``qk_norm``) and rotated.
+    ::
+
+        queries    b n d (gh h) (gw w) -> (b gh gw) n (h w) d    h, w: block_size
+        keys       overlapping blocks in the same order          h, w: block_size + 2 · halo_size
+
+    Keys and values outside the feature map are zeros and are not masked, as in timm's ``HaloAttn``. Near a border, the
+    weights of the keys inside the feature map therefore sum to less than one. The zeros are inserted after the
+    normalization (``qk_norm``) and the rotation of keys.
 
     Args:
-        block_size: side of a block, in positions; one for all axes or one for each.
-        halo_size: how far a block attends beyond each of its sides, in positions; likewise.
+        block_size: size of a block, in positions: an integer for all axes, or a tuple with one integer per axis.
+        halo_size: number of positions by which the keys extend beyond each side of a block: an integer for all axes, or
+            a tuple with one integer per axis.
 
     Raises:
-        ValueError: a side below one, or a halo below zero.
+        ValueError: ``block_size`` is smaller than 1, or ``halo_size`` is negative.
 
     Source: Vaswani et al., *Scaling Local Self-Attention for Parameter Efficient Visual Backbones*, 2021,
     https://arxiv.org/abs/2103.12731
@@ -43,7 +48,7 @@ class Halo(AnyPattern):
 
     @property
     def sides(self) -> list[tuple[int, int]]:
-        """The block and its halo, for each axis."""
+        """The size of a block and of its halo for each axis."""
         return list(zip(*same_length(self.block_size, self.halo_size), strict=True))
 
     @property

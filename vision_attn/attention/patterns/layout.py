@@ -1,7 +1,8 @@
-"""Where the tokens of each group lie on a feature map: by the pattern's line, or by one flat index.
+"""The positions of the tokens of each group on the feature map.
 
-A layout that is a plain reshape has the line, which einx and torch run. The tokens of any other layout (padded,
-shifted, overlapping) are gathered with one index, and put back with another. Each group is a small feature map.
+If a layout is a plain reshape, einx and torch run the expression of the pattern. In all other cases (padded, shifted or
+overlapping groups), tokens are gathered with a flat index, and scattered back with the inverse index. Each group is a
+small feature map.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ Size = Sequence[int]
 
 
 class TokenLayout:
-    """The feature map of the queries or of the keys, cut into groups of tokens."""
+    """The partition of a feature map of queries, or of keys, into groups of tokens."""
 
     def __init__(
-        self, size: Size, axes: Sequence[AxisLayout], line: Rearrangement | None, *, is_whole: bool, zero_padded: bool
+        self, size: Size, axes: Sequence[AxisLayout], line: Rearrangement | None, is_identity: bool, zero_padded: bool
     ) -> None:
         self.size: tuple[int, ...] = tuple(size)
         self.axes = axes
-        self.is_whole = is_whole  # one group: the map
-        self.zero_padded = zero_padded  # tokens beyond the map are zeros
+        self.is_identity = is_identity  # one group, whose tokens are all positions in row-major order
+        self.zero_padded = zero_padded  # tokens outside the feature map are zeros
         self.groups: int = product([axis.positions.shape[0] for axis in axes])
-        #: the size of a group, a small feature map
+        #: The size of a group as a small feature map.
         self.group_size: tuple[int, ...] = tuple([axis.positions.shape[1] for axis in axes])
         self.tokens: int = product(self.group_size)
         sizes = [axis.sizes for axis in axes if axis.sizes is not None]
@@ -40,13 +41,14 @@ class TokenLayout:
             self.line = BoundRearrangement(line, sizes)
             return
         index, positions = self.index().flatten(), product(size)
-        #: the position of each token, group by group; beyond the map, a row of zeros or any position
-        self.gather_index: Tensor = beyond(index, positions) if zero_padded else index.clamp(min=0)
-        #: the token at each position
+        #: The position of each token, in the order of the groups. Padding has the index of an additional row of zeros,
+        #: or, if it is masked, the index 0.
+        self.gather_index: Tensor = padding_last(index, positions) if zero_padded else index.clamp(min=0)
+        #: The index of the token at each position.
         self.inverse_index: Tensor = inverse_index(index, positions)
 
     def index(self) -> Tensor:
-        """Return the position of each token on the map, row-major, ``(groups, tokens)``; -1 beyond it."""
+        """Return the row-major position of each token, ``(groups, tokens)``; -1 for padding."""
         positions = [axis.positions for axis in self.axes]
         strides = [product(self.size[axis + 1 :]) for axis in range(len(positions))]
         index = outer([at * stride for at, stride in zip(positions, strides, strict=True)], torch.add)
@@ -54,34 +56,39 @@ class TokenLayout:
 
 
 def is_fixed(size: Size) -> bool:
-    """Return True if lengths are numbers, outside of graphs and where ``torch.export`` records a graph for one size."""
+    """Return True if a size is fixed: in eager mode, or in ``torch.export`` if no length is symbolic."""
     exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     return not torch.compiler.is_compiling() or (exporting and all(type(length) is int for length in size))
 
 
 def inverse_index(index: Tensor, positions: int) -> Tensor:
-    """Return the token at each of so many positions, for the position ``(tokens,)`` of each token; -1 beyond them."""
+    """Return the index of the token at each position; ``index`` is the position of each token, or -1 for padding."""
     order = torch.arange(index.numel(), device=index.device)
-    return index.new_zeros(positions + 1).scatter(0, beyond(index, positions), order)[:positions]
+    return index.new_zeros(positions + 1).scatter(0, padding_last(index, positions), order)[:positions]
 
 
-def beyond(index: Tensor, positions: int) -> Tensor:
-    """Point from -1 to the row behind all positions."""
+def padding_last(index: Tensor, positions: int) -> Tensor:
+    """Replace -1 (padding) by the index of an additional row after all positions."""
     return torch.where(index < 0, positions, index)
 
 
-def outer(along: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Combine the values along each axis for all axes, the first axis first.
+def outer(values: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Combine one tensor per axis into one tensor for all combinations of their elements, in row-major order.
 
-    They are ``(tiles, tokens)`` or ``(tiles, queries, keys)`` of one axis; the result is that of all axes together.
+    Args:
+        values: for each axis, ``(tiles, tokens)`` or ``(tiles, queries, keys)``.
+        combine: function of two tensors that broadcast.
+
+    Returns:
+        ``(groups, tokens)`` or ``(groups, queries, keys)``, each the product of the lengths of all axes.
 
     >>> outer([torch.tensor([[10, 20]]), torch.tensor([[1, 2, 3]])], torch.add)
     tensor([[11, 12, 13, 21, 22, 23]])
     """
-    rank, kinds = len(along), along[0].dim()
+    rank, kinds = len(values), values[0].dim()
     views = []
-    for axis, part in enumerate(along):
-        view = [1] * (kinds * rank)  # tiles of every axis, then queries of every axis, then keys
+    for axis, part in enumerate(values):
+        view = [1] * (kinds * rank)  # the tiles of all axes, then the queries of all axes, then the keys
         view[axis::rank] = part.shape
         views.append(part.reshape(view))
     combined = reduce(combine, views)

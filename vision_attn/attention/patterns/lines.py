@@ -1,4 +1,4 @@
-"""Patterns that are one line of einx: full, rows, columns, windows, grids, and any other line."""
+"""Patterns that are one einx expression: full, rows, columns, windows, grids and custom expressions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vision_attn.checks import product
 
 
 class LinePattern(AnyPattern):
-    """Groups as a line of einx cuts them, the same for queries and keys.
+    """Base class of patterns whose groups follow from an einx expression, and are the same for queries and keys.
 
-    An axis whose length is not a multiple of the line's sizes is padded at its end. With a ``shift``, the first whole
-    window starts at that position, as in Swin.
+    If the length of an axis is not a multiple of the sizes in the expression, the axis is padded at its end. ``shift``
+    is the position at which the first complete window starts, as in Swin.
     """
 
     line: Rearrangement
@@ -44,10 +44,11 @@ class LinePattern(AnyPattern):
         line, given, names = self.line, dict(self.line.sizes), self.line.axes[axis]
         multiple = product([given.get(name, 1) for name in names])
         if all(name in given for name in names) and length > multiple:
-            raise ValueError(f"x must have at most {multiple} positions on this axis of {self}; got {length}")
+            raise ValueError(f"x must have at most {multiple} positions on axis {axis + 2} for {self}; got {length}")
         padded = length if multiple == 1 else length + -length % multiple
-        any_length = torch.compiler.is_exporting() and not isinstance(length, int)  # a graph without guards on it
-        # As in Swin, there is no shift where one window holds the axis.
+        # A graph that is exported with a symbolic length must not depend on its value.
+        any_length = torch.compiler.is_exporting() and not isinstance(length, int)
+        # As in Swin, an axis that fits into one window is not shifted.
         shift: int | Tensor = (
             same_length(self.shift, (0,) * self.rank)[0][axis] if any_length or padded > multiple else 0
         )
@@ -55,41 +56,48 @@ class LinePattern(AnyPattern):
         order = sorted(range(len(names)), key=lambda i: names[i] in line.tokens)  # tiles first, then tokens
         tiles = product([n for n, name in zip(sizes, names, strict=True) if name in line.groups])
 
-        def in_tiles(along: Tensor) -> Tensor:
-            return along.view(sizes).permute(order).reshape(tiles, padded // tiles)
+        def split(values: Tensor) -> Tensor:
+            return values.view(sizes).permute(order).reshape(tiles, padded // tiles)
 
         coords = torch.arange(padded // tiles, device=device)[None]
         if not shift and (multiple == 1 or (not any_length and padded == length)):
-            layout = AxisLayout(in_tiles(torch.arange(length, device=device)), coords, sizes)
+            layout = AxisLayout(split(torch.arange(length, device=device)), coords, sizes)
             return AxisTiles(layout, layout, padded // tiles)
-        # Padding is a region that no position of the map attends to. Where the axis is shifted, its two ends meet in
-        # one tile: they do not attend to each other.
+        # Queries and keys attend to each other only inside a region. Padding is a separate region. On a shifted axis,
+        # the start and the end of the axis share one tile; they are separate regions, too.
         position = torch.arange(padded, device=device)
         if any_length:
             shift = shift * (position[-1:] >= multiple).long()
         position = position + shift
         position = torch.where(position >= padded, position - padded, position)
-        region = in_tiles((position >= length).long() - (position < shift).long())
-        layout = AxisLayout(in_tiles(position.masked_fill(position >= length, -1)), coords)
+        region = split((position >= length).long() - (position < shift).long())
+        layout = AxisLayout(split(position.masked_fill(position >= length, -1)), coords)
         return AxisTiles(layout, layout, padded // tiles, region[:, :, None] == region[:, None, :])
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Pattern(LinePattern):
-    """Any pattern that is one line of einx: which positions of a feature map attend to each other.
+    """A custom pattern: an einx expression that partitions a feature map into groups of tokens.
 
-    ``b n d`` and the axes of the map (``w``; ``h w``; ``t h w``) on the left; on the right ``(b <groups>) n (<tokens>)
-    d``. Tokens of one group attend to each other and to nothing else. Every axis may leave one size open. A map whose
-    size is not a multiple of the given sizes is padded, and nothing attends to the padding.
+    ::
+
+        b n d <axes of the feature map> -> (b <groups>) n (<tokens>) d
+
+    The axes are ``w``, ``h w`` or ``t h w``. Each axis may be split into several names in parentheses, and every name
+    occurs exactly once on each side. Tokens attend to each other inside their group only. For each axis, the size of
+    one name may be omitted: it follows from the size of the feature map. If the size of a feature map is not a multiple
+    of the given sizes, the feature map is padded, and the padding is masked.
 
     Args:
-        line: the line.
-        **sizes: the size of each name in it that does not follow from the map, in positions.
+        expression: the einx expression.
+        **sizes: sizes of names in the expression, in positions.
 
     Raises:
-        ValueError: the line does not have this form, is not a permutation of the map, or leaves a size open.
+        ValueError: the expression does not have this form, or the size of a name is missing, invalid or unused.
 
-    Striped attention, between the columns of the same parity:
+    Source: the notation of einx, https://einx.readthedocs.io
+
+    Columns of the same parity attend to each other:
 
     >>> stripes = Pattern("b n d h (w s) -> (b s) n (h w) d", s=2)
     >>> print(stripes.line.torch)
@@ -100,14 +108,14 @@ class Pattern(LinePattern):
     sizes: tuple[tuple[str, int], ...] = field(compare=False)
     line: Rearrangement
 
-    def __init__(self, line: str, /, **sizes: int) -> None:
-        if not isinstance(line, str):
-            raise ValueError(f"Pattern: line must be a line of einx, as 'b n d h w -> (b h) n w d'; got {line!r}")
-        vars(self).update(text=line, sizes=tuple(sizes.items()), line=Rearrangement.parse(line, sizes))
+    def __init__(self, expression: str, /, **sizes: int) -> None:
+        if not isinstance(expression, str):
+            raise ValueError(f"Pattern: expression must be a str, as in 'b n d h w -> (b h) n w d'; got {expression!r}")
+        vars(self).update(text=expression, sizes=tuple(sizes.items()), line=Rearrangement.parse(expression, sizes))
 
     def for_rank(self, rank: int) -> Pattern:
         if rank != self.rank:
-            raise ValueError(f"pattern must be for maps with {rank} axes; got {self}, which is for {self.rank}")
+            raise ValueError(f"pattern must be for feature maps with {rank} axes; got {self}, which is for {self.rank}")
         return self
 
     def __repr__(self) -> str:
@@ -116,7 +124,7 @@ class Pattern(LinePattern):
 
 @dataclass(frozen=True)
 class Axial(AnyPattern):
-    """Attention along some axes of the map, counted from the last; all axes together are full attention."""
+    """Axial attention along the given axes of a feature map, counted from the last; full attention if None."""
 
     name: str
     axes: tuple[int, ...] | None
@@ -124,7 +132,7 @@ class Axial(AnyPattern):
     def for_rank(self, rank: int) -> Pattern:
         names = AXES[-rank:]
         if self.axes is not None and rank < -min(self.axes):
-            raise ValueError(f"pattern {self.name!r} needs a map with {-min(self.axes)} axes; got {rank}")
+            raise ValueError(f"pattern {self.name!r} requires a feature map with {-min(self.axes)} axes; got {rank}")
         tokens = [names[axis] for axis in self.axes] if self.axes else names
         groups = " ".join(["b", *(name for name in names if name not in tokens)])
         return Pattern(f"b n d {' '.join(names)} -> ({groups}) n ({' '.join(tokens)}) d")
@@ -132,18 +140,23 @@ class Axial(AnyPattern):
 
 @dataclass(frozen=True)
 class Window(LinePattern):
-    """Attention inside windows that do not overlap, as in Swin.
+    """Attention inside non-overlapping windows, as in Swin.
 
-    ``b n d (gh h) (gw w) -> (b gh gw) n (h w) d`` with ``h`` and ``w`` the sides of a window. A window over the border
-    holds only positions of the map. With a shift, the windows start at ``shift``, and those at the border are smaller;
-    there is no shift along an axis that fits into one window.
+    ::
+
+        b n d (gh h) (gw w) -> (b gh gw) n (h w) d        h, w: size of a window
+
+    The size of the feature map need not be a multiple of the window size: a window at the border contains only
+    positions inside the feature map. With ``shift``, the first complete window starts at position ``shift``, and the
+    windows at the border are smaller. An axis that fits into one window is not shifted.
 
     Args:
-        size: side of a window, in positions; one for all axes or one for each.
-        shift: where the first whole window starts, in positions; smaller than the window.
+        size: size of a window, in positions: an integer for all axes, or a tuple with one integer per axis.
+        shift: position at which the first complete window starts, smaller than ``size``: an integer for all axes, or a
+            tuple with one integer per axis. Swin uses ``size // 2`` in every other layer.
 
     Raises:
-        ValueError: a side below one, or a shift that is not a position of a window.
+        ValueError: ``size`` is smaller than 1, or ``shift`` is negative or not smaller than ``size``.
 
     Source: Liu et al., *Swin Transformer*, 2021, section 3.2, https://arxiv.org/abs/2103.14030
 
@@ -159,7 +172,7 @@ class Window(LinePattern):
         check_lengths("Window", "shift", self.shift, least=0)
         sides, shifts = same_length(self.size, self.shift)
         if len(sides) != len(shifts):
-            raise ValueError(f"Window: size and shift must be for as many axes; got {self.size} and {self.shift}")
+            raise ValueError(f"Window: size and shift must have the same length; got {self.size} and {self.shift}")
         if any(by >= side for side, by in zip(sides, shifts, strict=True)):
             raise ValueError(f"Window: shift must be smaller than size; got size={self.size} and shift={self.shift}")
 
@@ -170,15 +183,21 @@ class Window(LinePattern):
 
 @dataclass(frozen=True)
 class Grid(LinePattern):
-    """Attention between positions at a fixed distance, ``size`` of them along each axis, as in MaxViT.
+    """Attention between the positions of a grid that is spread over the feature map, as in MaxViT.
 
-    ``b n d (h gh) (w gw) -> (b gh gw) n (h w) d`` with ``h`` and ``w`` the sides of a grid.
+    ::
+
+        b n d (h gh) (w gw) -> (b gh gw) n (h w) d        h, w: size of a grid
+
+    Each grid contains ``size`` positions along each axis, at a fixed spacing that is the size of the feature map
+    divided by ``size``, rounded up. If the size of the feature map is not a multiple of ``size``, it is padded, and the
+    padding is masked.
 
     Args:
-        size: side of a grid, in positions; one for all axes or one for each.
+        size: size of a grid, in positions: an integer for all axes, or a tuple with one integer per axis.
 
     Raises:
-        ValueError: a side below one.
+        ValueError: ``size`` is smaller than 1.
 
     Source: Tu et al., *MaxViT*, 2022, section 3.2, https://arxiv.org/abs/2204.01697
 
@@ -196,17 +215,17 @@ class Grid(LinePattern):
         return split_every_axis(GRIDS, *same_length(self.size))
 
 
-#: The patterns that have a name.
+#: Named patterns, for the argument ``pattern`` of a block.
 PATTERNS = {"full": Axial("full", None), "rows": Axial("rows", (-1,)), "columns": Axial("columns", (-2,))}
 
 
 def resolve_pattern(pattern: str | AnyPattern) -> AnyPattern:
-    """Return the pattern of a name or of a line of einx without open sizes, or the pattern itself."""
+    """Convert a name, or an einx expression that needs no sizes, to a pattern; return patterns unchanged."""
     if isinstance(pattern, str) and "->" in pattern:
         return Pattern(pattern)
     if isinstance(pattern, str) and pattern in PATTERNS:
         return PATTERNS[pattern]
     if isinstance(pattern, AnyPattern):
         return pattern
-    kinds = "a Window, Grid, Halo, Neighborhood or Pattern, or a line of einx"
+    kinds = "a Window, Grid, Halo, Neighborhood or Pattern, or an einx expression"
     raise ValueError(f"pattern must be one of {', '.join(map(repr, PATTERNS))}, {kinds}; got {pattern!r}")

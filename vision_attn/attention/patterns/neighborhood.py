@@ -1,4 +1,7 @@
-"""Every position attends to its neighbors, as in NATTEN: tiles of queries with the keys of all of them, and a mask."""
+"""Attention of every position to its neighborhood, as in NATTEN.
+
+Consecutive queries form a tile. The keys of a tile are the keys of all its queries, with a mask for each query.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,31 @@ from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisT
 
 @dataclass(frozen=True)
 class Neighborhood(AnyPattern):
-    """Every position attends to the ``kernel_size`` positions around it along each axis, as in NATTEN.
+    """Attention of every position to the ``kernel_size`` positions around it along each axis, as in NATTEN.
 
-    At a border the neighborhood is shifted, never shrunk: every query has the same number of keys. With an even kernel,
-    the additional key is before the query. With a dilation, the keys are that many positions apart. Along an axis that
-    is too short for the kernel, a query attends to all positions that are a multiple of the dilation away.
+    ::
 
-    With a stride, that many consecutive queries attend to the keys of the query in their middle. Along a causal axis a
-    query attends to itself and the ``kernel_size - 1`` positions before it, fewer at the border.
+        query i attends to keys i + dilation · (o - kernel_size // 2)        o = 0, …, kernel_size - 1
+
+    Every query has the same number of keys: at a border, the neighborhood is shifted into the feature map instead of
+    being truncated. With an even ``kernel_size``, the additional key comes before the query. Along an axis that is too
+    short for the neighborhood, a query attends to all positions whose distance is a multiple of ``dilation``.
+
+    With a stride, groups of ``stride`` consecutive queries share the keys of the query in the middle of their group, or
+    of the last query along a causal axis. Along a causal axis, a query attends to itself and to the ``kernel_size - 1``
+    positions before it; a query near the start of the axis has fewer keys.
+
+    Each argument is a single value for all axes, or a tuple with one value per axis.
 
     Args:
-        kernel_size: keys along an axis; one for all axes or one for each.
-        dilation: positions from one key to the next; one for all axes or one for each.
-        stride: queries that share their keys; one for all axes or one for each; at most the kernel.
-        causal: whether no position attends to a later one; one for all axes or one for each.
+        kernel_size: number of keys along an axis.
+        dilation: distance between consecutive keys, in positions.
+        stride: number of consecutive queries that share their keys; at most ``kernel_size``.
+        causal: prevent positions from attending to later positions along the axis.
 
     Raises:
-        ValueError: a kernel, dilation or stride below one, a stride above the kernel, or a ``causal`` that is not bool.
+        ValueError: ``kernel_size``, ``dilation`` or ``stride`` is smaller than 1, ``stride`` is larger than
+            ``kernel_size``, or ``causal`` is not a bool.
 
     Source: Hassani et al., *Neighborhood Attention Transformer*, 2022, https://arxiv.org/abs/2204.07143; with
     dilation: Hassani and Shi, 2022, https://arxiv.org/abs/2209.15001; with a stride: Hassani et al., *Generalized
@@ -48,9 +59,9 @@ class Neighborhood(AnyPattern):
             check_lengths("Neighborhood", name, getattr(self, name))
         kernels, strides = same_length(self.kernel_size, self.stride)
         if any(stride > kernel for kernel, stride in zip(kernels, strides, strict=False)):
-            raise ValueError(f"Neighborhood: stride must be at most kernel_size, {self.kernel_size}; got {self.stride}")
+            raise ValueError(f"Neighborhood: stride must be at most kernel_size={self.kernel_size}; got {self.stride}")
         if {*map(type, self.causal if isinstance(self.causal, tuple) else (self.causal,))} != {bool}:
-            raise ValueError(f"Neighborhood: causal must be True, False or a tuple of them; got {self.causal!r}")
+            raise ValueError(f"Neighborhood: causal must be a bool, or a tuple of bools; got {self.causal!r}")
 
     @property
     def window_shape(self) -> tuple[int | None, ...]:
@@ -59,14 +70,15 @@ class Neighborhood(AnyPattern):
     def axis_tiles(self, axis: int, length: int, device: torch.device) -> AxisTiles:
         settings = zip(*same_length(self.kernel_size, self.dilation, self.stride, self.causal), strict=True)
         kernel, dilation, stride, causal = list(settings)[axis]
-        if isinstance(length, int):  # not symbolic: keys that would all lie beyond the map need no copy
+        if isinstance(length, int):  # keys outside a feature map of known length need not be copied
             dilation = min(dilation, length)
             kernel = min(kernel, -(-length // dilation))
-        tile = kernel  # longer tiles hold more keys than a query needs, shorter ones copy more keys
-        tiles = (length + dilation * tile - 1) // (dilation * tile)  # not -(-a // b), which ONNX truncates
-        # Positions with the same remainder by the dilation attend to each other. Tiles of the first class come first.
+        tile = kernel  # longer tiles compute more masked logits, shorter tiles copy more keys
+        tiles = (length + dilation * tile - 1) // (dilation * tile)  # ONNX would truncate -(-a // b)
+        # Only positions with the same remainder modulo the dilation attend to each other. They form a class, and tiles
+        # are sorted by class.
         first = torch.arange(dilation, device=device)[:, None, None]
-        members = (length - first + dilation - 1) // dilation  # positions in each class
+        members = (length - first + dilation - 1) // dilation  # number of positions in each class
         width = members.clamp(max=kernel)
 
         def first_key(query: Tensor) -> Tensor:

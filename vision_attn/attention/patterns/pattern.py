@@ -1,4 +1,4 @@
-"""The interface of a pattern: how it cuts each axis of a feature map into tiles, and what a query may attend to."""
+"""The interface of a pattern, which splits each axis of a feature map into tiles of queries and their keys."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from vision_attn.checks import MOST
 class AxisLayout(NamedTuple):
     """The tokens of each tile along one axis of a feature map."""
 
-    positions: Tensor  # (tiles, tokens): the position of each token on the axis; -1 beyond the map
-    coords: Tensor  # (tiles or 1, tokens): its coordinate, in steps of the pattern
-    sizes: tuple[int, ...] | None = None  # lengths of the names that the line splits the axis into; None: gathered
+    positions: Tensor  # (tiles, tokens): position of each token on the axis; -1 for padding
+    coords: Tensor  # (tiles or 1, tokens): coordinate of each token, in steps of the pattern, for relative positions
+    # sizes of the names into which the einx expression splits the axis; None if the tokens are gathered
+    sizes: tuple[int, ...] | None = None
 
 
 class AxisTiles(NamedTuple):
-    """One axis of a feature map in tiles of queries, with the keys of each tile."""
+    """One axis of a feature map, split into tiles of queries, with the keys of each tile."""
 
     queries: AxisLayout
     keys: AxisLayout
-    extent: int  # positions from the first to the last one that attend to each other, in steps of the pattern
-    allowed: Tensor | None = None  # (tiles, queries, keys): which keys a query may attend to; None: all of its tile
+    extent: int  # largest distance between a query and a key plus one, in steps of the pattern
+    allowed: Tensor | None = None  # (tiles, queries, keys) bool: True = may attend; None: all keys of the tile
 
 
 class AnyPattern:
-    """Which positions of a feature map attend to each other: :meth:`axis_tiles` cuts one axis of it.
+    """Base class of all patterns, which select the positions of a feature map that attend to each other.
 
-    A group of tokens has one tile of every axis, and its tokens are the positions in all of them.
+    Subclasses implement :meth:`axis_tiles`, which splits one axis of the feature map into tiles. A group of tokens is
+    the Cartesian product of one tile per axis.
     """
 
-    #: the line of einx that cuts a map into groups; None: positions are gathered, group by group
+    #: The einx expression that partitions a feature map into groups. If it is None, tokens are gathered by index.
     line: Rearrangement | None = None
-    #: whether keys beyond the map are attended to, as zeros
+    #: True if keys outside the feature map are zeros that queries attend to. If False, they are masked.
     zero_padded: bool = False
 
     def for_rank(self, rank: int) -> Any:
-        """Return the pattern for maps with ``rank`` axes, with a length for each; refuse another number of axes."""
+        """Return the pattern with one value for each of ``rank`` axes; raise if it has another number of axes."""
         pattern, owner = cast(Any, self), type(self).__name__
-        values = {one.name: for_axes(owner, one.name, getattr(self, one.name), rank) for one in fields(pattern)}
+        values = {field.name: for_axes(owner, field.name, getattr(self, field.name), rank) for field in fields(pattern)}
         return replace(pattern, **values)
 
     @property
@@ -53,57 +55,57 @@ class AnyPattern:
 
     @property
     def is_global(self) -> bool:
-        """True if the map is one group."""
+        """True if all positions of the feature map form one group, for feature maps of any size."""
         return False
 
     @property
     def attention_axes(self) -> tuple[bool, ...]:
-        """For each axis, whether positions along it attend to each other."""
+        """For each axis, True if positions along this axis attend to each other."""
         return (True,) * self.rank
 
     @property
     def window_shape(self) -> tuple[int | None, ...]:
-        """The largest distance of a query and a key along each axis plus one; None where it grows with the map."""
+        """The largest distance between query and key plus one, for each axis; None if it grows with the feature map."""
         raise NotImplementedError
 
     def axis_tiles(self, axis: int, length: int, device: torch.device) -> AxisTiles:
-        """Cut one axis of so many positions into tiles."""
+        """Split one axis with ``length`` positions into tiles."""
         raise NotImplementedError
 
     def axis_as_one_tile(self, axis: int, length: int, device: torch.device) -> AxisTiles:
-        """Return the same relation of queries and keys with the axis as a single tile: positions in their order."""
+        """Return one tile with all positions of the axis, and the pattern as a mask of queries and keys."""
         tiles = self.axis_tiles(axis, length, device)
         queries, positions = tiles.queries, length
         query, key = queries.positions[:, :, None], tiles.keys.positions[:, None, :]
         is_pair = torch.logical_and(query >= 0, key >= 0)
         if tiles.allowed is not None:
             is_pair = torch.logical_and(is_pair, tiles.allowed)
-        # Pairs and tokens beyond the map go to one index behind all others.
+        # Pairs and tokens of the padding are written to one additional element at the end, which is then dropped.
         pairs = torch.where(is_pair, query * positions + key, positions**2).flatten()
         allowed = is_pair.new_zeros(positions**2 + 1).index_fill(0, pairs, True)[:-1].view(1, positions, positions)
         tokens = torch.where(queries.positions < 0, positions, queries.positions).flatten()
         coords = queries.coords.expand(queries.positions.shape).flatten()
         coords = coords.new_zeros(positions + 1).index_copy(0, tokens, coords)[None, :-1]
-        whole = AxisLayout(torch.arange(length, device=device)[None], coords, (length,))
-        return AxisTiles(whole, whole, tiles.extent, allowed)
+        layout = AxisLayout(torch.arange(length, device=device)[None], coords, (length,))
+        return AxisTiles(layout, layout, tiles.extent, allowed)
 
 
 def check_lengths(owner: str, name: str, value: object, least: int = 1) -> None:
-    """Raise unless the value is a length, or a tuple of lengths."""
+    """Raise unless the value is an integer of at least ``least``, or a tuple of such integers."""
     values = value if isinstance(value, tuple) else (value,)
     if not values or any(isinstance(n, bool) or not isinstance(n, int) or not least <= n <= MOST for n in values):
-        raise ValueError(f"{owner}: {name} must be a whole number from {least}, or a tuple of them; got {value!r}")
+        raise ValueError(f"{owner}: {name} must be an integer >= {least}, or a tuple of such integers; got {value!r}")
 
 
 def same_length(*values: int | tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return tuples of one length."""
+    """Convert the values to tuples of equal length; a single number is repeated."""
     rank = max(len(value) if isinstance(value, tuple) else 1 for value in values)
     return [value if isinstance(value, tuple) else (value,) * rank for value in values]
 
 
 def for_axes(owner: str, name: str, value: Any, rank: int) -> tuple[Any, ...]:
-    """Return one value for each of ``rank`` axes."""
+    """Convert a value to a tuple with one element per axis; raise if a tuple has another length."""
     values = value if isinstance(value, tuple) else (value,) * rank
     if len(values) != rank:
-        raise ValueError(f"{owner}: {name} must be for maps with {rank} axes; got {value!r}")
+        raise ValueError(f"{owner}: {name} must have one value for each of the {rank} axes; got {value!r}")
     return values

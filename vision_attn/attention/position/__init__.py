@@ -1,8 +1,8 @@
 """Position encodings: absolute and relative positions of queries and keys.
 
-An encoding is chosen by a small frozen configuration and is the block's module ``position``. Each acts in one way: on
-the feature map (:class:`ConditionalPos`, :class:`SinCos`), on queries and keys (:class:`Rope2d`, :class:`AbsPos`) or on
-the logits (:class:`RelPosDecomposed`, :class:`RelPosTable`).
+An encoding is selected by a small frozen configuration, such as :class:`Rope2d`, which builds the module ``position``
+of the block. Each encoding changes the feature map (:class:`ConditionalPos`, :class:`SinCos`), the queries and keys
+(:class:`Rope2d`, :class:`AbsPos`) or the logits (:class:`RelPosDecomposed`, :class:`RelPosTable`).
 """
 
 from vision_attn.attention.position.abs_pos import AbsPos

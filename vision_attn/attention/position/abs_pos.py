@@ -1,4 +1,4 @@
-"""Learned absolute positions of the keys."""
+"""Learned absolute position embeddings of the keys."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ from vision_attn.attention.position.encoding import AXIS_NAMES, AttentionShape, 
 
 @dataclass(frozen=True)
 class AbsPos:
-    """Adds ``scale · q_i · (H[y_j] + W[x_j])`` to the logit of query ``i`` and key ``j``: a position for each key.
+    """Learned absolute position embeddings, which are added to the keys.
 
-    Parameters: ``position.height (h, d)`` and ``position.width (w, d)``, shared by the heads. They are interpolated
-    linearly for a map of another size.
+    ::
+
+        logits[i, j] = scale · q_i · (k_j + H[y_j] + W[x_j])        (y_j, x_j): position of key j
+
+    The parameters ``position.height (h, d)`` and ``position.width (w, d)`` are shared by all heads. For a feature map
+    of another size, they are interpolated linearly.
 
     Args:
-        feat_size: size of the map that they are learned on, in positions; one for all axes or one for each.
+        feat_size: size of the feature map that the parameters are created for, in positions: an integer for all axes,
+            or a tuple with one integer per axis.
 
     Raises:
-        ValueError: ``feat_size`` is not a size, or not one for each axis of the map (when the block is built).
+        ValueError: ``feat_size`` is invalid, or does not match the number of axes (when the block is built).
 
-    Source: the absolute positions that Srinivas et al., *Bottleneck Transformers*, 2021, compare with,
+    Source: the baseline with absolute positions in Srinivas et al., *Bottleneck Transformers*, 2021,
     https://arxiv.org/abs/2101.11605
 
     >>> AbsPos(feat_size=(14, 14))
@@ -57,16 +62,16 @@ class AbsPosEncoding(PositionEncoding):
             self.register_parameter(name, nn.Parameter(table))
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
-        layout, along = grouping.key_layout, []
+        layout, embeddings = grouping.key_layout, []
         for axis, (name, length) in enumerate(zip(self.names, layout.size, strict=True)):
             table = resize_by_position(getattr(self, name), length).to(k.dtype)
-            along.append(table.view([length if other == axis else 1 for other in range(len(layout.size))] + [-1]))
-        positions = reduce(torch.add, along).flatten(0, -2)
-        if layout.is_whole:
-            return q, k + positions, None
+            embeddings.append(table.view([length if other == axis else 1 for other in range(len(layout.size))] + [-1]))
+        embedding = reduce(torch.add, embeddings).flatten(0, -2)  # (key tokens, d)
+        if layout.is_identity:
+            return q, k + embedding, None
         index = grouping.cached("key_index", layout.index)
-        positions = positions[index] * (index >= 0)[..., None]  # keys beyond the map have no position
-        k = k.reshape(-1, layout.groups, *k.shape[1:]) + positions[:, None]
+        embedding = embedding[index] * (index >= 0)[..., None]  # padding has no position
+        k = k.reshape(-1, layout.groups, *k.shape[1:]) + embedding[:, None]
         return q, k.flatten(0, 1), None
 
     def resize_pos_embed(self, name: str, saved: Tensor) -> Tensor | None:
@@ -75,7 +80,10 @@ class AbsPosEncoding(PositionEncoding):
 
 
 def resize_by_position(table: Tensor, length: int) -> Tensor:
-    """Interpolate a table by position, ``(positions, d)``, linearly; a graph for any length always does."""
+    """Interpolate a table ``(positions, d)`` linearly to another length.
+
+    In a graph with dynamic sizes, the table is always interpolated, even to its own length.
+    """
     if is_fixed([length]) and len(table) == length:
         return table
     return interpolate(table.T[None], size=length, mode="linear")[0].T

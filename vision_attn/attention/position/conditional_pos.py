@@ -1,4 +1,4 @@
-"""A depthwise convolution added to the feature map."""
+"""Conditional positional encoding: a depthwise convolution that is added to the feature map."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from vision_attn.attention.position.encoding import AttentionShape, PositionEnco
 
 @dataclass(frozen=True)
 class ConditionalPos:
-    """``x + depthwise(x)``: a convolution whose zero padding marks the borders, as in CPVT.
+    """Conditional positional encoding, as in CPVT: a depthwise convolution that is added to the feature map.
 
-    Parameters: ``position.conv.weight (c, 1, k, k)`` and ``position.conv.bias (c)``. Any size of map.
+    ::
+
+        x = x + depthwise_conv(x)        before the projection to queries, keys and values
+
+    The zero padding of the convolution encodes the borders of the feature map. The parameters are
+    ``position.conv.weight (c, 1, k, k)`` and ``position.conv.bias (c)``, for feature maps of any size.
 
     Args:
-        kernel_size: side of the kernel, in positions; odd.
+        kernel_size: size of the convolution kernel, in positions; an odd integer.
 
     Raises:
-        ValueError: a kernel that is not odd.
+        ValueError: ``kernel_size`` is not an odd positive integer.
 
     Source: Chu et al., *Conditional Positional Encodings for Vision Transformers*, 2021,
     https://arxiv.org/abs/2102.10882
@@ -34,7 +39,7 @@ class ConditionalPos:
 
     def __post_init__(self) -> None:
         if type(self.kernel_size) is not int or self.kernel_size < 1 or self.kernel_size % 2 == 0:
-            raise ValueError(f"ConditionalPos: kernel_size must be an odd whole number; got {self.kernel_size!r}")
+            raise ValueError(f"ConditionalPos: kernel_size must be an odd positive integer; got {self.kernel_size!r}")
 
     def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
         return ConditionalEncoding(self, shape, device, dtype)

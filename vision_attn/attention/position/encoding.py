@@ -1,4 +1,4 @@
-"""The interface of a position encoding: add to the feature map, change queries and keys, or add to the logits."""
+"""The interface of a position encoding, which changes the feature map, the queries and keys, or the logits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vision_attn.attention.dispatch import PositionBias
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.pattern import AnyPattern
 
-#: Queries and keys with their positions, and the bias of the logits.
+#: Encoded queries, encoded keys, and the bias of the logits.
 Encoded = tuple[Tensor, Tensor, PositionBias | None]
 
-#: Names of the axes of a feature map in state dicts; a map with fewer axes has the last ones.
+#: Names of the axes of a feature map in state dicts. A feature map with fewer axes has the last names.
 AXIS_NAMES = ("depth", "height", "width")
 
 
@@ -26,7 +26,7 @@ class AttentionShape:
     num_heads: int
     key_dim: int
     pattern: AnyPattern
-    #: whether keys are from another feature map: pooled, or of the context
+    #: True if keys come from another feature map: a pooled feature map or the context.
     is_cross: bool = False
     context_channels: int | None = None
 
@@ -37,10 +37,10 @@ class AttentionShape:
 
 
 class AnyPosition(Protocol):
-    """The configuration of a position encoding: small, frozen, and printed as the code that makes it."""
+    """The configuration of a position encoding, a frozen dataclass whose repr is the code that creates it."""
 
     def build(self, shape: AttentionShape, device: object = None, dtype: object = None) -> PositionEncoding:
-        """Build the encoding for one block, with its parameters.
+        """Build the module for one block, with its parameters.
 
         Raises:
             ValueError: the encoding does not fit the block.
@@ -48,13 +48,13 @@ class AnyPosition(Protocol):
 
 
 class PositionEncoding(nn.Module):
-    """A position encoding that does nothing; each encoding overrides one of its methods."""
+    """Base class of position encodings, an identity; subclasses override :meth:`add_to_map` or :meth:`forward`."""
 
-    #: True if positions of queries and keys are subtracted, so that they must be from one feature map.
+    #: True if relative positions are encoded: queries and keys must come from the same feature map.
     is_relative = False
-    #: True if its parameters are tables for the size of a feature map.
+    #: True if the parameters are tables whose shapes depend on the size of the feature map.
     has_tables = False
-    #: True if it is added to the feature map, whose number of channels it depends on.
+    #: True if the encoding is added to the feature map and depends on its number of channels.
     adds_to_map = False
 
     def __init__(self, config: AnyPosition) -> None:
@@ -62,15 +62,15 @@ class PositionEncoding(nn.Module):
         self.config = config
 
     def add_to_map(self, x: Tensor, grouping: Grouping) -> Tensor:
-        """Add positions to a feature map ``(b, c, *size)``."""
+        """Add the encoding to a feature map ``(b, c, *size)``."""
         return x
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
-        """Add positions to queries ``(b·groups, n, i, d)`` and keys ``(b·groups, m, j, d)``, or return a bias."""
+        """Encode queries ``(b·groups, n, i, d)`` and keys ``(b·groups, m, j, d)``; return both and a bias or None."""
         return q, k, None
 
     def resize_pos_embed(self, name: str, saved: Tensor) -> Tensor | None:
-        """Resize a saved parameter for another size of feature map; None if it cannot be resized."""
+        """Resize a saved parameter to the shape in this module; return None if that is not possible."""
         return None
 
     def extra_repr(self) -> str:
@@ -78,12 +78,12 @@ class PositionEncoding(nn.Module):
 
 
 def new_encoding(position: AnyPosition, shape: AttentionShape, **factory: Any) -> PositionEncoding:
-    """Build the position encoding of a block; raise if it does not fit the block's other arguments."""
+    """Build the position encoding of a block; raise if it contradicts another argument of the block."""
     if isinstance(position, type) or not hasattr(position, "build"):
-        raise ValueError(f"position must be None or an encoding, for example Rope2d(); got {position!r}")
+        raise ValueError(f"position must be None or a position encoding such as va.Rope2d(); got {position!r}")
     encoding = position.build(shape, **factory)
     if encoding.is_relative and shape.is_cross:
-        raise ValueError(f"position must not be {position!r} with kv_stride or context_channels. Use Rope2d()")
+        raise ValueError(f"position must not be {position!r} with kv_stride or context_channels. Use va.Rope2d()")
     if encoding.adds_to_map and shape.context_channels not in (None, shape.channels):
-        raise ValueError(f"position must not be {position!r} with another number of context_channels. Use Rope2d()")
+        raise ValueError(f"position must not be {position!r} if context_channels != channels. Use va.Rope2d()")
     return encoding

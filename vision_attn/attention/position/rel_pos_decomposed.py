@@ -1,4 +1,4 @@
-"""Relative positions as the sum of a table for each axis, multiplied by the query, as in BoTNet."""
+"""Relative position logits that are decomposed by axis: products of the query and one table per axis, as in BoTNet."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ from vision_attn.checks import product
 
 @dataclass(frozen=True)
 class RelPosDecomposed(RelativePosition):
-    """Adds ``q_i · R_h[y_j - y_i] + q_i · R_w[x_j - x_i]`` to the logit of query ``i`` and key ``j``, as in BoTNet.
+    """Relative position logits that are decomposed by axis, as in BoTNet.
 
-    ``q`` is not scaled in it. The tables, ``position.height_rel (2h - 1, d)`` and ``position.width_rel (2w - 1, d)``,
-    are shared by the heads. Memory grows with tokens: on a CPU the bias is computed for a chunk of queries at a time;
-    elsewhere it is folded into the dot product, so that every fused kernel runs it: the query is extended by its logits
-    for each row and column, the key by the one-hot vectors of its row and column. On a map of another size the tables
-    are interpolated linearly.
+    ::
+
+        logits[i, j] = scale · q_i · k_j + q_i · R_h[y_j - y_i] + q_i · R_w[x_j - x_i]
+
+    The tables ``position.height_rel (2h - 1, d)`` and ``position.width_rel (2w - 1, d)`` are shared by all heads. For a
+    feature map of another size, they are interpolated linearly.
+
+    Memory is linear in the number of tokens. On a CPU, the bias is computed for one chunk of queries at a time. On
+    other devices, it is folded into the dot product of queries and keys, so that fused kernels support it: each query
+    is extended by its logits for all rows and columns, and each key by the one-hot vectors of its row and column.
 
     Args:
-        feat_size: size of the map that the tables are learned on, in positions; of the window, in a windowed pattern,
-            where it may be left out.
+        feat_size: size of the feature map that the tables are created for, in positions: an integer for all axes, or a
+            tuple with one integer per axis. It may be omitted for patterns with a fixed size, such as windows.
 
     Raises:
-        ValueError: ``feat_size`` is not a size; or it is missing or does not fit the pattern (when the block is built).
+        ValueError: ``feat_size`` is invalid, or it is missing or does not fit the pattern (when the block is built).
 
     Source: Srinivas et al., *Bottleneck Transformers*, 2021, appendix, https://arxiv.org/abs/2101.11605
 
@@ -52,7 +57,7 @@ class DecomposedEncoding(PositionEncoding):
     def __init__(self, config: RelPosDecomposed, shape: AttentionShape, device: Any, dtype: Any) -> None:
         super().__init__(config)
         lengths = table_lengths(config, shape)
-        self.names: dict[int, str] = {}  # of the table of each axis
+        self.names: dict[int, str] = {}  # the parameter name of the table for each axis
         for axis, (name, length) in enumerate(zip(AXIS_NAMES[-shape.rank :], lengths, strict=True)):
             if shape.pattern.attention_axes[axis]:
                 self.names[axis] = f"{name}_rel"
@@ -76,40 +81,40 @@ class DecomposedEncoding(PositionEncoding):
 
 @dataclass
 class DecomposedBias(PositionBias):
-    """A table ``(2s - 1, d)`` for each axis with attention, on the groups of a pattern."""
+    """The bias from tables ``(2s - 1, d)``, one for each axis with attention, for the groups of a pattern."""
 
     tables: dict[int, Tensor]
     grouping: Grouping
 
     def axis_logits(self, q: Tensor) -> dict[int, Tensor]:
-        """Return each query's logit for each row (or column) of its keys, ``(b, <tiles>, n, <queries>, keys)``.
+        """Return for each axis the logits of queries and key coordinates, ``(b, <tiles>, n, <queries>, keys)``.
 
-        Tiles have axes only where their relative positions differ, as in a :class:`.Neighborhood`.
+        The axes ``<tiles>`` exist only if relative positions differ between tiles, as in a :class:`.Neighborhood`.
         """
         layout = self.grouping.query_layout
         differ = any(len(axis.queries.coords) > 1 for axis in self.grouping.axes)
         tiles = [len(axis.positions) for axis in layout.axes] if differ else []
         x = q.unflatten(2, layout.group_size)
         x = x.reshape(-1, *tiles, *x.shape[1:]) if tiles else x
-        found = {}
+        logits = {}
         for axis, table in self.tables.items():
             rows = self.grouping.cached(("offsets", axis), partial(self.offsets, axis, table))
             relative = table.to(q.dtype).index_select(0, rows.flatten()).reshape(-1, rows.shape[2], q.shape[3])
-            # One product for each query along the axis, and for each tile if tiles differ: these axes come first.
+            # One matrix product per query coordinate on this axis, and per tile if tiles differ: these axes come first.
             first = [*([1 + axis] if len(rows) > 1 else []), 2 + len(tiles) + axis]
             order = [*first, *(other for other in range(x.dim()) if other not in first)]
             front = x.permute(order)
             y = torch.bmm(front.reshape(len(relative), -1, q.shape[3]), relative.transpose(1, 2))
             back = sorted(range(x.dim()), key=order.__getitem__)
-            found[axis] = y.view(*front.shape[:-1], rows.shape[2]).permute(back)
-        return found
+            logits[axis] = y.view(*front.shape[:-1], rows.shape[2]).permute(back)
+        return logits
 
     def offsets(self, axis: int, table: Tensor) -> Tensor:
-        """Return the row of a table for each query and key along its axis, ``(tiles or 1, queries, keys)``."""
+        """Return the table row of each query and key along an axis, ``(tiles or 1, queries, keys)``."""
         return self.grouping.relative_coords[axis] + table.shape[0] // 2
 
     def rel_logits(self, q: Tensor) -> list[Tensor]:
-        """Return the logits by axis, ``(b·groups, n, i, <keys along the axis; 1 along the others>)``."""
+        """Return one term per axis, ``(b·groups, n, i, <keys along this axis, 1 along the others>)``."""
         window = self.grouping.key_layout.group_size
         return [
             logits.reshape(*q.shape[:3], *[length if other == axis else 1 for other, length in enumerate(window)])
@@ -117,21 +122,22 @@ class DecomposedBias(PositionBias):
         ]
 
     def apply(self, q: Tensor, k: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor, float, Mask]:
-        """Fold the bias into queries and keys: memory grows with the tokens, in every kernel.
+        """Fold the bias into queries and keys, so that memory is linear in the number of tokens in every kernel.
 
-        Scaled queries are extended by their logits for each row and column, keys by the one-hot vectors of their row
-        and column. The width is a multiple of 8: flash attention would copy queries, keys and values to widen them.
+        Scaled queries are extended by their logits for each row and column, and keys by the one-hot vectors of their
+        row and column. The width is padded to a multiple of 8, because flash attention would otherwise pad and copy
+        queries, keys and values.
         """
         logits = [*self.axis_logits(q).values()]
         one_hot, zero = self.grouping.cached(("one_hot", k.dtype), lambda: self.one_hot(k))
         scaled = (scale * q).reshape(*logits[0].shape[:-1], q.shape[3])
-        filler = zero.expand(*scaled.shape[:-1], one_hot.shape[1] - sum(one.shape[-1] for one in logits))
-        width = q.shape[3] + one_hot.shape[1]  # not -1: Core ML needs a width that does not depend on the batch
+        filler = zero.expand(*scaled.shape[:-1], one_hot.shape[1] - sum(term.shape[-1] for term in logits))
+        width = q.shape[3] + one_hot.shape[1]  # not -1, because Core ML requires a width independent of the batch size
         extended = torch.cat([scaled, *logits, filler], dim=-1).reshape(-1, *q.shape[1:3], width)
         return extended, torch.cat([k, one_hot.expand(*k.shape[:2], -1, -1)], dim=-1), 1.0, mask
 
     def one_hot(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the row and column of each key of a group, ``(j, rows + columns)``, and a zero to fill queries."""
+        """Return one-hot rows and columns of the keys in a group, ``(j, rows + columns)``, and a zero as filler."""
         window = self.grouping.key_layout.group_size
         number, columns = torch.arange(product(window), device=k.device), []
         for axis in self.tables:
@@ -142,7 +148,7 @@ class DecomposedBias(PositionBias):
         return torch.cat(columns, dim=1).to(k.dtype), torch.zeros((), dtype=k.dtype, device=k.device)
 
     def scores(self, q: Tensor) -> Callable[..., Tensor]:
-        """Return the bias as a function of query and coordinates: each query has a logit for every row of a table."""
+        """Return the bias as a function of indices; it reads the product of each query with all rows of a table."""
         tables = []
         for axis, table in self.tables.items():
             tables.append((axis, upcast(q @ table.to(q.dtype).t()), self.offsets(axis, table)[0]))

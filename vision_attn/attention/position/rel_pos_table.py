@@ -1,4 +1,4 @@
-"""A learned bias for every relative position and head, as in Swin and CoAtNet."""
+"""A learned bias for each relative position and head, as in Swin and CoAtNet."""
 
 from __future__ import annotations
 
@@ -19,20 +19,29 @@ from vision_attn.checks import product
 
 @dataclass(frozen=True)
 class RelPosTable(RelativePosition):
-    """Adds ``table[(y_i - y_j, x_i - x_j), head]`` to the logit of query ``i`` and key ``j`` in a head, as in Swin.
+    """Relative position bias: a learned scalar for each relative position and head, as in Swin and CoAtNet.
 
-    ``position.relative_position_bias_table ((2h - 1)(2w - 1), heads)`` has the row ``(y_i - y_j + h - 1)(2w - 1) +
-    (x_i - x_j + w - 1)``. The bias has an element for every query and key of a group: small in windows, and as large as
-    the attention matrix of one image with ``"full"``, where :class:`RelPosDecomposed` needs none. On a map of another
-    size the table is interpolated linearly. A saved table does not contain its height and width: a table of another
-    length is taken to be for a map of the same proportions when it is loaded, and one of the same length is used as is.
+    ::
+
+        logits[i, j] = scale · q_i · k_j + table[row, head]
+        row          = (y_i - y_j + h - 1) · (2w - 1) + (x_i - x_j + w - 1)
+
+    The parameter is ``position.relative_position_bias_table ((2h - 1)(2w - 1), heads)``. For a feature map of another
+    size, it is interpolated linearly.
+
+    The bias has one element for each query, key and head of a group. It is small in windows. With ``pattern="full"``,
+    it is as large as the attention matrix of one image; :class:`RelPosDecomposed` uses memory that is linear in the
+    number of tokens.
+
+    A saved table does not contain its height and width. When a table with another number of rows is loaded, it is
+    assumed to be for feature maps of the same aspect ratio. A table with the same number of rows is loaded unchanged.
 
     Args:
-        feat_size: size of the map that the table is learned on, in positions; of the window, in a windowed pattern,
-            where it may be left out.
+        feat_size: size of the feature map that the table is created for, in positions: an integer for all axes, or a
+            tuple with one integer per axis. It may be omitted for patterns with a fixed size, such as windows.
 
     Raises:
-        ValueError: ``feat_size`` is not a size; or it is missing or does not fit the pattern (when the block is built).
+        ValueError: ``feat_size`` is invalid, or it is missing or does not fit the pattern (when the block is built).
 
     Source: Liu et al., *Swin Transformer*, 2021, section 3.2, https://arxiv.org/abs/2103.14030
 
@@ -57,52 +66,52 @@ class TableEncoding(PositionEncoding):
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
         table = self.relative_position_bias_table.t().reshape(-1, *[2 * length - 1 for length in self.lengths])
-        for number, (side, axis) in enumerate(zip(grouping.window_shape, grouping.axes, strict=True), 1):
-            if side is None:
-                table = resize_by_offset(table, 2 * axis.extent - 1, number)
+        for dim, (window, axis) in enumerate(zip(grouping.window_shape, grouping.axes, strict=True), 1):
+            if window is None:
+                table = resize_by_offset(table, 2 * axis.extent - 1, dim)
         return q, k, TableBias(table, grouping)
 
     def resize_pos_embed(self, name: str, saved: Tensor) -> Tensor | None:
         current = self.relative_position_bias_table
         is_table = saved.dim() == 2 and saved.shape[1] == current.shape[1]
-        sides = self.infer_sides(saved.shape[0]) if is_table else None
-        if sides is None:
+        size = self.infer_size(saved.shape[0]) if is_table else None
+        if size is None:
             return None
-        table = saved.view(*(2 * side - 1 for side in sides), -1)
+        table = saved.view(*(2 * length - 1 for length in size), -1)
         for axis, length in enumerate(self.lengths):
             table = resize_by_offset(table, 2 * length - 1, axis)
         return table.flatten(0, -2)
 
-    def infer_sides(self, rows: int) -> list[int] | None:
-        """Infer the sides of a saved table, of which only the product is saved, from the proportions here."""
+    def infer_size(self, rows: int) -> list[int] | None:
+        """Infer the ``feat_size`` of a saved table from its number of rows and the aspect ratio of this table."""
         longest = max(self.lengths)
-        for longer in range(1, (rows + 1) // 2 + 1):
-            sides = [max(1, round(length * longer / longest)) for length in self.lengths]
-            found = product([2 * side - 1 for side in sides])
+        for candidate in range(1, (rows + 1) // 2 + 1):  # the length of the longest axis
+            size = [max(1, round(length * candidate / longest)) for length in self.lengths]
+            found = product([2 * length - 1 for length in size])
             if found >= rows:
-                return sides if found == rows else None
+                return size if found == rows else None
         return None
 
 
 @dataclass
 class TableBias(PositionBias):
-    """A table ``(n, 2h - 1, 2w - 1)`` on the groups of a pattern."""
+    """The bias from a table ``(n, 2h - 1, 2w - 1)``, for the groups of a pattern."""
 
     table: Tensor
     grouping: Grouping
 
     def rows(self) -> list[Tensor]:
-        """Return the row of the table for each query and key along each axis, ``(tiles or 1, queries, keys)``."""
+        """Return for each axis the table index of each query and key, ``(tiles or 1, queries, keys)``."""
         sizes = zip(self.grouping.relative_coords, self.table.shape[1:], strict=True)
         return [length // 2 - coords for coords, length in sizes]
 
     def apply(self, q: Tensor, k: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor, float, Mask]:
-        """Look up the bias of every query and key, and combine it with the mask."""
+        """Look up the bias of each query and key, and combine it with the mask."""
         bias, rows = self.table, self.grouping.cached("rows", self.rows)
-        # One axis after the other, the last one first, so that no index has as many elements as the bias.
+        # Axes are indexed one after another, the last axis first, so that no index has as many elements as the bias.
         for axis in range(len(rows), 0, -1):
             bias = bias.index_select(axis, rows[axis - 1].flatten()).unflatten(axis, rows[axis - 1].shape)
-        # From (n, <tiles, queries and keys of each axis>) to (1, groups or 1, n, queries, keys).
+        # The shape (n, <tiles, queries and keys of each axis>) becomes (1, groups or 1, n, queries, keys).
         rank, last = len(rows), 3 * len(rows) + 1
         bias = bias.permute(*range(1, last, 3), 0, *range(2, last, 3), *range(3, last, 3))
         bias = bias.flatten(2 * rank + 1).flatten(rank + 1, 2 * rank).flatten(0, rank - 1)[None]
@@ -111,14 +120,14 @@ class TableBias(PositionBias):
         return q, k, scale, combine_masks(bias, mask)
 
     def scores(self, q: Tensor) -> Callable[..., Tensor]:
-        """Return the bias as a function of head and coordinates."""
-        rows, sides = [one[0] for one in self.rows()], self.table.shape[1:]
+        """Return the bias as a function of the head and the coordinates of query and key."""
+        rows, lengths = [index[0] for index in self.rows()], self.table.shape[1:]
         table = self.table.flatten(1)
 
         def score(b: Tensor, h: Tensor, i: Tensor, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Tensor:
             index = torch.zeros_like(i)
-            for row, side, query, key in zip(rows, sides, queries, keys, strict=True):
-                index = index * side + row[query, key]
+            for row, length, query, key in zip(rows, lengths, queries, keys, strict=True):
+                index = index * length + row[query, key]
             return table[h, index]
 
         return score

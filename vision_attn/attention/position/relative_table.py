@@ -1,4 +1,4 @@
-"""Tables by relative position, shared by :class:`RelPosTable` and :class:`RelPosDecomposed`: lengths and resizing."""
+"""Shapes and interpolation of the tables of :class:`RelPosTable` and :class:`RelPosDecomposed`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vision_attn.attention.position.encoding import AttentionShape
 
 @dataclass(frozen=True)
 class RelativePosition:
-    """The size of the map that tables are learned on; None along an axis of fixed windows."""
+    """Base class of configurations with ``feat_size``, the size that tables are created for; None for fixed windows."""
 
     feat_size: int | tuple[int | None, ...] | None = None
 
@@ -25,23 +25,24 @@ class RelativePosition:
 
 
 def table_lengths(config: RelativePosition, shape: AttentionShape) -> tuple[int, ...]:
-    """Return the number of tokens along each axis that a table is for: one along an axis without attention."""
+    """Return the number of positions along each axis that a table covers; 1 for an axis without attention."""
     owner, pattern, lengths = type(config).__name__, shape.pattern, []
     given = for_axes(owner, "feat_size", config.feat_size, shape.rank)
     for length, fixed, attends in zip(given, pattern.window_shape, pattern.attention_axes, strict=True):
         if attends and fixed is None and length is None:
-            raise ValueError(f"{owner}: feat_size must be given with a pattern whose groups grow with the map")
+            raise ValueError(f"{owner}: feat_size must be given, because the groups of the pattern have no fixed size")
         if attends and fixed is not None and length not in (None, fixed):
-            raise ValueError(f"{owner}: feat_size must be that of the groups, {pattern.window_shape}; got {given}")
+            raise ValueError(f"{owner}: feat_size must be None or {pattern.window_shape} for this pattern; got {given}")
         lengths.append((fixed or length or 1) if attends else 1)
     return tuple(lengths)
 
 
 def resize_by_offset(table: Tensor, length: int, axis: int = 0) -> Tensor:
-    """Interpolate a table by offset, ``2s - 1`` long along an axis, linearly to another length.
+    """Interpolate a table of relative positions linearly to another length along an axis.
 
-    The first, the middle and the last offset stay the first, the middle and the last: a map of another size is the same
-    image at another resolution. A graph for any length always interpolates.
+    The table has ``2s - 1`` entries along the axis, for the offsets from ``1 - s`` to ``s - 1``. The first, the middle
+    and the last entry are kept: a feature map of another size is the same image at another resolution. In a graph with
+    dynamic sizes, the table is always interpolated, even to its own length.
 
     >>> resize_by_offset(torch.tensor([[0.0], [2.0], [4.0]]), 5).flatten()
     tensor([0., 1., 2., 3., 4.])

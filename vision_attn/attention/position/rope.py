@@ -1,4 +1,4 @@
-"""Axial rotary positions: queries and keys are rotated."""
+"""Axial rotary position embedding of queries and keys."""
 
 from __future__ import annotations
 
@@ -19,20 +19,26 @@ from vision_attn.checks import check_number
 
 @dataclass(frozen=True)
 class Rope2d:
-    """Axial rotary positions: pairs of neighboring channels are rotated, half of each head by ``y``, half by ``x``.
+    """Axial rotary position embedding: pairs of adjacent channels of queries and keys are rotated.
 
-    ``(q_2k, q_2k+1)`` is rotated by ``y · temperature^(-4k/d)`` in the first half of the head, by ``x`` in the
-    second; keys likewise. ``y`` and ``x`` are positions on the map, in every pattern; where the keys' map has another
-    size, the two maps cover the same area, with pixel centers aligned. There are no parameters.
+    ::
+
+        (q_2k, q_2k+1) is rotated by the angle    y · temperature^(-4k/d)    in the first half of each head
+                                                  x · temperature^(-4k/d)    in the second half of each head
+        k = 0, …, d/4 - 1 in each half
+
+    ``(y, x)`` is the position on the complete feature map, also inside windows. If the feature map of the keys has
+    another size, its positions are scaled, so that both feature maps cover the same area with aligned pixel centers.
+    There are no parameters.
 
     Args:
-        temperature: ratio of the highest and the lowest frequency.
-        feat_size: size of the map, in positions, that ``y`` and ``x`` are scaled to, whatever the size of the map.
-            None uses positions as they are.
+        temperature: base of the frequencies; larger values give longer wavelengths.
+        feat_size: size of the feature map, in positions, to which ``y`` and ``x`` are scaled: an integer for both axes,
+            or a tuple ``(height, width)``. If None, positions are not scaled.
 
     Raises:
-        ValueError: an argument out of range; heads whose width is not a multiple of four, or maps without two axes
-            (when the block is built).
+        ValueError: an argument is out of range; or, when the block is built, the width of a head is not a multiple of 4
+            or the feature map does not have two axes.
 
     Source: Su et al., *RoFormer*, 2021, https://arxiv.org/abs/2104.09864; axial on images: Heo et al., *Rotary Position
     Embedding for Vision Transformer*, 2024, https://arxiv.org/abs/2403.13298
@@ -52,9 +58,9 @@ class Rope2d:
 
     def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
         if shape.rank != 2:
-            raise ValueError(f"Rope2d: position must be for maps with two axes; got a block for {shape.rank}")
+            raise ValueError(f"Rope2d: the feature map must have two axes; got {shape.rank}")
         if shape.key_dim % 4:
-            raise ValueError(f"Rope2d: key_dim must be a multiple of 4, a pair for each axis; got {shape.key_dim}")
+            raise ValueError(f"Rope2d: key_dim must be a multiple of 4, two channels per axis; got {shape.key_dim}")
         return RotaryEncoding(self)
 
 
@@ -66,19 +72,19 @@ class RotaryEncoding(PositionEncoding):
         return q, rotate(k, *self.cos_sin(k, grouping.key_layout, grouping)), None
 
     def cos_sin(self, x: Tensor, layout: TokenLayout, grouping: Grouping) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines for each channel of each token, ``(groups, 1, i, d)``, in the dtype of x."""
+        """Return cosines and signed sines for each token and channel, ``(groups, 1, i, d)``, in the dtype of ``x``."""
 
-        def make() -> tuple[Tensor, Tensor]:
+        def compute() -> tuple[Tensor, Tensor]:
             angles = self.angles(x, layout, grouping.query_layout.size)
             cos, sin = angles.cos(), angles.sin()
             pairs = torch.stack([cos, cos], dim=-1), torch.stack([-sin, sin], dim=-1)
             return pairs[0].flatten(-2).to(x.dtype), pairs[1].flatten(-2).to(x.dtype)
 
-        side = "queries" if layout is grouping.query_layout else "keys"
-        return grouping.cached((side, "cos_sin", x.dtype), make)
+        name = "queries" if layout is grouping.query_layout else "keys"
+        return grouping.cached((name, "cos_sin", x.dtype), compute)
 
     def angles(self, x: Tensor, layout: TokenLayout, reference: tuple[int, ...]) -> Tensor:
-        """Return the angle of every pair of channels, ``(groups, 1, i, pairs)``, on the scale of the queries' map."""
+        """Return the angle of each pair of channels, ``(groups, 1, i, pairs)``; ``reference`` is the queries' size."""
         exact: dict[str, Any] = {"device": x.device, "dtype": upcast(x[:0]).dtype}
         frequency, feat_size = frequencies(x.shape[-1] // 4, self.config.temperature, exact), self.config.feat_size
         angles = []
@@ -88,12 +94,12 @@ class RotaryEncoding(PositionEncoding):
                 position = position * (for_axes("Rope2d", "feat_size", feat_size, 2)[axis] / queries)
             angle = position[:, None] * frequency
             angles.append((angle[:, None] if axis == 0 else angle[None]).expand(*layout.size, -1))
-        on_map = torch.cat(angles, dim=-1).flatten(0, 1)
-        return (on_map[None] if layout.is_whole else on_map[layout.index()])[:, None]
+        by_position = torch.cat(angles, dim=-1).flatten(0, 1)
+        return (by_position[None] if layout.is_identity else by_position[layout.index()])[:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of channels of ``(b·groups, n, i, d)``: each channel becomes ``x cos + partner (±sin)``."""
+    """Rotate pairs of channels of ``(b·groups, n, i, d)``: ``x · cos + partner · (±sin)``."""
     x = x.unflatten(0, (-1, len(cos)))
     partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos, partner, sin).flatten(0, 1)

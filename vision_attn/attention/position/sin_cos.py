@@ -1,4 +1,4 @@
-"""Sines and cosines of the position, added to the feature map."""
+"""Sine-cosine position embedding, which is added to the feature map."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ from vision_attn.checks import check_number
 
 @dataclass(frozen=True)
 class SinCos:
-    """``x + p``, where ``p`` holds sines and cosines of every position: no parameters, and any size of map.
+    """Fixed sine-cosine position embedding, which is added to the feature map.
 
-    Channels are ``[sin y, sin x, cos y, cos x]``, each of ``position · temperature^(-k/m)`` for ``k`` from 0 to
-    ``m - 1``.
+    ::
+
+        x = x + [sin(y ω_k), sin(x ω_k), cos(y ω_k), cos(x ω_k)]        concatenated over channels
+        ω_k = temperature^(-k/m)                                        k = 0, …, m - 1, m = c / 4
+
+    ``(y, x)`` is the position on the feature map. With one or three axes, ``m`` is ``c / 2`` or ``c / 6``. There are no
+    parameters, and feature maps may have any size.
 
     Args:
-        temperature: ratio of the highest and the lowest frequency.
+        temperature: base of the frequencies; larger values give longer wavelengths.
 
     Raises:
-        ValueError: a temperature that is not a number above one; channels that are not a multiple of twice the number
-            of axes (when the block is built).
+        ValueError: ``temperature`` is not a number above 1, or the number of channels is not a multiple of twice the
+            number of axes (when the block is built).
 
     Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3.5, https://arxiv.org/abs/1706.03762; on feature
     maps: Chen et al., *An Empirical Study of Training Self-Supervised Vision Transformers*, 2021,
@@ -55,15 +60,15 @@ class SinCosEncoding(PositionEncoding):
         size = x.shape[2:]
         exact: dict[str, Any] = {"device": x.device, "dtype": upcast(x[:0]).dtype}
 
-        def waves() -> Tensor:
+        def embedding() -> Tensor:
             frequency = frequencies(x.shape[1] // (2 * len(size)), self.config.temperature, exact)
             positions = torch.meshgrid([torch.arange(length, **exact) for length in size], indexing="ij")
             angle = torch.cat([frequency.view(-1, *(1,) * len(size)) * position for position in positions])
             return torch.cat([angle.sin(), angle.cos()]).to(x.dtype)
 
-        return x + grouping.cached(("waves", tuple(size), x.dtype), waves)
+        return x + grouping.cached(("sin_cos", tuple(size), x.dtype), embedding)
 
 
 def frequencies(count: int, temperature: float, exact: dict[str, Any]) -> Tensor:
-    """Return the factor on a position for each wave, ``temperature^(-k/m)``, the highest frequency first."""
+    """Return the frequencies ``temperature^(-k/m)`` for ``k = 0, …, m - 1``, in descending order."""
     return float(temperature) ** -(torch.arange(count, **exact) / count)
