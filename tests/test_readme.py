@@ -184,7 +184,7 @@ def parse(name, *words):
         tyro.cli(functools.wraps(cli.PLAIN[name])(lambda *arguments, **flags: None), args=words)
         return
     if name == "compare":
-        _, words = tyro.cli(cli.commands.Compared, args=words, return_unknown_args=True)
+        _, words = tyro.cli(cli.commands.Comparison, args=words, return_unknown_args=True)
     cli.commands.settings_from([*words[name == "evaluate" :]], name)
 
 
