@@ -22,10 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
     ("block", "network", "begins"),
     [
         ("cbam", "torchvision resnet18", "zeros"),
-        ("SimAM", "torchvision resnet18", "refused"),
+        ("SimAM", "torchvision resnet18", "error"),
         ("SimAM", "a U-Net", "gate"),
         ("splat", "a U-Net", "gate"),
-        ("nl", "convnext_atto", "itself"),
+        ("nl", "convnext_atto", "identity"),
         ("OwnSE", "convnext_atto", "zeros"),
         ("coord", "torchvision Faster R-CNN", "zeros"),
     ],
