@@ -25,8 +25,8 @@ RESULTS = {
     "zeros": "The last layers of the block are initialized with zeros, and an output halved by sigmoid(0) = 0.5 is "
     "multiplied by 2. The block trains from the first step.",
     "gate": "The output of the block is multiplied by a gate that is initialized with zero. The gate trains first.",
-    "itself": "The block is an identity at initialization without any change.",
-    "refused": "The block returns NaN for this feature map, and `insert_` raises an error.",
+    "identity": "The block is an identity at initialization without any change.",
+    "error": "The block returns NaN for this feature map, and `insert_` raises an error.",
 }
 
 
@@ -113,7 +113,7 @@ def check(block, name):
     except va.SiteError as error:
         if "NaN" not in str(error):
             raise
-        result = "refused"
+        result = "error"
     else:
         output = tensors(model(images))
         assert all(map(torch.equal, output, expected))
@@ -127,7 +127,7 @@ def check(block, name):
         assert all(x.isfinite().all() for x in gradients)
         assert any(x.any() for x in gradients)
         (record,) = report.blocks
-        result = "gate" if record.around.get("gated") else "zeros" if record.begins else "itself"
+        result = "gate" if record.around.get("gated") else "zeros" if record.begins else "identity"
         va.remove_(model)
     assert anatomy(model) == before
     assert all(map(torch.equal, outputs(model, images), expected))

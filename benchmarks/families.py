@@ -147,8 +147,8 @@ COLUMNS = {
     "image sizes": "",
     "swapped": "The number of swapped modules, and of all attention modules.",
     "float32": "The largest difference in the output, and in the gradients of images and parameters, relative to the "
-    "largest value: for all image sizes, in evaluation mode and in training mode with dropout at zero. Models of "
-    "ultralytics are compared in evaluation mode, because their original layers run in training mode. If a difference "
+    "largest value: for all image sizes, in evaluation mode and in training mode without dropout. Ultralytics "
+    "models are compared only in evaluation mode, because their original layers run in training mode. If a difference "
     "is above 1e-5, *rounding* is the difference between the original model in float32 and in float64.",
     "float64": "The same differences in float64.",
     "not swapped": "Reasons for modules that are not swapped.",

@@ -161,7 +161,7 @@ def format_section(stored: dict[str, dict[str, dict[str, Any]]]) -> str:
     dynamic = [f"`{network}`" for network, row in stored.items() if any("size" in modes for modes in row.values())]
     parts = [f"Measured on {date.today().isoformat()} with {versions}."]
     if dynamic:
-        parts.append(f"Files for images of any size are included for {', '.join(dynamic)}.")
+        parts.append(f"The results include files with a dynamic image size for {', '.join(dynamic)}.")
     numbers: dict[tuple[str, str], int] = {}
     for title, names in TABLES.items():
         rows = [["block", *(RUNTIMES[name].title for name in names)]]

@@ -65,8 +65,8 @@ def row(operation, *, torch, einsum=None, ellipsis=None, einx):
 #
 # On the left side of the arrow, each tensor has one letter for each of its axes, and commas separate the tensors. A
 # letter that occurs twice denotes the same index in both positions. The right side lists the axes of the result. **An
-# index that is missing on the right side is summed over.** As loops, the outer ones run over the letters on the right
-# side, the inner ones run over the missing letters, and the loop body multiplies all factors. This is the matrix
+# index that is missing on the right side is summed over.** Written as loops, the outer loops run over the letters on
+# the right side, the inner loops over the missing letters, and the body multiplies all factors. This is the matrix
 # product `ij,jk->ik`:
 
 # %%

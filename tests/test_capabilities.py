@@ -128,7 +128,7 @@ def is_traced_by_fx(block):
 #: Checks by their names in the table.
 CAPABILITIES = {
     "`torch.compile(fullgraph=True)`": compiles,
-    "… and its gradients on the CPU": compiles_with_its_backward_pass,
+    "… with gradients on the CPU": compiles_with_its_backward_pass,
     "… with one graph for all sizes (`dynamic=True`)": compiles_once_for_all_sizes,
     "`torch.export`, one size": exports,
     "`torch.export`, dynamic batch and size": exports_with_any_batch_and_size,
@@ -148,7 +148,7 @@ ERRORS = {
     ("`torch.export`, dynamic batch and size", "einx"): (UserError, "specialized it to be a constant"),
     ("forward-mode gradients (`jvp`), on the CPU", "sdpa"): (NotImplementedError, r"forward AD with _scaled_dot_prod"),
     ("second derivatives, on the CPU", "sdpa"): (NotImplementedError, "bmm"),
-    ("… and its gradients on the CPU", "flex"): (Unsupported, "flex"),
+    ("… with gradients on the CPU", "flex"): (Unsupported, "flex"),
     ("`torch.func.vmap`", "flex"): (ValueError, "flex"),
     ("per-sample gradients (`vmap` of `grad`), on the CPU", "flex"): (ValueError, "flex"),
     ("forward-mode gradients (`jvp`), on the CPU", "flex"): (ValueError, "flex"),
@@ -159,7 +159,7 @@ ERRORS = {
 
 #: Capabilities that are implied by a stronger one, which is tested instead.
 IMPLIED = {
-    "`torch.compile(fullgraph=True)`": "… and its gradients on the CPU",
+    "`torch.compile(fullgraph=True)`": "… with gradients on the CPU",
     "`torch.export`, one size": "`torch.export`, dynamic batch and size",
 }
 

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
     ("block", "network", "begins"),
     [
         ("cbam", "torchvision resnet18", "zeros"),
-        ("SimAM", "torchvision resnet18", "refused"),
+        ("SimAM", "torchvision resnet18", "error"),
         ("SimAM", "a U-Net", "gate"),
         ("splat", "a U-Net", "gate"),
-        ("nl", "convnext_atto", "itself"),
+        ("nl", "convnext_atto", "identity"),
         ("OwnSE", "convnext_atto", "zeros"),
         ("coord", "torchvision Faster R-CNN", "zeros"),
     ],
@@ -197,7 +197,7 @@ def test_blocks_are_saved_and_come_back_as_they_began(block, tmp_path):
     assert type(inserted_blocks(again)["layer1.2"]) is type(inserted_blocks(model)["layer1.2"])
     if own:
         va.remove_(plain)
-        with pytest.raises(va.CheckpointError, match=f"holds {block.__name__}, .* give its class"):
+        with pytest.raises(va.CheckpointError, match=f"contains {block.__name__}, .* Pass the class: block="):
             va.load_adapter_(plain, path)
 
 
