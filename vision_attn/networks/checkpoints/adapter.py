@@ -54,9 +54,9 @@ def save_adapter(
 ) -> Path:
     """Save the inserted blocks of a network and a fingerprint of the other tensors.
 
-    The other tensors must have the values of the original checkpoint; use ``freeze_backbone_`` during training. Select
-    all other trained parameters, including running statistics of batch norms, with ``also``. Otherwise the adapter does
-    not match the original checkpoint.
+    An adapter loads only if all tensors that it does not contain have the values of the original checkpoint. Train with
+    :func:`vision_attn.freeze_backbone_`, or save everything else that training changed, including the running
+    statistics of batch norms, with ``also``.
 
     Args:
         model: a model with inserted blocks.
@@ -104,7 +104,7 @@ def load_adapter_(
     Args:
         model: the network, with the weights of its original checkpoint and without inserted blocks.
         path: a file that was written by :func:`save_adapter`.
-        strict: raise an error if the network has other values or another dtype. Names and shapes must always match.
+        strict: raise an error if values or dtypes of the network differ. Names and shapes must always match.
         block: the class of the inserted blocks, if they are not blocks of this library.
 
     Returns:

@@ -289,10 +289,10 @@ def make_empty(kind: Any) -> Any:
 
 
 def read_traits(module: nn.Module, names: Iterable[str] = ()) -> tuple[Any, ...]:
-    """Return the submodules, dropouts and settings of a module, and True or False for hooks of submodules.
+    """Return the submodules, dropouts and settings of a module, and True if a submodule has hooks.
 
-    By default, all settings are returned. With ``names``, the attributes are not listed, because torch.compile in torch
-    2.11 cannot trace this.
+    By default, all settings are returned. With ``names``, only these settings are read, because torch.compile in torch
+    2.11 cannot trace the listing of attributes.
     """
     parts = [*module.modules()][1:]
     hooked = any(getattr(part, hooks) for part in parts for hooks in HOOKS)

@@ -35,7 +35,7 @@ class SwappedModule:
 
 @dataclass(frozen=True, repr=False)
 class SwapReport(Report):
-    """Report of the attention modules that were swapped and not swapped; prints as a table.
+    """Report on the attention modules that were swapped or skipped; prints as a table.
 
     >>> from torch import nn
     >>> from vision_attn import swap_

@@ -85,7 +85,7 @@ def check_block(owner: nn.Module, args: Any, *, target: str, path: str | None, r
 
 def missing_block_error(record: InsertedBlock, change: str) -> SiteError:
     """Return the error for a block whose target other code has removed or replaced."""
-    remedy = "Replace, fuse and reparameterize modules before inserting blocks; va.remove_(model) removes the others"
+    remedy = "Call va.remove_(model), and replace, fuse and reparameterize modules before inserting blocks"
     return SiteError(f"the block at {record.site!r} no longer runs: the module there was {change}. {remedy}")
 
 

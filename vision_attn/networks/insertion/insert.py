@@ -71,8 +71,9 @@ def insert_(
         names: globs on module paths, case-sensitive: ``"layer3.*"`` matches every child of ``layer3``, and
             ``"**.conv2"`` every ``conv2`` at any depth. Compiled regular expressions must match complete paths.
         where: function of path and module that returns True at a site.
-        exclude: globs or regular expressions like ``names``, for sites to leave out.
-        at: ``"after"`` the site, ``"before"`` it, or in the ``"branch"`` of a residual block, before its addition.
+        exclude: sites to leave out, in the same form as ``names``.
+        at: position of the block: ``"after"`` or ``"before"`` the site, or at the end of the ``"branch"`` of a residual
+            block, before the addition.
         layout: layout of the feature maps, if it cannot be inferred from shapes: ``"b c h w"``, ``"b h w c"``,
             ``"b (h w) c"``, or ``"b (1 + h w) c"`` after one class token.
         example_input: input of the model's forward for the dry run: a batch of images or its shape, a list of images
@@ -90,8 +91,8 @@ def insert_(
         A report that prints as a table.
 
     Raises:
-        SiteError: no module matches, a matching module cannot take a block, or the block returns NaN there. The message
-            names the module and the reason, and the model is unchanged.
+        SiteError: no module matches, a matching module cannot take a block, or the block returns NaN or infinity. The
+            message names the module and the reason, and the model is unchanged.
         ValueError: not exactly one of ``stages``, ``names`` and ``where`` is given, or an option of the block is
             invalid.
 
@@ -149,7 +150,7 @@ def replace_(
 
     Args:
         model: network for images whose feature maps are ``(b, c, h, w)``.
-        block: class or function to use instead of these two, called as ``block(channels, device=…, dtype=…,
+        block: class or function to use instead of these blocks, called as ``block(channels, device=…, dtype=…,
             **block_options)``, and with ``stride=…, out_channels=…`` in place of a convolution.
         stages: as in :func:`insert_`.
         names: as in :func:`insert_`; ``"layer4.*.conv2"`` selects the 3×3 convolutions in the last stage of a
@@ -270,7 +271,7 @@ def new_block(
 
 
 def make_report(blocks: Sequence[nn.Module], verb: str, dry_run: DryRun, warn: bool) -> InsertionReport:
-    """Return the report of new blocks. Issue its warnings before the model changes: a filter may make them errors."""
+    """Return the report of new blocks. Warn before the model changes: a filter may turn warnings into errors."""
     report = InsertionReport(tuple(vars(block)[RECORD] for block in blocks), verb, dry_run.cost)
     for line in report.warnings if warn else ():
         warnings.warn(line, stacklevel=4)  # The decorator of insert_ adds a frame.
