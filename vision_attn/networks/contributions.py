@@ -170,7 +170,7 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> AbstractContextManager[None]:
-    """Disable blocks inside a ``with`` block, only in this thread or task: they return their input unchanged.
+    """Disable blocks inside a ``with`` block: they return their input unchanged, in this thread or task only.
 
     The model is not changed: other threads, including threads that are started inside the ``with`` block, and copies of
     the model run the blocks. A compiled model runs in eager mode inside the ``with`` block.

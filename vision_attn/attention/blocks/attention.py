@@ -31,9 +31,10 @@ class Attention2d(Attention):
         y       = softmax(scale q kᵀ + mask) v
         out     = Conv2d(c, c, 1)(y)
 
-    All implementations have the same state dict: ``qkv.weight (3c, c, 1, 1)``, ``qkv.bias (3c)``, ``proj.weight
-    (c, c, 1, 1)``, ``proj.bias (c)``. Change the implementation with :func:`set_impl_` or :func:`use_impl`. The rows of
-    ``qkv`` are ``[heads·key_dim, kv_heads·key_dim, kv_heads·value_dim]`` if these widths differ.
+    The state dict is the same for all implementations: ``qkv.weight (3c, c, 1, 1)``, ``qkv.bias (3c)``,
+    ``proj.weight (c, c, 1, 1)``, ``proj.bias (c)``. Change the implementation with :func:`set_impl_` or
+    :func:`use_impl`. The rows of ``qkv`` are ``[heads·key_dim, kv_heads·key_dim, kv_heads·value_dim]`` if these widths
+    differ.
 
     Args:
         channels: input channels; divisible by ``num_heads``, unless ``key_dim`` and ``value_dim`` are given.

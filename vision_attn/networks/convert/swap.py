@@ -45,7 +45,7 @@ def swap_(
     where: Callable[[str, nn.Module], bool] | None = None,
     dry_run: bool = False,
 ) -> SwapReport:
-    """Run the attention modules of a model through blocks, in place, with the weights of the model.
+    """Run the attention modules of a model through vision_attn blocks, in place, with the model's weights.
 
     ``docs/convert.md`` lists the supported layers. The outputs stay the same, and so do modules, parameters and
     state-dict keys: checkpoints load as before, and an existing optimizer still trains the model. Select an

@@ -58,12 +58,12 @@ def insert_(
     ``gate_init`` takes precedence.
 
     Args:
-        model: network for images, audio or video. Its feature maps are ``(b, c, h, w)``, ``(b, h, w, c)``, or the
-            tokens ``(b, t, c)`` of a grid, optionally after class and register tokens, which the block does not change.
-            With one or three axes, they are ``(b, c, w)`` or ``(b, c, t, h, w)``, or the same with channels last. They
-            may be inside a tuple, list or dictionary.
+        model: network for images, audio or video. Its feature maps are ``(b, c, h, w)``, ``(b, h, w, c)``, or tokens
+            ``(b, t, c)`` on a grid, optionally after class and register tokens, which the block does not change.
+            Feature maps with one or three axes are ``(b, c, w)`` or ``(b, c, t, h, w)``, also with channels last. The
+            module may return a feature map inside a tuple, list or dictionary.
         block: class or function that is called as ``block(channels, **block_options)``, with ``device`` and ``dtype``
-            if it has these arguments; or a name of timm's ``create_attn``, such as ``"cbam"``. The default is
+            if it has these arguments; or a name for timm's ``create_attn``, such as ``"cbam"``. The default is
             :class:`vision_attn.AttentionBlock2d`, or :class:`AttentionBlock1d` and :class:`AttentionBlock3d` for
             feature maps with one and three axes. For every layout, the block receives and returns ``(b, c, h, w)``.
         stages: stages by index or name, as listed by :func:`vision_attn.stage_names`; negative indices count from the
@@ -139,14 +139,14 @@ def replace_(
 ) -> InsertionReport:
     """Replace selected modules of a model by attention, in place.
 
-    A ``Conv2d`` becomes a :class:`vision_attn.StridedAttention2d` with the same input and output channels. As in
-    BoTNet, its stride becomes an average pool. Its groups become groups of the projections (``groups=1`` makes them
-    dense). Kernel size and dilation have no counterpart, because every position attends to every other position. The
-    attention uses all channels.
+    A ``Conv2d`` is replaced by a :class:`vision_attn.StridedAttention2d` with the same input and output channels. As in
+    BoTNet, average pooling replaces the stride. The projections have the groups of the convolution; pass ``groups=1``
+    for dense projections. Kernel size and dilation have no counterpart, because every position attends to every other
+    position. The attention uses all channels.
 
-    Any other module whose output has the shape of its input, such as squeeze and excitation, becomes the
-    :class:`vision_attn.AttentionBlock2d` that :func:`insert_` inserts. The new modules are untrained, so the output of
-    the network changes. :func:`remove_` restores the original modules.
+    Any other module whose output has the shape of its input, such as squeeze and excitation, is replaced by a
+    :class:`vision_attn.AttentionBlock2d`, the default block of :func:`insert_`. The new modules are untrained, so the
+    output of the network changes. :func:`remove_` restores the original modules.
 
     Args:
         model: network for images whose feature maps are ``(b, c, h, w)``.

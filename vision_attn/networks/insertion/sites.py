@@ -161,7 +161,7 @@ def stage_names(model: nn.Module, example_input: Any = None) -> list[str]:
 
     Raises:
         SiteError: the model does not run on the example, or it has no metadata and its feature maps get larger again,
-            as in a U-Net. The message names modules to choose from.
+            as in a U-Net. The message suggests a module.
 
     >>> from torchvision.models import resnet18
     >>> stage_names(resnet18(), (1, 3, 64, 64))
