@@ -41,8 +41,8 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
             the block expects feature maps of one group, and a block for Swin uses windows without a shift.
 
     Returns:
-        A block of class :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d`, or
-        :class:`AttentionBlock2d` if the layer has a residual connection.
+        A block: :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d`; if the layer has a residual
+        connection, :class:`AttentionBlock2d`.
 
     Raises:
         ValueError: the layer or one of its options is not supported.

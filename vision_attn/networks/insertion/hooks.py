@@ -77,7 +77,7 @@ def check_block(owner: nn.Module, args: Any, *, target: str, path: str | None, r
     if not runs and outside is not None and is_norm(module):
         hook_(module, outside)
     elif not runs:
-        raise missing_block_error(record, f"replaced by a {type(module).__name__}")
+        raise missing_block_error(record, f"replaced by {type(module).__name__}")
     tracers: list[Any] = [x.tracer for x in args if isinstance(x, Proxy)]
     if outside is not None and any(tracer.is_leaf_module(module, target) for tracer in tracers):
         raise tracing_error(module, record)
