@@ -80,7 +80,7 @@ class AugmentedConv2d(Configurable):
         """Compute the convolution and the attention, and concatenate both outputs.
 
         Args:
-            x: feature maps, ``(b, in_channels, h, w)``, or a single one, ``(in_channels, h, w)``.
+            x: feature maps, ``(b, in_channels, h, w)``, or a single feature map, ``(in_channels, h, w)``.
             mask: as in :meth:`Attention2d.forward`, for the size after the stride.
 
         Returns:

@@ -217,7 +217,7 @@ class DryRun:
         if self.maps_in_call(target, calls[0][at]):
             raise SiteError(
                 f"{target!r} is called {len(calls)} times in one forward pass with different token grids or layouts, "
-                f"but a block stores one. Insert into the shared module: va.insert_(model.{target.split('.')[0]}, …)"
+                f"but a block supports one. Insert into the shared module: va.insert_(model.{target.split('.')[0]}, …)"
             )
         what = f"{'receives' if at == 'before' else 'returns'} {shapes or 'no tensor'} for images {self.example.shape}"
         why = f", because {self.declared.non_raster}" if self.declared.non_raster else ""

@@ -108,7 +108,7 @@ def insert_(
     sites = select_sites(dry_run, stages, names, where, exclude)
     side = "before" if at == "before" else "after"
     maps = dry_run.select_maps(find_targets(dry_run, sites, at), side)
-    # Zero layers that are an identity on a random feature map may not be one on those of the network: a gate always is.
+    # Zero layers may give an identity on random feature maps but not on those of the network; a zero gate always does.
     for zeros in (True, False):
         blocks = [new_block(dry_run, block, x, side, block_options, exact=exact, zeros=zeros) for x in maps]
         report = make_report(blocks, "inserted", dry_run, warn=zeros)
