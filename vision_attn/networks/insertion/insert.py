@@ -185,7 +185,7 @@ def replace_(
         old = model.get_submodule(site)
         plain = x.element == 0 and y.element is None and x.layout.startswith("b c") and y.layout.startswith("b c")
         if not plain or not (isinstance(old, nn.Conv2d) or x.shape == y.shape):
-            what = f"{site!r} cannot be replaced: it is a {type(old).__name__} that returns {y.shape} for {x.shape}"
+            what = f"{site!r} cannot be replaced: {type(old).__name__} returns {y.shape} for {x.shape}"
             raise SiteError(f"{what}. Choose a Conv2d, or a module whose output has the shape of its input")
         inner = any(other.startswith(f"{site}.") for other in sites)
         if inner or any(RECORD in vars(module) for module in old.modules()):

@@ -57,7 +57,7 @@ def get_maker(block: Maker | str | None, axes: int = 2) -> Maker:
         return maker
     if isinstance(block, str | nn.Module) or not callable(block):
         names = ", ".join(("attention", *BLOCKS, *TIMM_BLOCKS))
-        got = repr(block) if isinstance(block, str) else f"a {type(block).__name__}"
+        got = repr(block) if isinstance(block, str) else f"an instance of {type(block).__name__}"
         raise ValueError(f"block must be a class or function that returns a module, or one of {names}; got {got}")
     return block
 
@@ -130,7 +130,7 @@ def build_timm_layer(
 
 
 def timm_layer(block: Maker | None = None, **options: Any) -> Maker:
-    """Return a constructor of blocks, for timm networks that accept the class of their attention layers.
+    """Return a block constructor that timm accepts as the class of attention layers.
 
     ``timm.create_model("resnet50", block_args=dict(attn_layer=timm_layer(num_heads=4)))`` has the block in every
     residual block, before the addition. The default block is an identity at initialization, so it does not change the

@@ -197,7 +197,7 @@ class PickleReader:
         elif isinstance(target, argparse.Namespace) and not any(str(name)[:2] == "__" for name in check(state, dict)):
             vars(target).update(state)
         else:
-            raise NotAllowedError(f"attributes of a {type(target).__name__}")
+            raise NotAllowedError(f"attributes of {type(target).__name__}")
 
     def make_tensor(self, *arguments: Any) -> Tensor:
         """Rebuild a tensor; ``options`` are hooks, the dtype if the storage has none, and metadata."""
@@ -250,5 +250,5 @@ def as_key(value: Any) -> Any:
 
 def check(value: Any, *kinds: type) -> Any:
     if not isinstance(value, kinds):
-        raise NotAllowedError(f"a {type(value).__name__} instead of a {kinds[0].__name__}")
+        raise NotAllowedError(f"a value of type {type(value).__name__} instead of {kinds[0].__name__}")
     return value
