@@ -38,7 +38,7 @@ CARDS = (
     ),
     (
         *("docs/patterns.md", "Patterns and positions"),
-        "Full, axial, window, grid and neighborhood attention, or your own line of einx.",
+        "Full, axial, window, grid and neighborhood attention, or a custom einx expression.",
         "examples/pictures/einx_patterns.png",
     ),
     (

@@ -29,7 +29,7 @@ def fail(channels):
     [
         (lambda: insert(num_head=4), r"'num_head'\. Did you mean 'num_heads'"),
         (lambda: insert("cbma"), r"block must be .*cbam.*; got 'cbma'"),
-        (lambda: insert(nn.ReLU()), "block must be .* got a ReLU"),
+        (lambda: insert(nn.ReLU()), "block must be .* got an instance of ReLU"),
         (lambda: insert("ese", reduction=4), "unknown option reduction: expected one of add_maxpool"),
         # The window size does not divide the feature map.
         (
@@ -71,7 +71,7 @@ TRAIN += " --insert layer2"
         ("explore {images}/val/red/0.png --model tiny", 2, "vit_tiny_patch16_224"),
         ("inspect torchvision:resnet999", 2, "'torchvision:resnet999' does not exist. Did you mean resnet"),
         (f"{TRAIN} --block-options num_head=4", 2, "'num_head'. Did you mean 'num_heads'?"),
-        (f"{TRAIN} --block test_mistakes:Breaks", 1, "test_mistakes:Breaks raised KeyError ('window') in line "),
+        (f"{TRAIN} --block test_mistakes:Breaks", 1, "'test_mistakes:Breaks' raised KeyError ('window') in line "),
     ],
 )
 def test_mistakes_on_the_command_line_are_a_line_without_a_traceback(

@@ -114,7 +114,7 @@ def test_blocks_are_inserted_after_what_is_replaced():
 @pytest.mark.parametrize(
     ("make", "names", "message"),
     [
-        (resnet18, "layer2", r"Sequential that returns \(1, 128, 28, 28\)"),
+        (resnet18, "layer2", r"Sequential returns \(1, 128, 28, 28\)"),
         (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a feature map"),
         (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' cannot be replaced: .* another selected module"),
         (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # The feature map is in a list.

@@ -68,9 +68,9 @@ VALUES = "more than 1,000,000 values"
 LARGER = "a tensor that is larger than the file"
 #: Content of a pickle, and the reason for its rejection (None if it is damaged).
 REFUSED = {
-    "setstate": (New("argparse.Namespace", state={"__setstate__": 1}), "attributes of a Namespace"),
+    "setstate": (New("argparse.Namespace", state={"__setstate__": 1}), "attributes of Namespace"),
     "another class": (New("collections.OrderedDict", state={}), "a new object"),
-    "attributes": (Call("collections.OrderedDict", state={"__class__": 1}), "attributes of a OrderedDict"),
+    "attributes": (Call("collections.OrderedDict", state={"__class__": 1}), "attributes of OrderedDict"),
     "sizes": (crafted.tensor(1, (2**31,), (0,)), LARGER),
     "strides": (crafted.tensor(1, (2,), (1,)), LARGER),
     "negative": (crafted.tensor(1, (-1,), (1,)), None),

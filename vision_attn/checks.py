@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 #: The largest size, count or number of threads that torch supports.
-MOST = 2**31 - 1
+MAX_COUNT = 2**31 - 1
 
 
 def check_count(name: str, value: int) -> None:
-    """Raise unless the value is an integer from 1 to :data:`MOST`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= value <= MOST:
-        most = f" and at most {MOST:,}" if isinstance(value, Integral) and value > MOST else ""
-        raise ValueError(f"{name} must be an integer of at least 1{most}; got {reprlib.repr(value)}")
+    """Raise unless the value is an integer from 1 to :data:`MAX_COUNT`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= value <= MAX_COUNT:
+        limit = f" and <= {MAX_COUNT:,}" if isinstance(value, Integral) and value > MAX_COUNT else ""
+        raise ValueError(f"{name} must be an integer >= 1{limit}; got {reprlib.repr(value)}")
 
 
 def check_counts(**counts: int | None) -> None:
@@ -56,7 +56,7 @@ def check_probability(name: str, value: float) -> None:
 
 
 def check_number(name: str, value: float, above: float = -math.inf) -> None:
-    """Raise unless the value is a finite number, above a bound if there is one."""
+    """Raise unless the value is a finite number greater than ``above``."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not value > above:
         least = "" if above == -math.inf else f" above {above:g}"
         raise ValueError(f"{name} must be a finite number{least}; got {value!r}")

@@ -66,15 +66,15 @@ class DataError(VisionAttnError, RuntimeError):
 
 
 class TrainingError(VisionAttnError, RuntimeError):
-    """Raised if training cannot continue. Files that were saved before are intact."""
+    """Raised if training cannot continue. Files saved earlier are intact."""
 
 
 class ExportError(VisionAttnError, RuntimeError):
-    """Raised if a network cannot be exported, or if the exported network returns another output. No file is left."""
+    """Raised if a network cannot be exported, or if the exported network has different outputs. No file is kept."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised after Ctrl-C or SIGTERM, when the run is saved; like ``KeyboardInterrupt``, not an ``Exception``."""
+    """Raised after Ctrl-C or SIGTERM, once the run is saved; like ``KeyboardInterrupt``, not an ``Exception``."""
 
     def __init__(self, signal: int, message: str) -> None:
         super().__init__(signal, message)

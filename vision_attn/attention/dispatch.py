@@ -116,8 +116,8 @@ def fused_is_faster(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:
     """Return True if torch's fused kernel is faster than ``torch.bmm``.
 
     The fused kernel is faster on a GPU, and graphs always contain it, because they run at any batch and size. On a CPU
-    it is faster with many tokens. It is slower with few tokens in bfloat16, and in training with many groups of few
-    tokens and narrow heads. torch has no fused CPU kernel for dropout or for a mask that requires gradients, such as
+    it is faster with many tokens, and slower with few tokens in bfloat16 and in training with many groups of few tokens
+    and narrow heads. torch has no fused CPU kernel for dropout or for a mask that requires gradients, such as
     the bias from a table: its fallback takes more steps than bmm.
     """
     if q.device.type != "cpu":

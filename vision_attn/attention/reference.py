@@ -80,7 +80,7 @@ def full(length: int) -> Relation:
 
 
 def window(length: int, side: int, shift: int = 0) -> Relation:
-    """Return the relation of windows with ``side`` positions, of which the first complete one starts at ``shift``.
+    """Return the relation of windows with ``side`` positions; the first complete window starts at ``shift``.
 
     An axis that fits into one window is not shifted.
 

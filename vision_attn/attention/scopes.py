@@ -27,7 +27,7 @@ SCOPES: ContextVar[tuple[dict[tuple[str, nn.Module], Any], ...]] = ContextVar("S
 def scope(model: nn.Module, kind: str, values: Mapping[Any, Any]) -> Iterator[None]:
     """Assign values to modules of a model inside a ``with`` block; :func:`scoped_values` reads them.
 
-    A compiled model runs eagerly meanwhile, in this thread or task only, because a compiled graph cannot read them.
+    Inside it, a compiled model runs eagerly in this thread or task, because a compiled graph cannot read the values.
     """
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise ValueError("model must run in this thread; got nn.DataParallel on several GPUs. Pass model.module.")

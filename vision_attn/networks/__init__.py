@@ -1,6 +1,6 @@
-"""Attention into networks, out of them, and read from them.
+"""Attention in existing networks.
 
-Insertion, checkpoints, conversion of other libraries' layers, registered models, and what can be seen of a network.
+Insert blocks, load and save checkpoints, convert the layers of other libraries, register models, and capture attention.
 """
 
 import lazy_loader

@@ -81,7 +81,7 @@ class Contribution(Report):
 def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribution:
     """Measure the contribution of each inserted block to a network, and of all blocks.
 
-    There are two measures. *branch/stream* is ``rms(block(x) - x) / rms(x)``: the root mean square of the residual
+    Two measures are reported. *branch/stream* is ``rms(block(x) - x) / rms(x)``: the root mean square of the residual
     branch, divided by the root mean square of its input. The second measure compares the predictions with and without
     the block: the number of predictions that change when the block is disabled, and the increase of the loss. A
     disabled block returns its input unchanged. The model runs in evaluation mode.
@@ -94,11 +94,12 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
             other outputs, only *branch/stream* is measured.
 
     Returns:
-        A record for each block, and one for all blocks. It prints as a table. If the loss is lower without the blocks,
-        the report says so.
+        A report with a record for each block and one for all blocks; prints as a table. It contains a note if the loss
+        is lower without the blocks.
 
     Raises:
-        ValueError: the model has no block with a residual branch, or the batch is neither images nor a pair.
+        ValueError: the model has no block with a residual branch, or ``batch`` is neither images nor
+            a pair of images and labels.
 
     >>> import vision_attn as va
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -169,7 +170,7 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> AbstractContextManager[None]:
-    """Disable blocks inside a ``with`` block, only in this thread or task: they return their input unchanged.
+    """Disable blocks inside a ``with`` block: they return their input unchanged, in this thread or task only.
 
     The model is not changed: other threads, including threads that are started inside the ``with`` block, and copies of
     the model run the blocks. A compiled model runs in eager mode inside the ``with`` block.

@@ -59,21 +59,21 @@ def attention_figure(
     query attends to all positions equally. Positions with at most one even share leave the image unchanged. Positions
     with two or more are covered by a color, which changes with each doubling up to sixteen even shares. The scale is
     the same for all maps and for :func:`explore`. A map with three axes has a panel for each frame of the feature map,
-    drawn on the middle of the frames that it covers.
+    drawn over the middle one of the image frames that it covers.
 
     Args:
-        images: input of the network, ``(b, 1 or 3, height, width)`` or ``(b, 1 or 3, t, height, width)``, in 0…1.
+        images: images with values from 0 to 1, ``(b, 1 or 3, height, width)`` or ``(b, 1 or 3, t, height, width)``.
         attention: map of one module, from :func:`vision_attn.capture`.
         query: index of the query, or several indices. With several queries, each has a row with its index and position
             in the title, and the indices are drawn on the images.
-        reduction: combination of the heads: ``"mean"``, ``"max"``, or ``"none"`` for a panel for each head. Select
-            heads with :func:`vision_attn.capture`.
+        reduction: combination of the heads: ``"mean"``, ``"max"``, or ``"none"`` for one panel per head. To select
+            heads, pass ``heads`` to :func:`vision_attn.capture`.
         brightest: number of even shares at the upper end of the color scale.
         titles: a title for each image.
         width: width of the figure in inches.
 
     Returns:
-        The figure, for display in a notebook or :func:`save_figure`.
+        The figure. A notebook displays it; :func:`save_figure` saves it.
 
     Raises:
         ValueError: the numbers of images, maps or titles differ, images and maps have different axes, the query does
@@ -159,7 +159,7 @@ def reduced(weights: Tensor, heads: Sequence[str], reduction: str) -> tuple[Sequ
 
 
 def save_figure(figure: matplotlib_figure.Figure, path: str | Path) -> None:
-    """Save a figure as PNG, SVG or PDF. If saving fails, no partial file is left.
+    """Save a figure as PNG, SVG or PDF. If saving fails, no partial file remains.
 
     Args:
         figure: the figure.

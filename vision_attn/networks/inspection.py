@@ -175,7 +175,7 @@ def inspect_model(
         **block_options: further options of :class:`vision_attn.AttentionBlock2d`, such as ``pattern``.
 
     Returns:
-        An inspection that prints as tables, with warnings and proposals.
+        A report with warnings and proposals; prints as tables.
 
     Raises:
         ValueError: the model does not exist, does not support the image size, or an option of the block is invalid.
@@ -204,7 +204,7 @@ def inspect_model(
 
     heads = {path: num_heads and fitting_heads(x.shape[1], num_heads) for path, x in maps.items()}
     sites = [estimate(path, {**block_options, **({"num_heads": heads[path]} if num_heads else {})}) for path in paths]
-    # A stage without parameters, such as the activation at the end of a stem, has no features to compare positions by.
+    # Stages without parameters, such as the activation at the end of a stem, are not proposed.
     learned = [site for site in sites if any(True for _ in network.get_submodule(site.site).parameters())]
     free = [site for site in learned if not site.occupied]
     proposals = propose(free, len(sites), estimate, num_heads or 8, block_options)
@@ -257,7 +257,7 @@ def example_for(model: nn.Module, input_size: int | Sequence[int] | None, exampl
 def propose(
     free: Sequence[Site], count: int, estimate: Callable[..., Site], num_heads: int, options: Mapping[str, Any]
 ) -> list[Proposal]:
-    """Propose late stages of a suitable size, and windows at a larger stage, among the free sites of all stages."""
+    """Propose late stages of a suitable size, and windows at a larger stage, at stages without a block."""
 
     def proposal(chosen: Sequence[Site], why: str, **further: Any) -> Proposal:
         heads = fitting_heads(math.gcd(*(site.channels for site in chosen)), num_heads)

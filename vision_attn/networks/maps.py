@@ -124,7 +124,7 @@ class Maps(dict[str, AttentionMap]):
 
         ::
 
-            A_l = residual · 1 + (1 - residual) · mean of the weights over heads, with rows that sum to one
+            A_l = residual · I + (1 - residual) · mean of the weights over heads, with rows that sum to one
             R_l = A_l R_{l-1}
 
         Between feature maps of different sizes, positions correspond by the area that they cover. Rollout ignores the
@@ -139,7 +139,7 @@ class Maps(dict[str, AttentionMap]):
             For each block, the map of its queries over the positions of the first block, with one head.
 
         Raises:
-            ValueError: a map contains only selected queries, or ``residual`` is not in 0…1.
+            ValueError: a map contains only selected queries, or ``residual`` is not between 0 and 1.
 
         Source: Abnar and Zuidema, *Quantifying Attention Flow in Transformers*, 2020, section 3,
         https://arxiv.org/abs/2005.00928

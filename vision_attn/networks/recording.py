@@ -63,8 +63,8 @@ def capture(
 
     Args:
         model: a network with :class:`vision_attn.Attention1d`, :class:`Attention2d` or :class:`Attention3d` modules.
-            They may be inserted, in place of other modules, converted by :func:`vision_attn.swap_`, or part of the
-            network.
+            The modules may be inserted blocks, replacements of other modules, results of :func:`vision_attn.swap_`, or
+            part of the network.
         queries: query points ``(y, x)`` in pixels of the image, or ``(t, y, x)`` for a video; ``"all"`` or None for
             every position of each feature map.
         sites: capture only attention at or in these modules: a path, glob or compiled regular expression, or a list.
@@ -79,7 +79,7 @@ def capture(
 
     Raises:
         ValueError: the model has no such attention, a head or reduction does not exist, a point is outside the image,
-            the maps would exceed 1 GiB without ``allow_large``, or no attention that ran is on a feature map.
+            the maps would exceed 1 GiB without ``allow_large``, or the forward pass runs no attention on a feature map.
         SiteError: no module matches ``sites``.
         RuntimeError: a part of the model was called instead of the model.
 

@@ -1,4 +1,4 @@
-"""Attention as modules for feature maps."""
+"""Attention layers and blocks for feature maps."""
 
 from vision_attn.attention.blocks.attention import Attention1d, Attention2d, Attention3d, attention_modules
 from vision_attn.attention.blocks.attention_nd import Attention

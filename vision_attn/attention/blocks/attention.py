@@ -31,9 +31,10 @@ class Attention2d(Attention):
         y       = softmax(scale q kᵀ + mask) v
         out     = Conv2d(c, c, 1)(y)
 
-    The state dict is ``qkv.weight (3c, c, 1, 1)``, ``qkv.bias (3c)``, ``proj.weight (c, c, 1, 1)``, ``proj.bias (c)``
-    in every implementation; :func:`set_impl_` and :func:`use_impl` change the implementation at any time. The rows of
-    ``qkv`` are ``[heads·key_dim, kv_heads·key_dim, kv_heads·value_dim]`` if these widths differ.
+    The state dict is the same for all implementations: ``qkv.weight (3c, c, 1, 1)``, ``qkv.bias (3c)``,
+    ``proj.weight (c, c, 1, 1)``, ``proj.bias (c)``. Change the implementation with :func:`set_impl_` or
+    :func:`use_impl`. The rows of ``qkv`` are ``[heads·key_dim, kv_heads·key_dim, kv_heads·value_dim]`` if these widths
+    differ.
 
     Args:
         channels: input channels; divisible by ``num_heads``, unless ``key_dim`` and ``value_dim`` are given.
@@ -43,7 +44,7 @@ class Attention2d(Attention):
             has a fused kernel for the inputs; the other implementations store every attention weight. ``"auto"``
             selects the faster of ``"sdpa"`` and ``"bmm"`` by device, dtype, number of tokens, gradients, dropout and
             mask. ``"flex"`` compiles FlexAttention on first use.
-        pattern: which positions attend to each other: ``"full"``, ``"rows"``, ``"columns"``, a :class:`Window`,
+        pattern: positions that attend to each other: ``"full"``, ``"rows"``, ``"columns"``, a :class:`Window`,
             :class:`Grid`, :class:`Halo`, :class:`Neighborhood` or :class:`Pattern`, or an einx expression.
         position: the position encoding: a :class:`RelPosDecomposed`, :class:`RelPosTable`, :class:`AbsPos`,
             :class:`Rope2d`, :class:`ConditionalPos` or :class:`SinCos`; its parameters are ``position.*``.
@@ -61,13 +62,13 @@ class Attention2d(Attention):
         qk_norm: True for layer normalization of queries and keys (``q_norm``, ``k_norm``). ``"cosine"`` normalizes them
             to unit length instead and multiplies the logits of each head by a learned factor,
             ``exp(q_norm.logit_scale)``, which is 10 at initialization and at most 100, as in Swin v2. ``"match"`` is
-            for blocks that find similar positions: like ``"cosine"``, but queries and keys are centered over the
+            intended for finding similar positions: in addition to ``"cosine"``, queries and keys are centered over the
             feature map first, both are initialized as the same isometric projection in each head, and the initial
             factor is 14.
-        kv_stride: kernel size and stride of an average pooling of keys and values, in positions; 1 for no pooling.
+        kv_stride: kernel size and stride of the average pooling of keys and values; 1 for no pooling.
         causal: prevent every position from attending to later positions in row-major order. :class:`Neighborhood` has a
             separate ``causal`` argument.
-        output_gate: multiply ``y`` by ``sigmoid(gate(x))``, with a 1×1 convolution ``gate``, before the projection.
+        output_gate: multiply ``y`` by ``sigmoid(gate(x))``, with a 1×1 convolution ``gate``, before ``proj``.
         attn_drop: dropout probability of attention weights.
         proj_drop: dropout probability of the output.
         device: device of the parameters.

@@ -110,8 +110,8 @@ class Attention(ConfigurableImpl):
         """Compute attention; the steps are the same for every pattern, position encoding and implementation.
 
         Args:
-            x: feature maps, ``(b, c, h, w)``, or a single one, ``(c, h, w)``; :class:`Attention1d` expects ``w`` and
-                :class:`Attention3d` expects ``t, h, w`` instead of ``h, w``.
+            x: feature maps, ``(b, c, h, w)``, or a single feature map, ``(c, h, w)``; :class:`Attention1d` expects
+                ``w`` and :class:`Attention3d` expects ``t, h, w`` instead of ``h, w``.
             mask: bool (True = may attend) or additive float, broadcastable to ``(b, heads, tokens, key tokens)``, with
                 tokens in row-major order.
             context: feature maps from which keys and values are projected, with ``context_channels`` channels, or

@@ -23,8 +23,8 @@ class AugmentedConv2d(Configurable):
     Args:
         in_channels: input channels.
         out_channels: output channels, of which attention computes ``value_channels``.
-        kernel_size: side of the convolution's kernel, in positions; odd.
-        stride: stride of the block, in positions.
+        kernel_size: kernel size of the convolution; odd.
+        stride: stride of the block.
         num_heads: number of heads.
         key_channels: channels of the queries, and of the keys, over all heads; divisible by ``num_heads``.
         value_channels: output channels of the attention; divisible by ``num_heads``, fewer than ``out_channels``.
@@ -80,7 +80,7 @@ class AugmentedConv2d(Configurable):
         """Compute the convolution and the attention, and concatenate both outputs.
 
         Args:
-            x: feature maps, ``(b, in_channels, h, w)``, or a single one, ``(in_channels, h, w)``.
+            x: feature maps, ``(b, in_channels, h, w)``, or a single feature map, ``(in_channels, h, w)``.
             mask: as in :meth:`Attention2d.forward`, for the size after the stride.
 
         Returns:
@@ -105,7 +105,7 @@ class StridedAttention2d(Configurable):
     Args:
         channels: input channels.
         num_heads: number of heads.
-        stride: stride of the block, in positions.
+        stride: stride of the block.
         out_channels: output channels; ``channels`` if None.
         feat_size: size of the feature map before the stride, in positions. If it is given, ``position`` defaults to
             ``RelPosDecomposed(feat_size)``.

@@ -148,8 +148,8 @@ class AttentionBlock2d(AttentionBlock):
     """Residual attention block: ``x + gate · attention(norm(x))``, with a norm over channels and a gate per channel.
 
     The output projection is zero at initialization, so the block returns its input bitwise unchanged: inserting it does
-    not change the output of a pretrained network. The projection is the first to receive a gradient; the layers before
-    it follow after its first update.
+    not change the output of a pretrained network. At first, only the projection receives a gradient; the layers before
+    it receive gradients after its first update.
 
     Args:
         channels: input and output channels; divisible by ``num_heads``.

@@ -165,7 +165,7 @@ class LinearAttention2d(ConfigurableImpl):
         """Compute linear attention on feature maps.
 
         Args:
-            x: feature maps, ``(b, c, h, w)``, or a single one, ``(c, h, w)``.
+            x: feature maps, ``(b, c, h, w)``, or a single feature map, ``(c, h, w)``.
             mask: bool (True = queries may attend to this key), broadcastable to ``(b, heads, 1, h·w)``. A key is masked
                 for all queries.
 

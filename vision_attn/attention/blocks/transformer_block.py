@@ -89,7 +89,7 @@ class TransformerBlock2d(Configurable):
         """Apply attention, then the MLP, each with a residual connection.
 
         Args:
-            x: feature maps, ``(b, c, h, w)``, or a single one, ``(c, h, w)``.
+            x: feature maps, ``(b, c, h, w)``, or a single feature map, ``(c, h, w)``.
             mask: as in :meth:`Attention2d.forward`.
             context: as in :meth:`Attention2d.forward`.
 

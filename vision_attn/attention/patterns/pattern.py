@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vision_attn.attention.patterns.line import Rearrangement
-from vision_attn.checks import MOST
+from vision_attn.checks import MAX_COUNT
 
 
 class AxisLayout(NamedTuple):
@@ -91,9 +91,9 @@ class AnyPattern:
 
 
 def check_lengths(owner: str, name: str, value: object, least: int = 1) -> None:
-    """Raise unless the value is an integer of at least ``least``, or a tuple of such integers."""
+    """Raise unless the value is an integer >= ``least``, or a tuple of such integers."""
     values = value if isinstance(value, tuple) else (value,)
-    if not values or any(isinstance(n, bool) or not isinstance(n, int) or not least <= n <= MOST for n in values):
+    if not values or any(isinstance(n, bool) or not isinstance(n, int) or not least <= n <= MAX_COUNT for n in values):
         raise ValueError(f"{owner}: {name} must be an integer >= {least}, or a tuple of such integers; got {value!r}")
 
 

@@ -54,9 +54,9 @@ def save_adapter(
 ) -> Path:
     """Save the inserted blocks of a network and a fingerprint of the other tensors.
 
-    The other tensors must have the values of the original checkpoint; use ``freeze_backbone_`` during training. Select
-    all other trained parameters, including running statistics of batch norms, with ``also``. Otherwise the adapter does
-    not match the original checkpoint.
+    Tensors that are not saved must keep the values of the original checkpoint, or the adapter does not match it. Train
+    with :func:`vision_attn.freeze_backbone_`, or pass ``also`` to save all other tensors that training changed,
+    including the running statistics of batch norms.
 
     Args:
         model: a model with inserted blocks.
@@ -104,7 +104,7 @@ def load_adapter_(
     Args:
         model: the network, with the weights of its original checkpoint and without inserted blocks.
         path: a file that was written by :func:`save_adapter`.
-        strict: raise an error if the network has other values or another dtype. Names and shapes must always match.
+        strict: raise an error if values or dtypes of the network differ. Names and shapes must always match.
         block: the class of the inserted blocks, if they are not blocks of this library.
 
     Returns:
@@ -187,7 +187,7 @@ def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, 
     if strict and changed:
         types = [", ".join(sorted({tensors[name][1] for name in changed})) for tensors in (own, base)]
         raise CheckpointError(
-            f"{path} is for other weights of this network: {len(changed)} of {len(base)} tensors have other values, "
+            f"{path} is for different weights of this network: {len(changed)} of {len(base)} tensors differ, "
             f"{shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter). Load the original checkpoint of "
             "the network first. If the network was trained together with the blocks, save all trained parameters with "
             "also=, or use va.save_model. strict=False loads the adapter without this check"

@@ -13,7 +13,7 @@ about      additional plain values
 file_hash  a hash of all entries above and the fingerprint of the tensors in the file
 =========  =========================================================================================================
 
-A file of another format version is rejected.
+Files with another format version are rejected.
 """
 
 from __future__ import annotations

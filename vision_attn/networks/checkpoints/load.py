@@ -40,7 +40,7 @@ def load_checkpoint(
     Tables of relative positions are resized to the feature maps of the model. Tensors of a module that was replaced by
     :func:`vision_attn.replace_` are loaded into the original module, which ``remove_`` restores.
 
-    ``.safetensors`` files and files of ``torch.save`` (``.pt``, ``.pth``, ``.th``, …) are read without running code.
+    ``.safetensors`` files and ``torch.save`` files (``.pt``, ``.pth``, ``.th``, …) are read without running code.
     Weights are found at the top level of the file or under an entry such as ``state_dict`` or ``model``. Parts that
     wrappers add to the keys (``module.``, ``_orig_mod.``, …) are ignored. A prefix is removed if the checkpoint
     contains all tensors of the model under it. A hash in the file name, such as ``resnet18-f37072fd.pth``, is verified.
@@ -51,9 +51,10 @@ def load_checkpoint(
         model: the network; it changes only if the checkpoint fits.
         path: a checkpoint file, or a folder in the layout of Hugging Face or timm, with or without shards.
         strict: raise an error if keys are missing or unexpected, shapes differ, or blocks are configured differently.
-            Inserted blocks and ``skip`` may be missing. With False, load the keys that fit and report all others.
+            Keys of inserted blocks and keys that match ``skip`` may be missing. If False, load the keys that fit and
+            report all others.
         ema: load the moving average of the weights.
-        skip: globs on keys that keep the values of the model: ``["fc.*"]`` for a new classifier.
+        skip: globs on keys that are not loaded: ``["fc.*"]`` for a new classifier.
         prefix: load only keys with this prefix, such as ``"backbone."``. By default, the prefix is detected, and an
             error is raised if several prefixes fit.
         rename: pairs of a regular expression and its replacement, applied in order to the keys (without ``prefix``), as
@@ -70,7 +71,7 @@ def load_checkpoint(
         FileNotFoundError: the file does not exist.
         ValueError: the model is on the meta device or lazy, ``skip`` matches no key, or ``rename`` is invalid.
         CheckpointError: the file is damaged, requires code, contains no weights, or does not fit the model. The message
-            names the keys and a remedy.
+            lists the keys and a remedy.
 
     >>> import tempfile, torch
     >>> file = Path(tempfile.mkdtemp()) / "linear.pth"
@@ -98,7 +99,7 @@ class Target:
 
     Args:
         model: the network.
-        skip: globs on keys that keep the values of the model.
+        skip: globs on keys that are not loaded.
     """
 
     def __init__(self, model: nn.Module, skip: str | Iterable[str]) -> None:
@@ -114,7 +115,7 @@ class Target:
         )
         blocks = [set(map(plain_key, keys)) for keys in keys_by_site(model).values()]
         self.block_keys: set[str] = set[str]().union(*blocks)
-        # torch before 0.4.1 had no batch counters.
+        # Checkpoints from torch before 0.4.1 have no batch counters.
         counters = [{key} for key in self.tensors if key.endswith("num_batches_tracked")]
         #: groups of keys; a checkpoint must contain all keys of a group or none
         self.groups: list[set[str]] = [*blocks, *(part.keys() - self.state.keys() for part in removed), *counters]

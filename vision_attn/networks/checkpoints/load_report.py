@@ -30,7 +30,7 @@ class LoadReport(Report):
     entry: str
     #: keys that were loaded
     loaded: tuple[str, ...]
-    #: keys of the model that the checkpoint is not expected to contain: of inserted blocks and of ``skip``
+    #: keys that the checkpoint is not expected to contain: keys of inserted blocks, and keys that match ``skip``
     new: tuple[str, ...]
     #: keys of the model that the checkpoint should contain, including the other keys of a partly saved block
     missing: tuple[str, ...]
@@ -40,7 +40,7 @@ class LoadReport(Report):
     mismatched: Shapes
     #: key -> (shape in the model, shape in the checkpoint), for resized position tables and a converted convolution
     resampled: Shapes = field(default_factory=dict)
-    #: keys that were loaded into modules that were replaced by ``replace_``, and that ``remove_`` restores
+    #: keys that were loaded into the original modules of ``replace_``, which ``remove_`` restores
     replaced: tuple[str, ...] = ()
     #: other entries of the file with weights
     others: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class LoadReport(Report):
         titles = (
             ("key", "loaded into replaced modules", self.replaced),
             ("key", "without the prefix ignored", self.aside),
-            ("key", "new by design", self.new),
+            ("key", "not expected in the checkpoint", self.new),
             ("key", "missing from the checkpoint", self.missing),
             ("key", "unexpected in the checkpoint", self.unexpected),
             ("tensor", "converted to the shape in the model", format_shapes(self.resampled)),

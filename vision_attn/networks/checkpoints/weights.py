@@ -135,7 +135,7 @@ def remove_prefix(names: Mapping[str, str], prefix: str) -> dict[str, str]:
 
 
 def find_prefix(path: object, saved: Tensors, required: Tensors) -> str:
-    """Return the prefix under which a checkpoint has all required tensors, or else one of the first ten tensors."""
+    """Return the prefix under which a checkpoint has all required tensors, or at least one of the first ten."""
     for first in [*required][:10]:
         if prefixes := [key.removesuffix(first) for key in saved if f".{key}".endswith(f".{first}")]:
             complete = [prefix for prefix in prefixes if all(prefix + name in saved for name in required)]

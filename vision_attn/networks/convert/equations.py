@@ -50,13 +50,13 @@ def attention_equations(rank: int, attention_axes: Sequence[int]) -> tuple[str, 
 
     The equations are for ``logits = einsum(first, k, q)`` and ``y = einsum(second, weights, v)``. Queries, keys and
     values have the shape ``(batch, <axes>, heads, width)``. The weights have the shape ``(<batch axes>, <query axes>,
-    <key axes>)``. All axes that are not attended, including heads, are batch axes.
+    <key axes>)``. All other axes, including heads, are batch axes.
 
     Args:
         rank: number of axes of the queries, including heads and width.
-        attention_axes: the attended axes, at least one, without batch, heads and width. Negative axes count from the
-            width. In contrast, negative axes of a Keras layer and of :func:`attention_pattern` refer to the input,
-            which has one axis less.
+        attention_axes: axes over which attention is applied: at least one, and none of batch, heads and width. Negative
+            axes count from the width. In contrast, negative axes of a Keras layer and of :func:`attention_pattern`
+            refer to the input, which has one axis fewer.
 
     Returns:
         Both equations, and the rank of the weights.
@@ -76,7 +76,7 @@ def attention_equations(rank: int, attention_axes: Sequence[int]) -> tuple[str, 
     axes = tuple(axis + rank if axis < 0 else axis for axis in attention_axes)
     if not axes or len(set(axes)) != len(axes) or any(not 0 < axis < rank - 2 for axis in axes):
         raise ValueError(
-            f"attention_axes must be different axes between the batch and the heads, 1 to {rank - 3} of rank {rank}; "
+            f"attention_axes must be distinct axes between the batch and the heads, 1 to {rank - 3} of rank {rank}; "
             f"got {tuple(attention_axes)}"
         )
     letters = letters_for(rank + len(axes))
@@ -92,7 +92,7 @@ def attention_pattern(attention_axes: Sequence[int] | None, rank: int) -> str | 
     """Return the pattern for Keras's ``attention_axes`` on an input ``(batch, <axes>, channels)``.
 
     Args:
-        attention_axes: the attended axes of the input; all axes if None.
+        attention_axes: axes of the input over which attention is applied; all axes of positions if None.
         rank: number of axes of the input, from 3 to 5.
 
     Returns:

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from vision_attn.errors import ConversionError
 
 #: Largest accepted difference by dtype, relative to the largest value. A wrong order of rows causes a relative
-#: difference of about 1, rounding in float64 one of about 1e-15. float32 is for layers without a float64 kernel.
+#: difference of about 1, and rounding in float64 about 1e-15. float32 is for layers without a float64 kernel.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 #: Scales of the random inputs.
@@ -120,7 +120,7 @@ def check_equivalence(
     """Return the largest difference between ``compute(copy, *arguments)`` and ``copy(*arguments, **options)``.
 
     The difference is relative to the largest value. A difference above :data:`TOLERANCE` raises an error. Exceptions
-    are converted to :class:`ConversionError`, except for a ``ValueError`` of ``compute``, which states its own cause.
+    are converted to :class:`ConversionError`, except for a ``ValueError`` of ``compute``, whose message is kept.
     """
     worst, step = 0.0, f"copied in {dtype}"
     try:

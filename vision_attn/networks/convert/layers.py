@@ -26,23 +26,23 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
       ``kdim`` equals ``vdim``, call ``block(x, context=y)``.
     - Swin: feature maps are padded with zeros to complete windows, and the padding is attended to, as in the network.
       The block masks pairs of positions that are adjacent only because of the shift; the network subtracts 100 from
-      their logits. The network that computes the position biases of version 2 is replaced by a trainable table.
+      their logits. In Swin v2, the network that computes the position biases is replaced by a trainable table.
     - timm's Swin and MaxViT: the input of the layer is windows or grids. The block partitions the feature map itself;
       see ``pattern``.
     - ``BottleneckAttn`` and ``HaloAttn`` have no output projection. The output projection of the block is an identity
       that is not trained.
     - Keras with the torch backend: ``attention_axes`` is converted to the pattern, and ``use_gate`` to the output gate.
-      The layer must be built. Pass masks to the call of the block. The block is in evaluation mode.
+      The layer must be built. Pass masks when calling the block. The block is in evaluation mode.
 
     Args:
         module: the layer.
         rank: number of axes of the block's feature maps (1, 2 or 3), if the input of the layer is tokens; 2 by default.
         pattern: a :class:`Window` or :class:`Grid`, if the input of the layer is groups of a feature map. By default,
-            the block is for feature maps of one group, or for Swin has windows without a shift.
+            the block expects feature maps of one group, and a block for Swin uses windows without a shift.
 
     Returns:
-        :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d`; an :class:`AttentionBlock2d` if the layer
-        has a residual connection.
+        A block: :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d`; if the layer has a residual
+        connection, :class:`AttentionBlock2d`.
 
     Raises:
         ValueError: the layer or one of its options is not supported.

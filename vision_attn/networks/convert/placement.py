@@ -94,10 +94,10 @@ def place_on_map(
 
 
 def find_map(calls: Sequence[Call], axes: int, channels: int, count: int) -> tuple[int, ...] | None:
-    """Return the size of the innermost feature map with ``count`` positions that is passed, or whose size is passed.
+    """Return the size of the feature map with ``count`` positions in the arguments of the innermost possible call.
 
-    The result is None for one axis, because all tokens would match. Axes of size 1 are excluded, because masks have
-    such axes.
+    The argument is the feature map or its size. The result is None for one axis, because all tokens would match. Axes
+    of size 1 are excluded, because masks have such axes.
 
     >>> from torch import empty
     >>> find_map([(nn.Identity(), (empty(2, 1, 1, 15), empty(2, 8, 3, 5)), {})], axes=2, channels=8, count=15)

@@ -1,10 +1,11 @@
 """The table of supported attention layers of other libraries: one :class:`Row` per layer, by the path of its class.
 
-To support another layer, add a row to :mod:`.timm_layers` or :mod:`.other_layers`, with the weights in the order of our
-blocks and the arguments of the block. ``from_layer``, ``swap_`` and the table in the documentation use the rows.
-Libraries are not imported to build the table. Each block is compared with its layer when the layer is converted.
+To support another layer, add a row to :mod:`.timm_layers` or :mod:`.other_layers`, with the weights in the order of the
+blocks of this library, and the arguments of the block. The rows are used by ``from_layer``, by ``swap_`` and for the
+table in the documentation. Libraries are not imported to build the table. Each block is compared with its layer when
+the layer is converted.
 
-The rows of ``qkv`` in our blocks are ordered (qkv, heads, width), or ``[heads·d, kv_heads·d, kv_heads·e]`` if the
+The rows of ``qkv`` in a block are ordered (qkv, heads, width), or ``[heads·d, kv_heads·d, kv_heads·e]`` if the
 widths differ. Weight shapes do not distinguish one order from another. These functions convert weights to this order:
 
 ==================================  ========================================  =================================
@@ -39,7 +40,7 @@ Attend: TypeAlias = Callable[..., Tensor]
 #: Returned for a call that the block does not support. The original layer then runs the call.
 FALLBACK: Any = object()
 
-# --- weights in the order of our blocks -------------------------------------------------------------------------------
+# --- weights in the order of the blocks -------------------------------------------------------------------------------
 
 
 class Projection(NamedTuple):

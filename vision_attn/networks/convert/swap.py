@@ -45,7 +45,7 @@ def swap_(
     where: Callable[[str, nn.Module], bool] | None = None,
     dry_run: bool = False,
 ) -> SwapReport:
-    """Run the attention modules of a model through blocks, in place, with the weights of the model.
+    """Run the attention modules of a model through vision_attn blocks, in place, with the model's weights.
 
     ``docs/convert.md`` lists the supported layers. The outputs stay the same, and so do modules, parameters and
     state-dict keys: checkpoints load as before, and an existing optimizer still trains the model. Select an
@@ -289,10 +289,10 @@ def make_empty(kind: Any) -> Any:
 
 
 def read_traits(module: nn.Module, names: Iterable[str] = ()) -> tuple[Any, ...]:
-    """Return the submodules, dropouts and settings of a module, and True or False for hooks of submodules.
+    """Return the submodules, dropouts and settings of a module, and True if a submodule has hooks.
 
-    By default, all settings are returned. With ``names``, the attributes are not listed, because torch.compile in torch
-    2.11 cannot trace this.
+    By default, all settings are returned. With ``names``, only these settings are read, because torch.compile in torch
+    2.11 cannot trace the listing of attributes.
     """
     parts = [*module.modules()][1:]
     hooked = any(getattr(part, hooks) for part in parts for hooks in HOOKS)

@@ -35,7 +35,7 @@ class SwappedModule:
 
 @dataclass(frozen=True, repr=False)
 class SwapReport(Report):
-    """Report of the attention modules that were swapped and not swapped; prints as a table.
+    """Report on the attention modules that were swapped or skipped; prints as a table.
 
     >>> from torch import nn
     >>> from vision_attn import swap_
@@ -83,7 +83,7 @@ class SwapReport(Report):
         return [headline, *parts, *filter(None, [hint])]
 
     def suggest(self) -> str:
-        """Return what to do if no module was swapped."""
+        """Return advice for a model in which no module was swapped."""
         if not self.modules:
             return "Call va.insert_ to add attention blocks."
         if all(module.reason in (SWAPPED, VISION_ATTN) for module in self.modules):

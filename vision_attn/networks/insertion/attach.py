@@ -2,8 +2,8 @@
 
 A block becomes a child of its target, or of a module inside or around the target, and a hook at the target applies it
 to the feature map that the target returns or receives. No module of the model is renamed or wrapped. A block that
-replaces a module becomes a child in its place and stores the module. :func:`attach_` and :func:`detach_` read all of
-this from the record of the block.
+replaces a module becomes a child in its place and stores the module. :func:`attach_` and :func:`detach_` read the
+target and these paths from the record of the block.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> str:
     """Choose the path from a target to its block, which is a child of one of three modules.
 
-    By default, the block is a child of the target. It is a child of the first module inside the target that is not a
-    container if the target is a container, which would run the block as one of its children, if the target already has
-    an attribute of that name, or if the target depends on its number of children (``inside``). A norm or convolution
-    may be frozen, fused or converted later: its block is a child of the module around it, and the path starts with a
-    dot for each level up.
+    By default, the block is a child of the target. The block is a child of the first non-container module inside the
+    target if the target is a container (which would run the block as one of its children), has an attribute of that
+    name, or depends on its number of children (``inside``). A norm or convolution may be frozen, fused or converted
+    later. Its block is therefore a child of the module around it, and the path starts with a dot for each level up.
     """
     module = model.get_submodule(target)
     if hooks.is_fusible(module) and not inside:
-        # The network itself is not considered: it may run its children in a row.
+        # The network itself is not considered: it may run its children in sequence.
         for level, path in enumerate(reversed(modules_around(target)), 1):
             around, child = model.get_submodule(path), f"{CHILD}_{target[len(path) + 1 :].replace('.', '_')}"
             if not isinstance(around, CONTAINERS) and not hasattr(around, child):
@@ -179,7 +178,7 @@ def add_record(block: nn.Module, record: InsertedBlock, like: Any) -> nn.Module:
 
 
 def replacement_options(old: nn.Module) -> dict[str, int]:
-    """Return the options that a block takes from the convolution that it replaces."""
+    """Return the options of a block that are copied from the convolution that it replaces."""
     return {"stride": int(old.stride[0]), "out_channels": old.out_channels} if isinstance(old, nn.Conv2d) else {}
 
 

@@ -15,9 +15,9 @@ RESNET = ("relu", "layer1", "layer2", "layer3", "layer4")
 ODD_FEATURES = ("features.1", "features.3", "features.5", "features.7")
 
 #: Stages by class: a tuple of paths, or the path of the part of the network in which the last module of each feature
-#: map size is a stage. In a path, {i} counts from 0 and {j} from 1, as far as there are modules. Paths that a network
-#: does not have are ignored; if it has none of the paths, the network itself is this part. In torchvision's other
-#: networks, it is ``features``.
+#: map size is a stage. In a path, {i} counts from 0 and {j} from 1 over all existing modules. Paths that a network does
+#: not have are ignored; if it has none of the paths, the part is the network itself. In torchvision's other networks,
+#: the part is ``features``.
 STAGES: dict[str, tuple[str, ...] | str] = {
     "diffusers.models.autoencoders.vae.Encoder": ("down_blocks.{i}", "mid_block"),
     "timm.models.coat.CoaT": ("serial_blocks{j}",),

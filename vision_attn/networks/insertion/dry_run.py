@@ -1,8 +1,8 @@
 """Dry run: one forward pass of an example records the shapes of inputs and outputs, and finds the feature maps.
 
 Feature maps are found by shape and by the metadata of the network: stages and their channels, the number of tokens
-before a grid, and the position of the channel axis. If both leave the layout open, the user passes ``layout=`` or
-chooses other modules. A backward pass shows which of several tensors the network uses.
+before a grid, and the position of the channel axis. If the layout is ambiguous, the user must pass ``layout=`` or
+choose other modules. A backward pass shows which of several tensors the network uses.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class DryRun:
         except SiteError:
             raise
         except Exception as error:
-            # The values of tensors in the message are cut off.
+            # The message is cut off before the values of tensors.
             why = f"{type(error).__name__}: {str(error).partition('tensor(')[0][:300]}"
             remedy = "Pass an input of its forward as example_input: images, their shape, or a tuple or dictionary"
             raise SiteError(f"the model does not run on an example {self.example} ({why}). {remedy}") from error
@@ -217,7 +217,7 @@ class DryRun:
         if self.maps_in_call(target, calls[0][at]):
             raise SiteError(
                 f"{target!r} is called {len(calls)} times in one forward pass with different token grids or layouts, "
-                f"but a block stores one. Insert into the shared module: va.insert_(model.{target.split('.')[0]}, …)"
+                f"but a block supports one. Insert into the shared module: va.insert_(model.{target.split('.')[0]}, …)"
             )
         what = f"{'receives' if at == 'before' else 'returns'} {shapes or 'no tensor'} for images {self.example.shape}"
         why = f", because {self.declared.non_raster}" if self.declared.non_raster else ""

@@ -69,7 +69,7 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     """Freeze a model except its inserted blocks, in place: parameters and running statistics keep their values.
 
     A frozen batch norm normalizes with its running statistics and does not update them, even after ``model.train()``.
-    Dropout and stochastic depth follow the mode of the model. A second call replaces the first call.
+    Dropout and stochastic depth follow the mode of the model. A second call replaces the settings of the first.
     :func:`unfreeze_backbone_` restores every parameter and every norm.
 
     Args:
@@ -228,7 +228,7 @@ def parameter_groups(
     blocks have the learning rate ``attention_lr`` at any depth.
 
     Args:
-        model: the network. Parameters with ``requires_grad`` False are left out.
+        model: the network. Parameters with ``requires_grad=False`` are omitted.
         lr: learning rate of the backbone; with ``layer_decay``, of its last layer.
         weight_decay: weight decay of the groups with decay.
         attention_lr: learning rate of the inserted blocks; ``lr`` when None.
@@ -236,11 +236,11 @@ def parameter_groups(
 
     Returns:
         Groups with ``name``, ``params``, ``lr`` and ``weight_decay``, from the stem to the head, followed by the
-        blocks. The order is the same for the same model, so that saved optimizer states can be loaded.
+        blocks. The order is deterministic, so that saved optimizer states can be loaded.
 
     Raises:
         ValueError: a learning rate or factor is not above 0, the model has no trainable parameter, ``attention_lr`` is
-            given but no block is trained, or ``layer_decay`` is given but the network declares no layers.
+            given but no block is trained, or ``layer_decay`` is given but the network has no ``group_matcher``.
 
     Source: layer-wise learning rates are from Bao et al., *BEiT*, 2021, https://arxiv.org/abs/2106.08254
 

@@ -77,7 +77,7 @@ def check_block(owner: nn.Module, args: Any, *, target: str, path: str | None, r
     if not runs and outside is not None and is_norm(module):
         hook_(module, outside)
     elif not runs:
-        raise missing_block_error(record, f"replaced by a {type(module).__name__}")
+        raise missing_block_error(record, f"replaced by {type(module).__name__}")
     tracers: list[Any] = [x.tracer for x in args if isinstance(x, Proxy)]
     if outside is not None and any(tracer.is_leaf_module(module, target) for tracer in tracers):
         raise tracing_error(module, record)
@@ -85,7 +85,7 @@ def check_block(owner: nn.Module, args: Any, *, target: str, path: str | None, r
 
 def missing_block_error(record: InsertedBlock, change: str) -> SiteError:
     """Return the error for a block whose target other code has removed or replaced."""
-    remedy = "Replace, fuse and reparameterize modules before inserting blocks; va.remove_(model) removes the others"
+    remedy = "Call va.remove_(model), and replace, fuse and reparameterize modules before inserting blocks"
     return SiteError(f"the block at {record.site!r} no longer runs: the module there was {change}. {remedy}")
 
 

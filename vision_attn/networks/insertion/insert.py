@@ -58,12 +58,12 @@ def insert_(
     ``gate_init`` takes precedence.
 
     Args:
-        model: network for images, audio or video. Its feature maps are ``(b, c, h, w)``, ``(b, h, w, c)``, or the
-            tokens ``(b, t, c)`` of a grid, optionally after class and register tokens, which the block does not change.
-            With one or three axes, they are ``(b, c, w)`` or ``(b, c, t, h, w)``, or the same with channels last. They
-            may be inside a tuple, list or dictionary.
+        model: network for images, audio or video. Its feature maps are ``(b, c, h, w)``, ``(b, h, w, c)``, or tokens
+            ``(b, t, c)`` on a grid, optionally after class and register tokens, which the block does not change.
+            Feature maps with one or three axes are ``(b, c, w)`` or ``(b, c, t, h, w)``, also with channels last. The
+            module may return a feature map inside a tuple, list or dictionary.
         block: class or function that is called as ``block(channels, **block_options)``, with ``device`` and ``dtype``
-            if it has these arguments; or a name of timm's ``create_attn``, such as ``"cbam"``. The default is
+            if it has these arguments; or a name for timm's ``create_attn``, such as ``"cbam"``. The default is
             :class:`vision_attn.AttentionBlock2d`, or :class:`AttentionBlock1d` and :class:`AttentionBlock3d` for
             feature maps with one and three axes. For every layout, the block receives and returns ``(b, c, h, w)``.
         stages: stages by index or name, as listed by :func:`vision_attn.stage_names`; negative indices count from the
@@ -71,8 +71,9 @@ def insert_(
         names: globs on module paths, case-sensitive: ``"layer3.*"`` matches every child of ``layer3``, and
             ``"**.conv2"`` every ``conv2`` at any depth. Compiled regular expressions must match complete paths.
         where: function of path and module that returns True at a site.
-        exclude: globs or regular expressions like ``names``, for sites to leave out.
-        at: ``"after"`` the site, ``"before"`` it, or in the ``"branch"`` of a residual block, before its addition.
+        exclude: sites to leave out, in the same form as ``names``.
+        at: position of the block: ``"after"`` or ``"before"`` the site, or at the end of the ``"branch"`` of a residual
+            block, before the addition.
         layout: layout of the feature maps, if it cannot be inferred from shapes: ``"b c h w"``, ``"b h w c"``,
             ``"b (h w) c"``, or ``"b (1 + h w) c"`` after one class token.
         example_input: input of the model's forward for the dry run: a batch of images or its shape, a list of images
@@ -90,8 +91,8 @@ def insert_(
         A report that prints as a table.
 
     Raises:
-        SiteError: no module matches, a matching module cannot take a block, or the block returns NaN there. The message
-            names the module and the reason, and the model is unchanged.
+        SiteError: no module matches, a matching module cannot take a block, or the block returns NaN or infinity. The
+            message names the module and the reason, and the model is unchanged.
         ValueError: not exactly one of ``stages``, ``names`` and ``where`` is given, or an option of the block is
             invalid.
 
@@ -107,7 +108,7 @@ def insert_(
     sites = select_sites(dry_run, stages, names, where, exclude)
     side = "before" if at == "before" else "after"
     maps = dry_run.select_maps(find_targets(dry_run, sites, at), side)
-    # Zero layers that are an identity on a random feature map may not be one on those of the network: a gate always is.
+    # Zero layers may give an identity on random feature maps but not on those of the network; a zero gate always does.
     for zeros in (True, False):
         blocks = [new_block(dry_run, block, x, side, block_options, exact=exact, zeros=zeros) for x in maps]
         report = make_report(blocks, "inserted", dry_run, warn=zeros)
@@ -138,18 +139,18 @@ def replace_(
 ) -> InsertionReport:
     """Replace selected modules of a model by attention, in place.
 
-    A ``Conv2d`` becomes a :class:`vision_attn.StridedAttention2d` with the same input and output channels. As in
-    BoTNet, its stride becomes an average pool. Its groups become groups of the projections (``groups=1`` makes them
-    dense). Kernel size and dilation have no counterpart, because every position attends to every other position. The
-    attention uses all channels.
+    A ``Conv2d`` is replaced by a :class:`vision_attn.StridedAttention2d` with the same input and output channels. As in
+    BoTNet, average pooling replaces the stride. The projections have the groups of the convolution; pass ``groups=1``
+    for dense projections. Kernel size and dilation have no counterpart, because every position attends to every other
+    position. The attention uses all channels.
 
-    Any other module whose output has the shape of its input, such as squeeze and excitation, becomes the
-    :class:`vision_attn.AttentionBlock2d` that :func:`insert_` inserts. The new modules are untrained, so the output of
-    the network changes. :func:`remove_` restores the original modules.
+    Any other module whose output has the shape of its input, such as squeeze and excitation, is replaced by a
+    :class:`vision_attn.AttentionBlock2d`, the default block of :func:`insert_`. The new modules are untrained, so the
+    output of the network changes. :func:`remove_` restores the original modules.
 
     Args:
         model: network for images whose feature maps are ``(b, c, h, w)``.
-        block: class or function to use instead of these two, called as ``block(channels, device=…, dtype=…,
+        block: class or function to use instead of these blocks, called as ``block(channels, device=…, dtype=…,
             **block_options)``, and with ``stride=…, out_channels=…`` in place of a convolution.
         stages: as in :func:`insert_`.
         names: as in :func:`insert_`; ``"layer4.*.conv2"`` selects the 3×3 convolutions in the last stage of a
@@ -184,7 +185,7 @@ def replace_(
         old = model.get_submodule(site)
         plain = x.element == 0 and y.element is None and x.layout.startswith("b c") and y.layout.startswith("b c")
         if not plain or not (isinstance(old, nn.Conv2d) or x.shape == y.shape):
-            what = f"{site!r} cannot be replaced: it is a {type(old).__name__} that returns {y.shape} for {x.shape}"
+            what = f"{site!r} cannot be replaced: {type(old).__name__} returns {y.shape} for {x.shape}"
             raise SiteError(f"{what}. Choose a Conv2d, or a module whose output has the shape of its input")
         inner = any(other.startswith(f"{site}.") for other in sites)
         if inner or any(RECORD in vars(module) for module in old.modules()):
@@ -270,7 +271,7 @@ def new_block(
 
 
 def make_report(blocks: Sequence[nn.Module], verb: str, dry_run: DryRun, warn: bool) -> InsertionReport:
-    """Return the report of new blocks. Issue its warnings before the model changes: a filter may make them errors."""
+    """Return the report of new blocks. Warn before the model changes: a filter may turn warnings into errors."""
     report = InsertionReport(tuple(vars(block)[RECORD] for block in blocks), verb, dry_run.cost)
     for line in report.warnings if warn else ():
         warnings.warn(line, stacklevel=4)  # The decorator of insert_ adds a frame.

@@ -57,7 +57,7 @@ def get_maker(block: Maker | str | None, axes: int = 2) -> Maker:
         return maker
     if isinstance(block, str | nn.Module) or not callable(block):
         names = ", ".join(("attention", *BLOCKS, *TIMM_BLOCKS))
-        got = repr(block) if isinstance(block, str) else f"a {type(block).__name__}"
+        got = repr(block) if isinstance(block, str) else f"an instance of {type(block).__name__}"
         raise ValueError(f"block must be a class or function that returns a module, or one of {names}; got {got}")
     return block
 
@@ -81,7 +81,7 @@ def make_block(make: Maker, channels: int, *, device: Any = None, dtype: Any = N
 
 
 def default_widths(make: Maker, channels: int, options: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number and widths of heads that are not among the options and whose default does not fit.
+    """Return the number and widths of heads that are not given as options and whose default does not fit.
 
     A default block attends in at most 512 channels, and the width of its heads is a multiple of 8. In a block that uses
     all channels, the number of heads divides the number of channels.
@@ -130,14 +130,14 @@ def build_timm_layer(
 
 
 def timm_layer(block: Maker | None = None, **options: Any) -> Maker:
-    """Return a block as a layer for timm's networks that have an argument for the class of attention layers.
+    """Return a block constructor that timm accepts as the class of attention layers.
 
     ``timm.create_model("resnet50", block_args=dict(attn_layer=timm_layer(num_heads=4)))`` has the block in every
-    residual block, before the addition. The default block is an identity at initialization, so the output of the
-    network is the same as without the layer. ``self_attn_layer`` of timm's BoTNets replaces a convolution and its
+    residual block, before the addition. The default block is an identity at initialization, so it does not change the
+    output of the network. ``self_attn_layer`` of timm's BoTNets replaces a convolution and its
     stride: pass ``timm_layer(StridedAttention2d)``.
 
-    Such a network has no record of its layers, so rebuild it with the same call. Each layer has the defaults of its
+    No record of these layers is stored, so rebuild the network with the same call. Each layer has the defaults of its
     class, so that checkpoints can be loaded. :class:`AttentionBlock2d` then uses all channels, which are 1,024 and
     2,048 in the last stages of a ResNet-50. ``timm_layer(key_dim=64, value_dim=64)`` uses 512 channels, like the blocks
     of :func:`insert_`.

@@ -71,7 +71,7 @@ def select_sites(dry_run: DryRun, stages: Stages, names: Globs, where: Where, ex
         why = "where returns True for no module" if where is not None else "exclude matches all selected modules"
         raise SiteError(f"no module is selected: {why}. See model.named_modules() for the modules")
     if unknown := [name for name in chosen if name not in modules]:
-        raise SiteError(f"stages: the metadata of the model has a stage {unknown[0]!r}, but no such module. Use names=")
+        raise SiteError(f"stages: the metadata lists {unknown[0]!r}, but the model has no such module. Use names=")
     return first_names(dry_run.model, chosen)
 
 
@@ -83,9 +83,7 @@ def first_names(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 def check_list(argument: str, value: Any, kinds: tuple[type, ...]) -> list[Any]:
     """Return one or several values of the given types as a list; raise for other types."""
-    what = (
-        "an index, a name, or a list of these" if int in kinds else "a glob, a compiled regular expression, or a list"
-    )
+    what = "an index, a name, or a list of both" if int in kinds else "a glob, a compiled regular expression, or a list"
     items = as_list(argument, value, what, single=kinds)
     if not items or not all(isinstance(item, kinds) for item in items):
         raise ValueError(f"{argument} must be {what}; got {format_value(value)}")
@@ -163,7 +161,7 @@ def stage_names(model: nn.Module, example_input: Any = None) -> list[str]:
 
     Raises:
         SiteError: the model does not run on the example, or it has no metadata and its feature maps get larger again,
-            as in a U-Net. The message names modules to choose from.
+            as in a U-Net. The message suggests a module.
 
     >>> from torchvision.models import resnet18
     >>> stage_names(resnet18(), (1, 3, 64, 64))

@@ -36,7 +36,7 @@ WATCHES: weakref.WeakKeyDictionary[nn.Module, dict[str, Watch]] = weakref.WeakKe
 
 
 def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
-    """Warn once if other parameters of a model are updated and those of a block are not.
+    """Warn once if other parameters of a model are updated, but the parameters of a block are not.
 
     The check runs after gradients have been accumulated in the first trainable parameter of the block, until the block
     is updated. It works with any optimizer, compiled or not. One warning lists all such blocks of the model. Copies of

@@ -19,7 +19,7 @@ def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module]) -> float:
     """Attach blocks and verify that the network's output changes only through the outputs of the blocks.
 
     Returns:
-        Relative change of the output by the blocks.
+        Relative change of the output that the blocks cause.
     """
     with attach_blocks_(dry_run.model, blocks):
         failure = None

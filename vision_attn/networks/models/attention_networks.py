@@ -1,7 +1,7 @@
 """Networks with attention: a ResNet-20 for CIFAR with inserted blocks, and two variants of ResNet-50.
 
 ``resnet20_attention`` has an attention block after each residual block of its last stage, and weights for CIFAR-100.
-The variants of ResNet-50 replace or extend 3×3 convolutions by attention. They have no pretrained weights:
+The variants of ResNet-50 replace or augment 3×3 convolutions with attention. They have no pretrained weights:
 
 =================  ========================  ===============================  ======================================
 model              stages                    replacement of 3×3 convolutions  paper

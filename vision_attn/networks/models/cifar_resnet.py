@@ -81,7 +81,7 @@ class CifarNetwork(StagedNetwork):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        """Return regular expressions on parameter names, from which timm groups layers."""
+        """Return regular expressions on parameter names, which timm uses to group layers."""
         return {"stem": r"^conv1|bn1", "blocks": r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)"}
 
 

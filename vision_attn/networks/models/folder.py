@@ -10,7 +10,7 @@ The metadata of ``model.safetensors`` contain a copy of the configuration, and b
 save. If ``config.json`` is from another save, because a process was killed or two processes saved at the same time, the
 copy is used.
 
-A folder can come from an untrusted source. It can refer only to networks of timm and blocks of this library. Loading it
+A folder can come from an untrusted source. It can refer only to timm networks and blocks of this library. Loading it
 runs no code from the folder and downloads nothing.
 """
 
@@ -164,7 +164,7 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     No code from the files is run, and nothing is downloaded.
 
     Args:
-        folder: a folder of :func:`save_model`, of timm (for a network without blocks), or of a training run. For a
+        folder: a folder written by :func:`save_model`, by timm (without blocks), or by a training run. For a
             training run, the best network is loaded.
         block: the class of the inserted blocks, if they are not blocks of this library.
 
@@ -187,7 +187,9 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
         folder = folder / RUN_SUBFOLDER
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{escaped(path)}: file not found. Pass a folder of va.save_model, timm or a run")
+        raise FileNotFoundError(
+            f"{escaped(path)}: file not found. Pass a folder written by va.save_model, timm or va.train"
+        )
     with open(path, "rb") as opened:
         config = check_config(path, opened.read(MAX_CONFIG_BYTES))
     file = read_file(folder / "model.safetensors")

@@ -2,8 +2,8 @@
 
 ``pickle`` calls any function that a file names, with any arguments. torch's ``weights_only`` does this for a list of
 allowed names. This is not sufficient: a file of 400 bytes can call ``bytearray(2**31)``, and the constructors of NumPy,
-which old files with NumPy scores need, follow pointers in the file. This reader replaces each supported name by a
-function of its own, rejects files with other names, and counts values.
+which old files with NumPy scores need, follow pointers in the file. This reader replaces each supported name by its
+own function, rejects files with other names, and counts values.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()
 
 
 class NotAllowedError(ValueError):
-    """A file contains something that checkpoints do not need; the message is a noun phrase."""
+    """Raised if a file contains an object that checkpoints do not need; the message is a noun phrase."""
 
 
 class Name(str):
@@ -197,7 +197,7 @@ class PickleReader:
         elif isinstance(target, argparse.Namespace) and not any(str(name)[:2] == "__" for name in check(state, dict)):
             vars(target).update(state)
         else:
-            raise NotAllowedError(f"attributes of a {type(target).__name__}")
+            raise NotAllowedError(f"attributes of {type(target).__name__}")
 
     def make_tensor(self, *arguments: Any) -> Tensor:
         """Rebuild a tensor; ``options`` are hooks, the dtype if the storage has none, and metadata."""
@@ -250,5 +250,5 @@ def as_key(value: Any) -> Any:
 
 def check(value: Any, *kinds: type) -> Any:
     if not isinstance(value, kinds):
-        raise NotAllowedError(f"a {type(value).__name__} instead of a {kinds[0].__name__}")
+        raise NotAllowedError(f"a value of type {type(value).__name__} instead of {kinds[0].__name__}")
     return value

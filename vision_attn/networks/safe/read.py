@@ -1,6 +1,6 @@
 """Read checkpoint files without running code from them.
 
-The sizes that a file of ``torch.save`` declares are compared with the size of the file before memory is allocated.
+The sizes that a ``torch.save`` file declares are compared with the size of the file before memory is allocated.
 """
 
 from __future__ import annotations
@@ -111,11 +111,11 @@ def read_one(path: Path, by_name: bool) -> CheckpointFile:
             raise CheckpointError(f"{path} was not loaded, because it contains {error}. {remedy}") from error
         except Exception as error:  # a damaged file can cause any exception
             raise CheckpointError(f"{path} is truncated or not a checkpoint. Download or save it again") from error
-        # The hash is verified last, because for a large file that is not a checkpoint it would take minutes.
+        # The hash is verified last, because hashing a large file that is not a checkpoint can take minutes.
         if by_name:
             verify_hash(file, path)
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} contains a {type(content).__name__}; expected a dictionary of tensors")
+        raise CheckpointError(f"{path} must contain a dictionary of tensors; got {type(content).__name__}")
     return CheckpointFile(path, content, metadata)
 
 

@@ -44,7 +44,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         target = Path(os.path.realpath(path))
         with TemporaryDirectory(prefix=TEMPORARY, dir=target.parent) as folder:
             partial = Path(folder) / target.name
-            partial.write_bytes(content)  # with default permissions; files of tempfile have others
+            partial.write_bytes(content)  # with default permissions, unlike a file of tempfile
             sync(partial)
             if target.exists():
                 partial.chmod(target.stat().st_mode)
