@@ -146,8 +146,8 @@ assert page.stat().st_size < 300_000
 # %% [markdown]
 # **Photographs.** Another network of the library is a ResNet-20 with three blocks, trained on CIFAR-100. Its input is
 # two downscaled photographs, and the attention maps of its last block are drawn over the large photographs. Positions
-# with at most an *even share*, the weight of uniform attention, are left uncolored, and the scale shows the weight
-# divided by an even share. From the wall of the tower, the block attends to the roof with more than four even shares.
+# with at most the weight of uniform attention are left uncolored, and the scale shows multiples of uniform attention.
+# From the wall of the tower, the block attends to the roof with more than 4× uniform attention.
 
 # %%
 classifier = timm.create_model("resnet20_attention.cifar100", pretrained=True).eval()

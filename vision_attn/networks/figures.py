@@ -26,7 +26,7 @@ __all__ = ["Figure", "attention_figure", "save_figure"]
 
 #: Height of a line of text above the panels, and width of the color scale, in inches.
 TEXT_HEIGHT, SCALE_WIDTH = 0.24, 0.95
-#: Opacity of the overlay at positions with two even shares of the attention or more.
+#: Opacity of the overlay at weights of at least twice uniform attention.
 OPAQUE = 0.8
 
 
@@ -55,10 +55,9 @@ def attention_figure(
 ) -> Figure:
     """Draw a row for each image and query: the image with the marked query, and the image with its attention map.
 
-    Colors show an attention weight relative to uniform attention: an *even share* is the weight of each position if the
-    query attends to all positions equally. Positions with at most one even share leave the image unchanged. Positions
-    with two or more are covered by a color, which changes with each doubling up to sixteen even shares. The scale is
-    the same for all maps and for :func:`explore`. A map with three axes has a panel for each frame of the feature map,
+    Colors show attention weights as multiples of uniform attention, one divided by the number of positions. Weights up
+    to 1× leave the image unchanged. Weights of 2× or more are covered by a color, which changes with each doubling up
+    to 16×. The scale is the same for all maps and for :func:`explore`. A map with three axes has a panel for each frame of the feature map,
     drawn over the middle one of the image frames that it covers.
 
     Args:
@@ -68,7 +67,7 @@ def attention_figure(
             in the title, and the indices are drawn on the images.
         reduction: combination of the heads: ``"mean"``, ``"max"``, or ``"none"`` for one panel per head. To select
             heads, pass ``heads`` to :func:`vision_attn.capture`.
-        brightest: number of even shares at the upper end of the color scale.
+        brightest: upper end of the color scale, as a multiple of uniform attention.
         titles: a title for each image.
         width: width of the figure in inches.
 
@@ -99,7 +98,7 @@ def attention_figure(
     queries = check_indices("query", query, len(attention.cells))
     weights = attention.weights[:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)
     label, panels = reduced(weights.transpose(1, 2).flatten(0, 1), attention.heads, reduction)
-    panels = panels * panels[0, 0].numel()  # The unit is now an even share.
+    panels = panels * panels[0, 0].numel()  # as multiples of uniform attention
     if axes == 2:  # An image becomes a volume with one frame.
         images, panels = images[:, :, None], panels[:, :, None]
     frames = [int((at + 0.5) * images.shape[2] / panels.shape[2]) for at in range(panels.shape[2])]
@@ -144,7 +143,7 @@ def attention_figure(
             axis.set_title(above, fontsize=9, loc="left", pad=3)
     scale = figure.colorbar(overlay, ax=axes_by_row, aspect=30, pad=0.02)
     scale.ax.yaxis.set(major_locator=ticker.LogLocator(2), major_formatter="{x:g}", minor_locator=ticker.NullLocator())
-    scale.set_label("weight / even share", fontsize=8)
+    scale.set_label("× uniform attention", fontsize=8)
     return figure
 
 
