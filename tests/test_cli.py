@@ -282,7 +282,7 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     assert (code, err) == (0, "")
     assert logged in out.splitlines()
     flags = "--model", "resnet20", "--weights", tmp_path / "zoo.pth", "--data", image_folder, "--insert", "-1"
-    assert "branch/stream 0.0000" in run(capsys, "evaluate", *flags)[1]
+    assert "residual ratio 0.0000" in run(capsys, "evaluate", *flags)[1]
 
     images = image_folder / "val" / "red" / "1.png", image_folder / "val" / "blue"
     code, out, err = run(capsys, "predict", tmp_path / "run", *images, "--top", 2, "-o", tmp_path / "found.csv")

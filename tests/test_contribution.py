@@ -46,8 +46,8 @@ def test_shares_and_effects_are_those_of_the_network_without_the_blocks(model, b
         model.eval()(batch[0])
     for block in found.blocks:
         stream, branch = seen[block.site]
-        assert block.share == pytest.approx(float(rms(branch) / rms(stream)), rel=1e-4)
-        assert block.share > 0.01
+        assert block.ratio == pytest.approx(float(rms(branch) / rms(stream)), rel=1e-4)
+        assert block.ratio > 0.01
         torch.testing.assert_close(block.by_channel, rms(branch, (0, 2, 3)) / rms(stream, (0, 2, 3)), rtol=1e-4, atol=0)
     # With a disabled block, the output equals that of the network without the block.
     images, labels = batch
@@ -64,12 +64,12 @@ def test_shares_and_effects_are_those_of_the_network_without_the_blocks(model, b
         va.remove_(other := copy.deepcopy(model))
         none = other(images)
     changes = [(block.without, without[block.site]) for block in found.blocks]
-    for found_here, scores in (*changes, (found.together, none)):
+    for found_here, scores in (*changes, (found.all_blocks, none)):
         assert found_here.changed == int((scores.argmax(1) != whole.argmax(1)).sum())
         rise = F.cross_entropy(scores, labels) - F.cross_entropy(whole, labels)
         assert found_here.loss == pytest.approx(rise.item(), rel=1e-4)
-    assert found.together.changed > 0
-    words = ["all", "blocks", str(found.together.changed), "of", "32", f"{found.together.loss:+.4f}"]
+    assert found.all_blocks.changed > 0
+    words = ["all", "blocks", str(found.all_blocks.changed), "of", "32", f"{found.all_blocks.loss:+.4f}"]
     assert str(found).splitlines()[4].split() == words
 
 
@@ -81,7 +81,7 @@ def test_the_report_recommends_a_remedy_only_if_the_loss_is_lower_without_the_bl
         labels_with = model(images).argmax(1)
     assert not torch.equal(labels_with, labels_without)
     harmful, helpful = (va.contribution(model, (images, labels)) for labels in (labels_without, labels_with))
-    assert harmful.together.loss < 0 < helpful.together.loss
+    assert harmful.all_blocks.loss < 0 < helpful.all_blocks.loss
     assert "lower with all blocks disabled" in str(harmful)
     assert "va.remove_(model)" in str(harmful)
     for report in (helpful, va.contribution(model, images)):
@@ -105,9 +105,9 @@ def test_a_new_block_contributes_nothing_and_a_broken_one_is_no_zero(batch):
     model = timm.create_model("resnet20", num_classes=10)
     va.insert_(model, names="layer3")
     found = va.contribution(model, batch)
-    assert (found.blocks[0].share, found.together.changed, found.together.loss) == (0.0, 0, 0.0)
+    assert (found.blocks[0].ratio, found.all_blocks.changed, found.all_blocks.loss) == (0.0, 0, 0.0)
     nn.init.constant_(va.inserted_blocks(model)["layer3.2"].gate, float("nan"))
-    assert torch.isnan(torch.tensor(va.contribution(model, batch).blocks[0].share))
+    assert torch.isnan(torch.tensor(va.contribution(model, batch).blocks[0].ratio))
 
 
 def test_blocks_of_a_network_and_in_tokens_count_and_replacements_do_not(batch):
@@ -117,7 +117,7 @@ def test_blocks_of_a_network_and_in_tokens_count_and_replacements_do_not(batch):
     assert ([one.site for one in found.blocks], found.predictions) == (["1"], 2 * 32 * 32)
     vit = timm.create_model("test_vit", img_size=64, num_classes=5)
     va.insert_(vit, names="blocks.0", num_heads=2, gate_init=1.0, example_input=(1, 3, 64, 64))
-    assert va.contribution(vit, torch.randn(4, 3, 64, 64)).blocks[0].share > 0.01
+    assert va.contribution(vit, torch.randn(4, 3, 64, 64)).blocks[0].ratio > 0.01
     model = timm.create_model("resnet20", num_classes=10)
     va.replace_(model, names="layer3.2.conv2", num_heads=2)
     with pytest.raises(ValueError, match="model"):
@@ -132,9 +132,9 @@ def test_scores_may_be_maps():
     scores = segmenter.eval()(images)["out"]
     with disabled(segmenter):
         others = segmenter(images)["out"]
-    assert found.together.changed == int((scores.argmax(1) != others.argmax(1)).sum())
+    assert found.all_blocks.changed == int((scores.argmax(1) != others.argmax(1)).sum())
     rise = F.cross_entropy(others, labels) - F.cross_entropy(scores, labels)
-    assert found.together.loss == pytest.approx(rise.item(), rel=1e-3) != 0
+    assert found.all_blocks.loss == pytest.approx(rise.item(), rel=1e-3) != 0
     assert found.predictions == 2 * 64 * 64
 
 
@@ -144,9 +144,9 @@ def test_a_list_of_images_is_no_pair_and_missing_scores_are_said_so():
     # The output has no batch axis.
     detector.forward = lambda images: [{"boxes": body(image).mean()} for image in images]
     found = va.contribution(detector, [torch.rand(3, 8, 8), torch.rand(3, 8, 9)])
-    assert found.blocks[0].share > 0.01
+    assert found.blocks[0].ratio > 0.01
     assert found.blocks[0].by_channel.shape == (8,)
-    assert (found.together.changed, found.predictions) == (None, 0)
+    assert (found.all_blocks.changed, found.predictions) == (None, 0)
     assert "returns no class scores" in str(found).splitlines()[-1]
 
 

@@ -193,7 +193,7 @@ def test_blocks_are_saved_and_come_back_as_they_began(block, tmp_path):
     assert torch.equal(plain(x), model(x))
     again = va.load_model(va.save_model(model, tmp_path / "net"), **own)
     assert torch.equal(again(x), model(x))
-    assert va.contribution(again, x).blocks[0].share > 0
+    assert va.contribution(again, x).blocks[0].ratio > 0
     assert type(inserted_blocks(again)["layer1.2"]) is type(inserted_blocks(model)["layer1.2"])
     if own:
         va.remove_(plain)

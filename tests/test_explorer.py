@@ -110,7 +110,7 @@ def test_the_page_has_the_prediction_without_each_block(page):
             assert line["probability"] == pytest.approx(others[order[0]].item(), abs=1e-6)
             assert line["name"] == CLASSES[others.argmax()]
     assert [line["disabled"] for line in one["ablations"]] == ["1", "3", "all blocks"]
-    assert [line["ratio"] for line in one["ablations"]][:2] == pytest.approx([b.share for b in report.blocks], abs=1e-5)
+    assert [line["ratio"] for line in one["ablations"]][:2] == pytest.approx([b.ratio for b in report.blocks], abs=1e-5)
 
 
 def test_swapped_attention_is_disabled_by_zeros(tmp_path):

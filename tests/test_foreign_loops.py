@@ -58,8 +58,8 @@ def test_after_a_hundred_steps_a_block_weighs_more_than_a_hundredth_of_its_map()
         model = copy.deepcopy(network)
         va.insert_(model, names="5", num_heads=4, example_input=(1, 1, 8, 8))
         with torch.no_grad():
-            assert va.contribution(model, images).blocks[0].share == 0
+            assert va.contribution(model, images).blocks[0].ratio == 0
         loop(model, epoch(data, STEPS), optimizer(model.parameters(), lr=1e-3))
         (block,) = va.contribution(model, images).blocks
-        assert block.share > 0.01, loop
+        assert block.ratio > 0.01, loop
         assert (block.by_channel > 0.001).all(), loop  # All channels contribute.

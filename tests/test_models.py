@@ -121,7 +121,7 @@ def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name):
     x = torch.rand(4, *ours.pretrained_cfg["input_size"])
     assert torch.equal(ours(x), theirs(x))
     assert torch.equal(ours(x), from_hub(x))
-    assert all(block.share > 0.01 for block in va.contribution(ours, x).blocks)
+    assert all(block.ratio > 0.01 for block in va.contribution(ours, x).blocks)
 
 
 @torch.no_grad()

@@ -200,7 +200,7 @@ def test_train_takes_options_and_a_model_by_name_or_with_its_blocks(image_folder
 
 def test_the_curves_are_drawn(monkeypatch):
     monkeypatch.undo()
-    keys = ("eval_loss", "train_loss", "eval_top1", "lr", "branch_share")
+    keys = ("eval_loss", "train_loss", "eval_top1", "lr", "residual_ratio")
     rows = [{"epoch": i, **{key: j + 1 / i for j, key in enumerate(keys)}} for i in (1, 2, 3)]
     lines = [line for axis in curves_figure(rows).axes for line in axis.lines]
     assert [[*line.get_ydata()] for line in lines] == [[row[key] for row in rows] for key in keys]
@@ -454,7 +454,7 @@ def test_evaluation_counts_every_image_once(base):
     score, predictions = evaluation(model)
     logits = model((torch.tensor(source.dataset.data).permute(0, 3, 1, 2) / 255 - 0.5) / 0.2).detach()
     assert torch.equal(predictions, logits.argmax(1))
-    assert score.branch_share is None
+    assert score.residual_ratio is None
     assert score.top1 == pytest.approx(100 * float((logits.argmax(1) == source.labels).float().mean()))
     top5 = (logits.argsort(1, descending=True)[:, :5] == source.labels[:, None]).any(1)
     assert score.top5 == pytest.approx(100 * float(top5.float().mean()))

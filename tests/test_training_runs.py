@@ -362,6 +362,6 @@ def test_two_processes_train_as_one(base, tmp_path):
     one, two = (va.load_model(folder).state_dict() for folder in (base.output, tmp_path / "two"))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
     rows = progress_of(tmp_path / "two")["rows"]
-    for key in ("train_loss", "eval_loss", "branch_share"):
+    for key in ("train_loss", "eval_loss", "residual_ratio"):
         assert rows[1][key] == pytest.approx(result.rows[1][key], rel=1e-3)
     assert done.stdout.splitlines()[-2].partition(";")[2] == str(result.disabled).partition(";")[2]

@@ -42,7 +42,7 @@ class BlockContribution:
     #: path of the module at which the block is inserted, or of the block if it is part of the network
     site: str
     #: root mean square of the branch, divided by the root mean square of the input of the block
-    share: float
+    ratio: float
     #: the same ratio for each channel, ``(c,)``
     by_channel: Tensor
     #: effect of disabling only this block
@@ -53,27 +53,27 @@ class BlockContribution:
 class Contribution(Report):
     """Contribution of the blocks of a network; prints as a table.
 
-    >>> print(Contribution((), together=Ablation(changed=3, loss=None), predictions=64))
+    >>> print(Contribution((), all_blocks=Ablation(changed=3, loss=None), predictions=64))
     change when a block is disabled
-    where       branch/stream  predictions changed  loss
-    all blocks                             3 of 64
+    where       residual ratio  predictions changed  loss
+    all blocks                              3 of 64
     """
 
     #: contributions in the order of the modules
     blocks: tuple[BlockContribution, ...]
     #: effect of disabling all blocks
-    together: Ablation
+    all_blocks: Ablation
     #: number of predictions: one per image, or one per position if the scores are a feature map
     predictions: int
 
     def parts(self) -> list[str | Table]:
-        lines = [("where", "branch/stream", "predictions changed", "loss")]
-        rows = [(block.site, f"{block.share:.4f}", block.without) for block in self.blocks]
-        for site, share, without in (*rows, ("all blocks", "", self.together)):
+        lines = [("where", "residual ratio", "predictions changed", "loss")]
+        rows = [(block.site, f"{block.ratio:.4f}", block.without) for block in self.blocks]
+        for site, ratio, without in (*rows, ("all blocks", "", self.all_blocks)):
             changed = "" if without.changed is None else f"{without.changed} of {self.predictions}"
-            lines.append((site, share, changed, "" if without.loss is None else f"{without.loss:+.4f}"))
+            lines.append((site, ratio, changed, "" if without.loss is None else f"{without.loss:+.4f}"))
         notes = [] if self.predictions else ["The model returns no class scores, so predictions are not compared."]
-        if self.together.loss is not None and round(self.together.loss, 4) < 0:
+        if self.all_blocks.loss is not None and round(self.all_blocks.loss, 4) < 0:
             notes.append(HARMFUL)
         return ["change when a block is disabled", Table(lines), *notes]
 
@@ -81,7 +81,7 @@ class Contribution(Report):
 def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribution:
     """Measure the contribution of each inserted block to a network, and of all blocks.
 
-    Two measures are reported. *branch/stream* is ``rms(block(x) - x) / rms(x)``: the root mean square of the residual
+    Two measures are reported. *residual ratio* is ``rms(block(x) - x) / rms(x)``: the root mean square of the residual
     branch, divided by the root mean square of its input. The second measure compares the predictions with and without
     the block: the number of predictions that change when the block is disabled, and the increase of the loss. A
     disabled block returns its input unchanged. The model runs in evaluation mode.
@@ -91,7 +91,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
             Modules from :func:`vision_attn.replace_` have no residual branch and are not measured.
         batch: images, or a pair of images and labels; for detection models, a list of images ``(c, h, w)``. The output
             of the model is a tensor of scores ``(b, classes, …)``, or contains the scores as ``logits`` or ``out``. For
-            other outputs, only *branch/stream* is measured.
+            other outputs, only *residual ratio* is measured.
 
     Returns:
         A report with a record for each block and one for all blocks; prints as a table. It contains a note if the loss
@@ -106,9 +106,9 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     >>> report = va.insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
     >>> print(va.contribution(model, torch.randn(4, 3, 16, 16)))
     change when a block is disabled
-    where       branch/stream  predictions changed  loss
-    0                  0.0000               0 of 4
-    all blocks                              0 of 4
+    where       residual ratio  predictions changed  loss
+    0                   0.0000               0 of 4
+    all blocks                               0 of 4
     """
     images, labels = split_batch(batch)
     sites = list(branches(model))
@@ -130,8 +130,8 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
             BlockContribution(site, rms_ratio(squares.sum(1)).item(), rms_ratio(squares), ablate([site]))
             for site, squares in found.items()
         )
-        together = ablate(sites)
-    return Contribution(blocks, together, 0 if scores is None else scores.argmax(1).numel())
+        all_blocks = ablate(sites)
+    return Contribution(blocks, all_blocks, 0 if scores is None else scores.argmax(1).numel())
 
 
 def split_batch(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor], Tensor | None]:

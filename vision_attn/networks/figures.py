@@ -57,8 +57,8 @@ def attention_figure(
 
     Colors show attention weights as multiples of uniform attention, one divided by the number of positions. Weights up
     to 1× leave the image unchanged. Weights of 2× or more are covered by a color, which changes with each doubling up
-    to 16×. The scale is the same for all maps and for :func:`explore`. A map with three axes has a panel for each frame of the feature map,
-    drawn over the middle one of the image frames that it covers.
+    to 16×. The scale is the same for all maps and for :func:`explore`. A map with three axes has a panel for each frame
+    of the feature map, drawn over the middle one of the image frames that it covers.
 
     Args:
         images: images with values from 0 to 1, ``(b, 1 or 3, height, width)`` or ``(b, 1 or 3, t, height, width)``.

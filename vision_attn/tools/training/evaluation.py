@@ -30,11 +30,11 @@ class Scores:
     #: percentage of images whose class is among the five highest scores; None for up to five classes
     top5: float | None
     #: root mean square of the residual branch over that of its input, averaged over the blocks; None without blocks
-    branch_share: float | None = None
+    residual_ratio: float | None = None
 
     def __str__(self) -> str:
         top5 = "" if self.top5 is None else f"top-5 {self.top5:.2f} %, "
-        branch = "" if self.branch_share is None else f", branch/stream {self.branch_share:.4f}"
+        branch = "" if self.residual_ratio is None else f", residual ratio {self.residual_ratio:.4f}"
         return f"top-1 {self.top1:.2f} %, {top5}loss {self.loss:.4f}{branch}"
 
 
@@ -103,7 +103,7 @@ class Evaluation:
 
     def without_blocks(self, model: nn.Module, scores: Scores, predictions: Tensor) -> Disabled | None:
         """Compare the given scores with those without blocks; return None if there are no blocks."""
-        if scores.branch_share is None:
+        if scores.residual_ratio is None:
             return None
         without, others = self.evaluate_without_blocks(model)
         changed = int(self.accelerator.reduce((predictions != others).sum()))

@@ -47,10 +47,10 @@ def write_metrics(folder: Path, rows: Sequence[Mapping[str, Any]], *, draw: bool
 
 
 def curves_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Plot the losses, the top-1 accuracy, the learning rate and, if there are blocks, branch/stream by epoch."""
+    """Plot the losses, the top-1 accuracy, the learning rate and, if there are blocks, residual ratio by epoch."""
     panels = {"loss": ("eval_loss", "train_loss"), "top-1 %": ("eval_top1",), "learning rate": ("lr",)}
-    if rows[0]["branch_share"] is not None:
-        panels["branch/stream"] = ("branch_share",)
+    if rows[0]["residual_ratio"] is not None:
+        panels["residual ratio"] = ("residual_ratio",)
     figure = Figure(figsize=(6, 2 * len(panels)), layout="constrained")
     epochs = [row["epoch"] for row in rows]
     for axis, (label, columns) in zip(figure.subplots(len(panels), sharex=True), panels.items(), strict=True):

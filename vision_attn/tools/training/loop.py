@@ -252,7 +252,7 @@ class Trainer:
         speed = self.steps * self.settings.batch_size / max(seconds, 1e-9)  # the resolution of the clock is finite
         row = {
             "epoch": epoch, "lr": self.lr, "train_loss": loss, "eval_loss": scores.loss, "eval_top1": scores.top1,
-            "eval_top5": scores.top5, "branch_share": scores.branch_share, "seconds": seconds,
+            "eval_top5": scores.top5, "residual_ratio": scores.residual_ratio, "seconds": seconds,
             "images_per_second": round(speed),
         }  # fmt: skip
         self.progress = progress = Progress(epoch, rows=[*self.progress.rows, row])

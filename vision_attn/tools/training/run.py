@@ -146,7 +146,7 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
             tracker.finish()
         disabled = evaluation.without_blocks(trainer.evaluated, final, predictions)
     rows, row = trainer.progress.rows, trainer.progress.rows[trainer.progress.best]
-    best = Scores(row["eval_loss"], row["eval_top1"], row["eval_top5"], row["branch_share"])
+    best = Scores(row["eval_loss"], row["eval_top1"], row["eval_top5"], row["residual_ratio"])
     log(f"{disabled}\n" * bool(disabled) + f"best epoch, {row['epoch']}: {best}, in {folder / 'model'}")
     if disabled is not None:
         without = disabled.without
