@@ -105,8 +105,8 @@ def test_fused_kernels_and_several_images_are_counted():
 
 
 def test_the_image_is_one_that_the_network_takes():
-    grey = timm.create_model("resnet18", in_chans=1)
-    assert inspect_model(grey, input_size=(96, 64), batch_size=1).input_shape == (1, 1, 96, 64)
+    gray_model = timm.create_model("resnet18", in_chans=1)
+    assert inspect_model(gray_model, input_size=(96, 64), batch_size=1).input_shape == (1, 1, 96, 64)
 
 
 def test_small_maps_and_what_does_not_fit_into_memory_are_warned_of():
