@@ -12,8 +12,8 @@ matplotlib. Crops with little color are skipped. In training, the colors of each
 that the network cannot learn typical colors such as a blue sky. Test photographs keep their colors.
 
 The network consists of 3×3 convolutions for the brightness, 4×4 patches for the color, one block for both, and a
-decoder. Each run is saved to --output when it ends; run the same command to resume. Requirements:
-`pip install scikit-image`.
+decoder. Each run is saved to --output when it ends; run the same command to resume. Requirements: `pip
+install scikit-image`.
 
 The plan, written before the runs: thirteen blocks, five seeds, 800 steps. The score is the peak signal-to-noise ratio
 (dB) of the two color channels in the left halves of 256 canvases. Attention is expected to be at least 4 dB better than

@@ -4,8 +4,9 @@
     python examples/evidence.py positions --data cifar10 --weights cifar10_resnet20.pth   # with test/CLASS/IMAGE
     python examples/evidence.py adapters --data cifar100 --weights cifar10_resnet20.pth   # with train/ and test/
 
-An interrupted run resumes if the same command is run again. On two idle cores, the first takes about seven hours and the others about one
-hour each, with the two environment variables of docs/performance.md. The recorded runs are in the folder `results`.
+An interrupted run resumes if the same command is run again. On two idle cores, the first takes about seven hours and
+the others about one hour each, with the two environment variables of docs/performance.md. The recorded runs are in the
+folder `results`.
 
 The plans, written before the runs:
 
@@ -13,8 +14,8 @@ The plans, written before the runs:
 tenths of the training images, for ten epochs with seeds 0, 1 and 2, and scored on the remaining tenth. Then the way
 with the highest mean is compared with the plain network, a convolution, squeeze-and-excitation as in its paper, and a
 normalized shortcut: all training images, ten epochs, seeds 10 to 14, scored on the test images. Two controls were added
-after these runs: squeeze-and-excitation as a residual block, which had the highest score in an earlier comparison, and averaging, which
-shows whether the attention weights matter.
+after these runs: squeeze-and-excitation as a residual block, which had the highest score in an earlier comparison, and
+averaging, which shows whether the attention weights matter.
 
 **positions.** A canvas contains four photographs of two classes. Are the two photographs of one class in a row, in a
 column or on a diagonal? Chance is one third, because the classes and their number contain no information about the

