@@ -104,7 +104,7 @@ def results(model, x):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_computes_the_same_and_has_the_same_gradients(name):
+def test_swapped_models_have_the_same_outputs_and_gradients(name):
     _, sizes, swapped, left = MODELS[name]
     model = create(name)
     images = [randn(2, 3, *size) for size in sizes]
@@ -132,7 +132,7 @@ def test_a_model_computes_the_same_and_has_the_same_gradients(name):
     assert torch.equal(model(images[0]), before[0][0])
 
 
-def test_copies_and_pickles_of_a_model_run_their_own_weights():
+def test_copies_and_pickles_use_their_own_weights():
     model, x = create("swin"), randn(1, 3, 36, 40)
     va.swap_(model)
     y = model(x)
@@ -181,7 +181,7 @@ def test_a_swapped_model_can_be_compiled_exported_and_traced():
         torch.testing.assert_close(torch.jit.trace(model, x)(x), y)
 
 
-def test_implementations_and_maps():
+def test_swapped_modules_support_implementations_and_capture():
     model, x = create("swin"), randn(1, 3, 36, 40)
     y = model(x)
     va.swap_(model)
