@@ -304,11 +304,11 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     assert "epoch 2/2: train loss" in out
 
 
-def test_inspect_shows_the_costs_of_attention_at_each_stage(capsys):
+def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
     flags = "--input-size", 16, 32, "--batch-size", 2, "--num-heads", 4, "--pattern", "va.Window(4)"
     code, out, err = run(capsys, "inspect", "resnet20", *flags)
     assert (code, err) == (0, "")
-    assert "A block after a stage (AttentionBlock2d, pattern=va.Window(4)" in out
+    assert "Cost of a block after each stage (AttentionBlock2d, pattern=va.Window(4)" in out
     assert "layer3 64 4×8 4 " in " ".join(out.split())
     assert " 8×8 " in run(capsys, "inspect", "resnet20", "--input-size", 32)[1]
 

@@ -79,7 +79,7 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     ],
 )
 def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warned):
-    side = 68 if "block" in options else 112  # Blocks without a gate are run, which takes time.
+    side = 68 if "block" in options else 112  # Blocks without a gate are run, so the feature map is smaller.
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.AvgPool2d(2))
     with warnings.catch_warnings(record=True, action="always") as caught:
         report = va.insert_(model, names=["0", "1", "2"], num_heads=2, example_input=(1, 3, side, side), **options)
@@ -87,7 +87,7 @@ def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warne
     cost = f"{side**2:,} tokens and costs {macs:,.1f} GMACs. "
     where = f"full attention at '0' ({side}×{side}), '1' ({side}×{side}) compares up to {cost}"
     assert [str(x.message) for x in caught] == list(report.warnings)
-    assert "warning" not in str(report)  # The warnings have been issued.
+    assert "warning" not in str(report)  # Warnings are issued separately.
     assert [x.startswith(where) and "va.Window(7)" in x for x in report.warnings] == [True] * warned
 
 
@@ -95,13 +95,13 @@ def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warne
     ("channels", "options", "expected"),
     [
         (2048, {}, (8, 64, 64)),
-        (768, {"num_heads": 12}, (12, 40, 40)),  # A multiple of 8 suits rotary positions and kernels.
+        (768, {"num_heads": 12}, (12, 40, 40)),  # Rotary positions and kernels prefer a multiple of 8.
         (1024, {"num_heads": 128}, (128, 4, 4)),
         (1024, {"key_dim": 32}, (8, 32, 64)),
         (1024, {"value_dim": 128, "num_heads": 2}, (2, 256, 128)),
         (1030, {"key_dim": None, "value_dim": None}, (5, 206, 206)),
         (512, {}, (8, 64, 64)),
-        (2048, {"block": va.TransformerBlock2d}, (8, 256, 256)),  # A block of the user has other defaults.
+        (2048, {"block": va.TransformerBlock2d}, (8, 256, 256)),  # A custom block has other defaults.
     ],
 )
 def test_a_default_block_has_at_most_512_attention_channels(channels, options, expected):
@@ -109,7 +109,7 @@ def test_a_default_block_has_at_most_512_attention_channels(channels, options, e
     (record,) = va.insert_(model, names="0", example_input=(1, 3, 4, 4), **options).blocks
     attention = va.inserted_blocks(model)["0"].attn
     assert (attention.num_heads, attention.key_dim, attention.value_dim) == expected
-    # A block is rebuilt with the numbers of its record; without them, it attends in all channels.
+    # A block is rebuilt with the widths in its record; without them, it attends in all channels.
     va.remove_(model)
     for old, key_dim in ((record, expected[1]), (replace(record, options={"num_heads": 2}), channels // 2)):
         attach_records_(model, [old], {record.block: block})

@@ -157,7 +157,7 @@ def test_networks_without_gradients_are_checked_with_changed_values():
 
 @pytest.mark.parametrize(("at", "names"), [("after", "layer2"), ("before", "layer2.1.conv1")])
 def test_existing_hooks_receive_the_output_of_the_block(at, names):
-    # U-Net skip connections by hooks, as fastai's DynamicUnet and timm's FeatureHookNet take them
+    # U-Net skip connections by hooks, as in fastai's DynamicUnet and timm's FeatureHookNet
     model, seen = resnet(), []
     if at == "after":
         for module in (model.layer2, model.layer2[1]):
@@ -239,7 +239,7 @@ def fusing(*names):
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_replacing_a_module_with_a_block_raises_an_error_with_a_remedy(names, convert):
-    # pytorch#187298: fuse_modules and hooks; ultralytics' fuse(); LoRA-like replacements by hand
+    # pytorch#187298: fuse_modules and hooks; ultralytics' fuse(); manual replacements as in LoRA
     model = convert(with_block(["layer3.1", names])[0])
     for use in (lambda: model(IMAGE), lambda: va.inserted_blocks(model)):
         with pytest.raises(va.SiteError, match=f"'{names}' no longer runs.*before inserting.*va.remove_"):
@@ -297,7 +297,7 @@ def test_copies_pickles_and_replicas_run_their_own_blocks():
         nn.init.zeros_(only_block(other).gate)
         assert not torch.equal(other(IMAGE), before)
         assert torch.equal(model(IMAGE), before)
-    # As nn.DataParallel makes replicas: shallow copies whose children are replicas, and whose hooks are shared.
+    # Replicas as in nn.DataParallel: shallow copies whose children are replicas, and whose hooks are shared.
     replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
     for module, other in replicas.items():
         other._parameters = dict(module._parameters)
@@ -458,7 +458,7 @@ def test_layout_determines_the_axes_of_a_feature_map(run, conv, shape, layout):
 @pytest.mark.parametrize(
     ("take", "example"),
     [
-        # Two clips of different length in a list (SlowFast; VidSitu#18), the last of which the forward takes out.
+        # Two clips of different length in a list (SlowFast; VidSitu#18), the last of which the forward removes.
         (lambda net, x: net.conv(x.pop()).mean() + x[0].mean(), [torch.rand(1, 3, 2, 8, 8), torch.rand(1, 3, 8, 8, 8)]),
         (lambda net, x: net.conv(x.pop("x").sub_(0.5)), {"x": torch.rand(1, 3, 8, 8, 8)}),
     ],
@@ -538,7 +538,7 @@ def test_blocks_that_are_inserted_in_inference_mode_can_be_trained():
     ("make", "head"),
     [
         (lambda: timm.create_model("convnext_atto"), "head.fc"),
-        (lambda: timm.create_model("levit_128s"), "head"),  # two of them
+        (lambda: timm.create_model("levit_128s"), "head"),  # two classifiers
         (torchvision.models.resnet18, "fc"),
     ],
 )

@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "insert.md"
 CHANNELS = 256
 SHAPE = (1, 3, 128, 128)
 
-#: The notes of torch-pruning.
+#: Warnings of torch-pruning.
 pytestmark = pytest.mark.filterwarnings("ignore:Unwrapped parameters", "ignore::DeprecationWarning")
 
 

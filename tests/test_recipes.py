@@ -14,7 +14,7 @@ SECTIONS = {
     if blocks(text, "python")
 }
 
-#: Code that runs before the first block of a section: files and processes that its reader has.
+#: Code that runs before the first block of a section: files and processes that the reader is assumed to have.
 BEFORE = {
     "Ultralytics YOLO": """
 from pathlib import Path
@@ -57,7 +57,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """,
 }
 
-#: Code that runs after the last block of a section: what its prose states.
+#: Code that runs after the last block of a section: checks of statements in its prose.
 AFTER = {
     "Ultralytics YOLO": """
 images, restored, started = torch.rand(2, 3, 160, 160), YOLO("yolov8n.pt").model.eval(), []

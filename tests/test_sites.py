@@ -25,7 +25,7 @@ def tiny_vit(**options):
 
 
 def train_(model):
-    """Give the blocks of a model an effect."""
+    """Set random weights, so that the blocks change the output."""
     for block in va.inserted_blocks(model).values():
         nn.init.normal_(block.attn.proj.weight, std=0.1)
 

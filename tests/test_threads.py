@@ -287,7 +287,7 @@ def test_an_implementation_that_is_set_inside_stays(model):
 
 def test_replicas_in_new_threads_are_rejected(model):
     parallel = nn.DataParallel(model)
-    parallel.device_ids = [0, 1]  # This has the effect of two GPUs.
+    parallel.device_ids = [0, 1]  # This simulates two GPUs.
     for context in CONTEXTS.values():
         with pytest.raises(ValueError, match=r"nn\.DataParallel.*model\.module"), context(parallel):
             pass

@@ -212,7 +212,7 @@ def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
         (tmp_path / "runs" / name).mkdir(parents=True)
     with pytest.raises(ValueError, match="batch_size"):
         run_training(replace(base, output=None, batch_size=100), log=quiet)
-    assert not (tmp_path / "runs" / "train-8").exists(), "a refused run takes no number"
+    assert not (tmp_path / "runs" / "train-8").exists(), "an invalid run does not use a number"
     result = run_training(replace(base, output=None, epochs=1, batch_size=36), log=quiet)
     assert (result.folder, numbered_folder()) == (Path("runs/train-8"), Path("runs/train-9"))
 
