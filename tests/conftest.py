@@ -55,7 +55,7 @@ def no_network():
 
 @pytest.fixture(scope="session")
 def keras(tmp_path_factory):
-    """Import Keras with the torch backend, and its settings outside of the home folder; skip the test if it is missing."""
+    """Import Keras with the torch backend and temporary settings; skip the test if it is not installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KERAS_BACKEND", "torch")
         patch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
