@@ -123,7 +123,7 @@ def test_a_comparison_resumes_where_it_was_interrupted(image_folder, tmp_path, m
     assert (saved.count("plain-0"), saved.count("rope-0") < 8) == (5, True), "completed steps are not repeated"
     with pytest.raises(ValueError, match=r"plain-0 contains a run with lr=None instead of 0\.1"):
         compare(two_variants(lr=0.1), seeds=(0,), output=resumed, jobs=1)
-    with pytest.raises(ValueError, match=r"variants .*\['a'\]"):
+    with pytest.raises(ValueError, match=r"variants: expected at least 2, .*\['a'\]"):
         compare({"a": {}}, output=tmp_path / "none")
 
 
