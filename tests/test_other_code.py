@@ -333,7 +333,7 @@ def test_normalized_zero_weights_raise_an_error_with_a_remedy(normalize, block):
     layers = [x for x in only_block(model).modules() if isinstance(x, nn.modules.conv._ConvNd)]
     assert [normalize(layer) for layer in layers if not layer.weight.any()]
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"spectral_norm and weight_norm.*gate_init=0"):
+        with pytest.raises(ValueError, match=r"spectral_norm or weight_norm.*gate_init=0"):
             model(IMAGE)
     va.remove_(model)
     # The remedy is gate_init=0: the gate learns first.

@@ -113,7 +113,7 @@ def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_pat
         ({"mean": (0.5,) * 3}, "mean requires std="),
         ({"sched": "step"}, "decay_epochs .* sched=step"),
         ({"lr": math.nan, "epochs": 0}, "epochs: .* 1, got 0; lr: "),
-        ({"model": "resnet21"}, "'resnet21'; .*resnet2"),
+        ({"model": "resnet21"}, r"'resnet21' does not exist\. Did you mean .*resnet20"),
         ({"model": "vit_tiny_patch16_224", "insert": (), "img_size": 64}, "64×64.*--img-size"),
         ({"block_options": "pos=Rope2d()"}, "block_options .*'pos'"),
         ({"block_options": ("num_heads=4", "num_heads=2")}, "block_options .*'num_heads=2'"),
