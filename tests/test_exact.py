@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
         ("coord", "torchvision Faster R-CNN", "zeros"),
     ],
 )
-def test_a_block_preserves_the_output_trains_from_the_first_step_and_is_removed(block, network, begins):
+def test_a_block_changes_nothing_learns_at_once_and_comes_out(block, network, begins):
     assert any_block.check(block, network) == begins
 
 

@@ -4,7 +4,7 @@ import importlib.util
 import re
 
 import pytest
-from test_readme import ROOT, blocks, code_and_output, split_numbers, run_in_process
+from test_readme import ROOT, blocks, code_and_output, run_in_process, split_numbers
 
 pytestmark = pytest.mark.slow
 

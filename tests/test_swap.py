@@ -384,7 +384,7 @@ def test_an_area_of_yolo12_consists_of_rows_of_the_feature_map():
 def test_errors_name_attention_that_is_not_captured():
     attention = type("SelfAttn", (nn.Conv2d,), {})(8, 8, 1)
     x, mixed = torch.randn(1, 3, 8, 8), nn.Sequential(nn.Conv2d(3, 8, 1), attention, va.AttentionBlock2d(8, 2))
-    with pytest.raises(KeyError, match=r"'2.attn'; not read"):
+    with pytest.raises(KeyError, match=r"captured: '2.attn'\): it belongs to another library"):
         captured(mixed, x)["1"]
     for model, sites in ((mixed, "1"), (mixed[:2], None)):
         with pytest.raises(ValueError, match=r"1 \(SelfAttn\): not read"):

@@ -69,7 +69,7 @@ HINTS = {
     "drop_path": hint("RATE"),
     "insert": hint("SITE [SITE ...]", "default: no block"),
     "block_options": hint("NAME=VALUE [NAME=VALUE ...]"),
-    "lr": hint("RATE", "default: 0.1 for sgd, 0.001 for adamw, a tenth of it for pretrained weights"),
+    "lr": hint("RATE", "default: 0.1 for sgd, 0.001 for adamw, divided by 10 for pretrained weights"),
     "attention_lr": hint("RATE", "default: --lr"),
     "layer_decay": hint("FRACTION"),
     "decay_epochs": hint("EPOCH [EPOCH ...]"),
@@ -123,7 +123,7 @@ class Settings(metaclass=PlainErrors):
     rename: Literal["efficientnet-pytorch"] | None = None  # Package whose parameter names the --weights file uses.
     reset_head: bool = False  # Initialize a new classifier instead of loading it from --weights.
     drop_path: Fraction | None = None  # Stochastic depth rate of the last residual branch.
-    insert: Strings = ()  # Sites at which to insert blocks: module names, stage indices, or globs such as 'layer*.1'.
+    insert: Strings = ()  # Where to insert blocks: module names, stage indices, or globs such as 'layer*.1'.
     at: Literal["after", "before", "branch"] = "after"  # Position of each block relative to its site.
     block: str = "attention"  # Block to insert: attention, a timm block such as cbam, or a class MODULE:CLASS.
     block_options: Strings = ()  # Options of the block: num_heads=4 impl=bmm 'position=Rope2d()' 'pattern=Window(4)'.
