@@ -26,7 +26,7 @@ import vision_attn as va
 import vision_attn.networks.models  # registers recall_attention and resnet20_attention with timm
 from vision_attn.networks.contributions import disabled
 from vision_attn.networks.figures import attention_figure, save_figure
-from vision_attn.tools.comparison.recall import CELLS, COLOURS, NOTHING, PIXELS, canvases
+from vision_attn.tools.comparison.recall import CELLS, COLORS, NOTHING, PIXELS, canvases
 
 OUTPUT = Path("examples-output")
 OUTPUT.mkdir(exist_ok=True)
@@ -64,7 +64,7 @@ torch.testing.assert_close(weights.sum(2), torch.ones(len(images), 4))
 # %%
 cells = F.unfold(images, PIXELS, stride=PIXELS).mT  # (b, j, 3·8·8)
 glyph = cells[:, CELLS * row + column].view(-1, 3, PIXELS, PIXELS)
-match = glyph + (1 - glyph) * torch.tensor([*COLOURS.values()])[colors][..., None, None]
+match = glyph + (1 - glyph) * torch.tensor([*COLORS.values()])[colors][..., None, None]
 is_match = (cells - match.flatten(1)[:, None]).abs().amax(2) < 1e-6  # (b, j)
 assert (is_match.sum(1) == 1).all()
 blank = cells.amax(2) == 0
@@ -77,7 +77,7 @@ match_weight = (weights * is_match[:, None]).sum(2).mean(0)  # (n,)
 assert match_weight.mean() > 0.4
 
 # %%
-titles = [f"color of the matching cell: {[*COLOURS][color]}" for color in colors[:6].tolist()]
+titles = [f"color of the matching cell: {[*COLORS][color]}" for color in colors[:6].tolist()]
 figure = attention_figure(images[:2], replace(attention, weights=attention.weights[:2]), titles=titles[:2], width=7.5)
 save_figure(figure, OUTPUT / "attention_maps.png")
 print(f"wrote {OUTPUT / 'attention_maps.png'}")
@@ -135,7 +135,7 @@ page = va.explore(
     model,
     images[:6],
     OUTPUT / "attention_explorer.html",
-    classes=[*COLOURS],
+    classes=[*COLORS],
     titles=titles,
     title=f"What is the color of the cell with the same glyph as row {row + 1}, column {column + 1}?",
 )

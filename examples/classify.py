@@ -1,4 +1,4 @@
-"""Classify images with an ONNX network that `vision-attn export` wrote. Needs onnxruntime and Pillow, but not torch.
+"""Classify images with an ONNX network that `vision-attn export` wrote. Requires onnxruntime and Pillow, but not torch.
 
     python examples/classify.py model.onnx photo.jpg another.png
 

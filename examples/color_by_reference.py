@@ -12,7 +12,8 @@ matplotlib. Crops with little color are skipped. In training, the colors of each
 that the network cannot learn typical colors such as a blue sky. Test photographs keep their colors.
 
 The network consists of 3×3 convolutions for the brightness, 4×4 patches for the color, one block for both, and a
-decoder. Each run is saved to --output when it ends, and the same command resumes. Needs `pip install scikit-image`.
+decoder. Each run is saved to --output when it ends; run the same command to resume. Requirements: `pip
+install scikit-image`.
 
 The plan, written before the runs: thirteen blocks, five seeds, 800 steps. The score is the peak signal-to-noise ratio
 (dB) of the two color channels in the left halves of 256 canvases. Attention is expected to be at least 4 dB better than
@@ -122,7 +123,7 @@ class Colorizer(nn.Module):
 
 
 def training(variant, seed, steps):
-    """Return a network with the block of a variant, and a function that makes one training step."""
+    """Return a network with the block of a variant, and a function that runs one training step."""
     torch.manual_seed(seed)
     model, generator = Colorizer(), torch.Generator().manual_seed(seed)
     block, options = BLOCKS.get(variant, ("attention", {"qk_norm": "match"}))
@@ -164,7 +165,7 @@ def run(variant, seed, steps):
 
 
 def training_step(variant):
-    """Return a function that makes one training step, to be timed."""
+    """Return a function that runs one training step, for timing."""
     return training(variant, seed=0, steps=100)[1]
 
 
@@ -205,4 +206,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("color_by_reference", main, interrupted="interrupted: the same command resumes"))
+    sys.exit(cli.run_program("color_by_reference", main, interrupted="interrupted; run the same command to resume"))

@@ -1,19 +1,19 @@
-"""Denoise photographs with a small image-to-image network, and compare the blocks that can be inserted in its middle.
+"""Denoise photographs with a small image-to-image network, and compare blocks that are inserted in its middle.
 
     python examples/denoise.py                     # two noise levels, six variants, three seeds, 2,000 steps
     python examples/denoise.py --sigmas 50 --variants plain attention --steps 200
 
 The script prints a table of the peak signal-to-noise ratio (dB) for each noise level, and the intervals of the
-differences. Each run is saved to --output when it ends, and the same command resumes. The complete comparison takes
-about two hours on one core, mostly for the two attention variants. Needs `pip install scikit-image`.
+differences. Each run is saved to --output when it ends; run the same command to resume. The complete comparison takes
+about two hours on one core, mostly for the two attention variants. Requirements: `pip install scikit-image`.
 
 The plan, written before the runs: gray photographs from scikit-image and scikit-learn; noise of σ 25 and 50 (of 255); a
 network like FFDNet with about 130,000 parameters on feature maps of half the size. One block is inserted in the middle.
-All blocks have about as many parameters: a convolution, a large depthwise kernel, squeeze-and-excitation, attention in
-a neighborhood of 13×13, and the same attention with `scale=0`. A textured photograph (a brick wall) is reported
-separately, because attention should help most in images that repeat. If attention is not better than any control after
-2,000 steps, this is reported as the result. In a pilot, after 750 of 1,500 steps with σ 50, the network without a block
-scored 24.14 dB, and attention 23.99 dB at 3.8 times the training time.
+All blocks have about the same number of parameters: a convolution, a large depthwise kernel, squeeze-and-excitation,
+attention in a neighborhood of 13×13, and the same attention with `scale=0`. A textured photograph (a brick wall) is
+reported separately, because attention should help most in images that repeat. If attention is not better than any
+control after 2,000 steps, this is reported as the result. In a pilot, after 750 of 1,500 steps with σ 50, the network
+without a block scored 24.14 dB, and attention 23.99 dB at 3.8 times the training time.
 """
 
 import argparse
@@ -174,4 +174,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("denoise", main, interrupted="interrupted: the same command resumes"))
+    sys.exit(cli.run_program("denoise", main, interrupted="interrupted; run the same command to resume"))

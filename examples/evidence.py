@@ -4,17 +4,18 @@
     python examples/evidence.py positions --data cifar10 --weights cifar10_resnet20.pth   # with test/CLASS/IMAGE
     python examples/evidence.py adapters --data cifar100 --weights cifar10_resnet20.pth   # with train/ and test/
 
-Each command resumes if it is interrupted. On two idle cores, the first takes about seven hours and the others about one
-hour each, with the two environment variables of docs/performance.md. The recorded runs are in the folder `results`.
+An interrupted run resumes if the same command is run again. On two idle cores, the first takes about seven hours and
+the others about one hour each, with the two environment variables of docs/performance.md. The recorded runs are in the
+folder `results`.
 
 The plans, written before the runs:
 
 **cifar.** ResNet-20 is trained on CIFAR-100 from scratch. First, seven ways to insert attention are trained on nine
-tenths of the training images, for ten epochs with seeds 0, 1 and 2, and scored on the remaining tenth. Then the one
+tenths of the training images, for ten epochs with seeds 0, 1 and 2, and scored on the remaining tenth. Then the way
 with the highest mean is compared with the plain network, a convolution, squeeze-and-excitation as in its paper, and a
 normalized shortcut: all training images, ten epochs, seeds 10 to 14, scored on the test images. Two controls were added
-after these runs: squeeze-and-excitation as a residual block, which led an earlier comparison, and averaging, which
-shows whether the attention weights matter.
+after these runs: squeeze-and-excitation as a residual block, which had the highest score in an earlier comparison, and
+averaging, which shows whether the attention weights matter.
 
 **positions.** A canvas contains four photographs of two classes. Are the two photographs of one class in a row, in a
 column or on a diagonal? Chance is one third, because the classes and their number contain no information about the
@@ -23,7 +24,7 @@ ResNet-20 that was trained on CIFAR-10. One block after its last stage and a new
 with seeds 0 to 4. Attention with positions is compared with eight other variants. **matching**, a later plan, compares
 attention with positions with the same block and `qk_norm="match"`.
 
-**adapters.** The same frozen network gets a new classifier for CIFAR-100, and an adapter after each residual block of
+**adapters.** The same frozen network has a new classifier for CIFAR-100, and an adapter after each residual block of
 the first or the last stage: attention (in windows of 8×8 in the first stage), a convolution, squeeze-and-excitation as
 a residual block, or a normalized shortcut. Two epochs, seeds 0 to 4; all pairs are compared.
 
@@ -305,4 +306,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("evidence", main, interrupted="interrupted: the same command resumes"))
+    sys.exit(cli.run_program("evidence", main, interrupted="interrupted; run the same command to resume"))

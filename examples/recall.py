@@ -4,13 +4,13 @@
     python examples/recall.py --variants averaging attention --seeds 0 1 --steps 300
 
 The script trains one network for each block and seed, and prints a table of their accuracies. Each run is saved to
---output when it ends, and the same command resumes.
+--output when it ends; run the same command to resume.
 
 The convolutions of the network (`vision_attn.networks.models.recall_net`) process each cell separately. One block is
-inserted in the middle. All blocks have about as many parameters, except the three from timm and the narrow variant. The
-network is trained from scratch on canvases with 4, 8, 16 or 32 pairs of glyphs, and evaluated with held-out glyphs on
-128 canvases for each number of pairs. `steps` is the number of training steps until the accuracy with 8 pairs reaches
-90 %, evaluated every 20 steps, or the number of all steps if it does not.
+inserted in the middle. All blocks have about the same number of parameters, except the three from timm and the narrow
+variant. The network is trained from scratch on canvases with 4, 8, 16 or 32 pairs of glyphs, and evaluated with
+held-out glyphs on 128 canvases for each number of pairs. `steps` is the number of training steps until the accuracy
+with 8 pairs reaches 90 %, evaluated every 20 steps, or the number of all steps if it does not.
 
 The plan, written before the runs: attention has an accuracy of at least 95 % with 32 pairs, and every other block at
 most 35 % with 8 pairs and 25 % with 32 pairs. The last variants are attention with other options: narrow, with 4
@@ -108,7 +108,7 @@ def run(variant, seed, steps):
 
 
 def training_step(variant):
-    """Return a function that makes one training step, to be timed."""
+    """Return a function that runs one training step, for timing."""
     return training(network(variant, seed=0), steps=100, seed=0)
 
 
@@ -175,4 +175,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("recall", main, interrupted="interrupted: the same command resumes"))
+    sys.exit(cli.run_program("recall", main, interrupted="interrupted; run the same command to resume"))

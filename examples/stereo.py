@@ -6,8 +6,8 @@
 A small network is trained on synthetic pairs: planes and shapes with the texture of photographs from scikit-image. It
 is evaluated on 64 other synthetic pairs and on a real pair, the motorcycle of Middlebury (Scharstein et al., GCPR 2014)
 from scikit-image, at a quarter of its size. The script reports the mean error in pixels, and the fraction of pixels
-with an error of at most three. Each run is saved to --output when it ends, and the same command resumes. Needs `pip
-install scikit-image`.
+with an error of at most three. Each run is saved to --output when it ends; run the same command to resume.
+Requirements: `pip install scikit-image`.
 
 Shared convolutions reduce both views to a quarter of their size. Each position of the left view is then compared with
 ten positions in the same row of the right view. Convolutions predict the disparity from the left feature map, the
@@ -152,7 +152,7 @@ class Stereo(nn.Module):
 
 
 def training(variant, seed, steps):
-    """Return a network and a function that makes one training step."""
+    """Return a network and a function that runs one training step."""
     torch.manual_seed(seed)
     model, generator = Stereo(variant), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=1e-4)
@@ -187,7 +187,7 @@ def run(variant, seed, steps):
 
 
 def training_step(variant):
-    """Return a function that makes one training step, to be timed."""
+    """Return a function that runs one training step, for timing."""
     return training(variant, seed=0, steps=100)[1]
 
 
@@ -197,4 +197,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("stereo", main, interrupted="interrupted: the same command resumes"))
+    sys.exit(cli.run_program("stereo", main, interrupted="interrupted; run the same command to resume"))

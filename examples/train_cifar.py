@@ -11,7 +11,7 @@ attention (45.5 M MACs). The 95 % intervals of the gain of attention are 1.7 to 
 H200 that ten runs share, a run takes 3.2 minutes without a block and 3.6 minutes with attention.
 
 All images are stored in one tensor of bytes on the device, where each batch is cropped and flipped. A run saves its
-state after each epoch, and the same command resumes. The steps specific to this library are marked (1), (2) and (3).
+state after each epoch; run the same command to resume. The steps specific to this library are marked (1), (2) and (3).
 
 The plan, written before the runs: CIFAR-100, ResNet-20, 30 epochs, seeds 0 to 4. Test images are evaluated with the
 averaged weights of the last epoch, and are not used for any choice. All intervals are reported, regardless of the
@@ -39,7 +39,7 @@ from vision_attn.tools import cli
 from vision_attn.tools.comparison.controls import ConvBlock2d
 from vision_attn.tools.comparison.experiments import trials
 
-#: Blocks to insert after each residual block of the last stage. Both have about as many parameters.
+#: Blocks to insert after each residual block of the last stage. Both have about the same number of parameters.
 BLOCKS = {"plain": None, "convolution": (ConvBlock2d, {}), "attention": (va.AttentionBlock2d, {"num_heads": 4})}
 
 
@@ -106,7 +106,7 @@ def run(variant, seed, *, data, dataset, model, epochs, batch_size, lr, weight_d
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     for epoch in range(first_epoch, epochs):
-        torch.manual_seed(1000 * seed + epoch)  # so that a resumed run draws the same batches
+        torch.manual_seed(1000 * seed + epoch)  # a resumed run draws the same batches
         start, total = time.perf_counter(), torch.zeros((), device=device)
         network.train()
         for x, y in batches(train_x, train_y, batch_size):
@@ -167,4 +167,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("train_cifar", main, interrupted="interrupted: the same command resumes"))
+    sys.exit(cli.run_program("train_cifar", main, interrupted="interrupted; run the same command to resume"))

@@ -15,14 +15,16 @@ from PIL import Image
 gc.disable()  # imports stay in memory; enabled again before the first test
 
 #: Examples are the same in every run. Tests marked ``thorough`` draw new ones; a failure prints how to reproduce it.
-settings.register_profile("same", derandomize=True, database=None, deadline=None)
-settings.register_profile("anew", settings.get_profile("same"), derandomize=False, max_examples=300, print_blob=True)
-settings.load_profile("same")
+settings.register_profile("reproducible", derandomize=True, database=None, deadline=None)
+settings.register_profile(
+    "random", settings.get_profile("reproducible"), derandomize=False, max_examples=300, print_blob=True
+)
+settings.load_profile("reproducible")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def fast_tests():
-    """One thread, because tensors are small; a million objects of imports are excluded from garbage collections."""
+    """Use one thread, because tensors are small, and exclude imported objects from garbage collection."""
     torch.set_num_threads(1)
     gc.enable()
     gc.collect()
@@ -38,12 +40,12 @@ def seed():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_network():
-    """A connection to another machine fails the test, also where the code catches errors."""
+    """Fail the test on a connection to another machine, even if the code catches errors."""
     connect = socket.socket.connect
 
     def connect_here(self, address):
         if self.family != socket.AF_UNIX and address[0] not in ("localhost", "127.0.0.1", "::1"):
-            pytest.fail(f"a connection to {address} was asked for")
+            pytest.fail(f"a connection to {address} was attempted")
         return connect(self, address)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -53,19 +55,19 @@ def no_network():
 
 @pytest.fixture(scope="session")
 def keras(tmp_path_factory):
-    """Keras on torch, with its settings outside of the home folder; the test is skipped if it is not installed."""
+    """Import Keras with the torch backend and temporary settings; skip the test if it is not installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KERAS_BACKEND", "torch")
         patch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
         module = pytest.importorskip("keras")
     if module.backend.backend() != "torch":
-        pytest.skip("keras was imported before, in another backend")
+        pytest.skip("keras was already imported with another backend")
     return module
 
 
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory):
-    """Noisy images of three colors, which a small network learns quickly."""
+    """Write a folder of noisy images of three colors, which a small network learns quickly."""
     root = tmp_path_factory.mktemp("images")
     generator = np.random.default_rng(0)
     for split, count in (("train", 24), ("val", 8)):
@@ -81,7 +83,7 @@ def image_folder(tmp_path_factory):
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    """Draw no figures, which takes as long as the runs of tests."""
+    """Skip drawing figures, which takes as long as a test run."""
     folder = importlib.import_module("vision_attn.tools.training.folder")
     monkeypatch.setattr(folder, "save_figure", lambda figure, path: path.write_bytes(b""))
     monkeypatch.setattr(folder, "curves_figure", lambda rows: None)
@@ -89,8 +91,8 @@ def no_pictures(monkeypatch):
 
 @pytest.fixture(scope="session")
 def real_data():
-    """The folder with CIFAR and zoo checkpoints beside the repository, on some machines."""
+    """Return the folder next to the repository with CIFAR and model-zoo checkpoints; skip the test if it is missing."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not (folder / "zoo").is_dir():
-        pytest.skip("the real images and zoo checkpoints are not on this machine")
+        pytest.skip("the real images and model-zoo checkpoints are not available")
     return folder

@@ -43,7 +43,7 @@ def upward(layer, source):
     return sorted({".".join(parts) for parts in imports_of_ours(source) if not parts or parts[0] not in allowed})
 
 
-def test_no_import_points_up():
+def test_layers_import_only_lower_layers():
     assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(LAYERS)
     assert {path.stem for path in PACKAGE.glob("*.py")} == MODULES
     found = {}
@@ -57,7 +57,7 @@ def test_no_import_points_up():
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_the_packages_of_a_layer_import_each_other_one_way(layer):
+def test_packages_of_a_layer_have_no_circular_imports(layer):
     needs = {}
     for path in (PACKAGE / layer).rglob("*.py"):
         package = path.relative_to(PACKAGE / layer).parts[0].removesuffix(".py")
@@ -68,7 +68,7 @@ def test_the_packages_of_a_layer_import_each_other_one_way(layer):
     TopologicalSorter(needs).prepare()  # raises an error for circular imports
 
 
-def test_the_lowest_layer_needs_torch_alone_and_no_function_has_the_name_of_its_module():
+def test_lowest_layer_requires_only_torch_and_no_function_shadows_its_module():
     sources = [path.read_text() for path in (PACKAGE / "attention").rglob("*.py")]
     names = {name.split(".")[0] for source in sources for name in imports(source)}
     assert names - sys.stdlib_module_names <= {"vision_attn", "torch", "numpy", "einx"}
@@ -77,7 +77,7 @@ def test_the_lowest_layer_needs_torch_alone_and_no_function_has_the_name_of_its_
         assert (path.parent.name if path.stem == "__init__" else path.stem) not in functions
 
 
-def test_the_package_loads_nothing_heavy_opens_no_connection_and_is_a_program():
+def test_importing_is_lightweight_and_offline_and_the_package_is_executable():
     heavy = ("torch", "einx", "timm", "matplotlib", "accelerate", "sklearn", "torchvision", "keras")
     code = f"""
 import runpy, sys
@@ -122,7 +122,7 @@ def test_public_names_are_documented_with_an_example():
         vision_attn.atention  # noqa: B018
 
 
-def test_errors_have_one_base_and_survive_a_pickle():
+def test_errors_share_a_base_class_and_can_be_pickled():
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)} - {errors.Interrupted}
     assert all(issubclass(kind, errors.VisionAttnError) for kind in kinds)
     made = [errors.Interrupted(2, "saved"), *(kind("first", "second") for kind in kinds - {errors.VisionAttnError})]

@@ -21,7 +21,7 @@ from vision_attn.networks.figures import attention_figure
 from vision_attn.networks.maps import AttentionMap, Maps
 
 
-def test_flipped_bits_never_change_what_is_read(tmp_path):
+def test_flipped_bits_are_detected(tmp_path):
     """Checksums of archives and hashes of adapters detect flipped bits in the content."""
     refused = 0
     files = attack_files.honest(tmp_path)
@@ -44,7 +44,7 @@ def test_tests_have_no_network():
 
 
 @pytest.mark.slow
-def test_hostile_and_mutated_files_are_read_or_refused():
+def test_hostile_and_mutated_files_are_read_or_rejected():
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # forked processes do not inherit threads
     done = subprocess.run(
         [sys.executable, attack_files.__file__], capture_output=True, text=True, timeout=300, env=environment
@@ -77,7 +77,7 @@ ANYTHING = (
 )  # fmt: skip
 
 
-def test_wrong_arguments_end_in_a_result_or_an_error_that_names_them():
+def test_invalid_arguments_give_a_result_or_an_error_that_names_them():
     for number in range(300):
         rng = random.Random(number)
         kind, make, arguments = rng.choice(PARTS)
@@ -123,7 +123,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_arguments_of_another_type_are_refused_by_name(name):
+def test_arguments_of_a_wrong_type_are_rejected_by_name(name):
     for call in CALLS[name]:
         for wrong in ("3", 3.5):
             with pytest.raises(ValueError, match=rf"^{name}(:| must) "):

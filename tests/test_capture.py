@@ -40,7 +40,7 @@ def test_maps_are_the_weights_that_the_block_used(impl, context_size):
     torch.testing.assert_close(block.proj((weights @ v).mT.reshape(2, 8, 3, 5)), y)
 
 
-def test_queries_are_points_of_the_image():
+def test_queries_are_image_positions():
     model, x = network(), torch.randn(2, 3, 32, 32)
     with va.capture(model) as everything:
         expected = model(x)
@@ -55,7 +55,7 @@ def test_queries_are_points_of_the_image():
             torch.testing.assert_close(found.weights.sum((-2, -1)), torch.ones(2, 4, 2))
 
 
-def test_a_mask_for_each_query_a_window_and_strided_keys_are_followed():
+def test_masks_per_query_windows_and_strided_keys_are_captured():
     block, x = va.Attention2d(8, 2), torch.randn(1, 8, 2, 2)
     mask = torch.eye(4, dtype=torch.bool)
     for given, expected in ((mask, [0, 0, 1, 0]), (mask[0], [1, 0, 0, 0])):
@@ -77,7 +77,7 @@ def test_a_mask_for_each_query_a_window_and_strided_keys_are_followed():
     assert maps[""].distance().shape == (1, 2, 1)
 
 
-def test_maps_are_of_the_last_pass_and_of_none_after_an_error():
+def test_maps_are_from_the_last_pass_and_cleared_after_an_error():
     block = va.AttentionBlock2d(8, 2)
     model, x = nn.Sequential(block, nn.Hardtanh(), block), torch.randn(1, 8, 3, 4)
     with va.capture(model) as maps:
@@ -90,7 +90,7 @@ def test_maps_are_of_the_last_pass_and_of_none_after_an_error():
     assert maps == {}
 
 
-def test_sites_and_heads_are_chosen_and_reduced():
+def test_sites_are_selected_and_heads_are_reduced():
     model, x = network(), torch.randn(2, 3, 32, 32)
     points, last = [(0, 0), (31, 8.5)], "layer3.2.inserted.attn"
     with va.capture(model, points) as every:
@@ -115,7 +115,7 @@ def test_sites_and_heads_are_chosen_and_reduced():
     ("kind", "size", "point", "axes"),
     [(va.Attention1d, (12,), (11,), r"\(x\)"), (va.Attention3d, (2, 6, 4), (1, 3, 2.5), r"\(t, y, x\)")],
 )
-def test_maps_with_one_axis_and_three(kind, size, point, axes):
+def test_one_and_three_dimensional_feature_maps(kind, size, point, axes):
     block, x = kind(8, 2), torch.randn(2, 8, *size)
     with va.capture(block) as every, va.capture(block, [point]) as maps:
         block(x)
@@ -127,7 +127,7 @@ def test_maps_with_one_axis_and_three(kind, size, point, axes):
         block(x)
 
 
-def test_large_maps_are_refused(monkeypatch):
+def test_large_maps_are_rejected(monkeypatch):
     model = nn.Sequential(va.Attention2d(8, 2), va.Attention2d(8, 2)).bfloat16()
     x = torch.randn(1, 8, 16, 16, dtype=torch.bfloat16)
     # The map of all positions has 2 · 256 · 256 · 4 bytes, in at least float32.
@@ -140,7 +140,7 @@ def test_large_maps_are_refused(monkeypatch):
         assert maps
 
 
-def test_memory_of_a_query_is_its_row():
+def test_a_single_query_stores_one_row():
     # All weights would be 4096 · 1024 for each head.
     block, x = va.Attention2d(8, 4, pattern=va.Window(32)), torch.randn(1, 8, 64, 64)
     sizes = []
@@ -153,7 +153,7 @@ def test_memory_of_a_query_is_its_row():
     assert max(sizes) <= 4 * 1024 * 1024  # This is the mask of the windows, which the kernel receives as well.
 
 
-def test_wrong_arguments_are_refused():
+def test_wrong_arguments_are_rejected():
     model, x = network(), torch.randn(1, 3, 32, 32)
     with pytest.raises(ValueError, match="Attention2d"), va.capture(nn.ReLU()):
         pass
@@ -178,7 +178,7 @@ def seen(rows, size, cells, image_size=(4, 6), map_size=()):
     return AttentionMap(weights, tuple(cells), image_size, map_size)
 
 
-def test_entropy_is_the_logarithm_of_how_many_cells_are_looked_at():
+def test_entropy_is_the_logarithm_of_the_number_of_attended_positions():
     one = seen([[[1, 0, 0, 0], [0.25] * 4], [[0.5, 0.5, 0, 0], [0, 0, 0, 0]]], (2, 2), [(0, 0), (1, 1)])
     torch.testing.assert_close(one.entropy(), torch.tensor([[[0, math.log(4)], [math.log(2), 0]]]))
     # Weights of tokens outside the feature map are excluded.
@@ -186,7 +186,7 @@ def test_entropy_is_the_logarithm_of_how_many_cells_are_looked_at():
     torch.testing.assert_close(partial.entropy(), torch.full((1, 1, 1), math.log(2)))
 
 
-def test_distance_is_in_pixels_between_the_middles_of_cells():
+def test_distance_is_in_pixels_between_centers_of_positions():
     # An image of 4×6 pixels has 2×2 positions of 2×3 pixels: neighbors are at distances 2 and 3, and √13 diagonally.
     one = seen([[[0.5, 0, 0, 0.5], [0, 0.25, 0.75, 0]]], (2, 2), [(0, 0), (1, 1)])
     torch.testing.assert_close(one.distance(), torch.tensor([[[math.sqrt(13) / 2, 0.25 * 2 + 0.75 * 3]]]))
@@ -197,7 +197,7 @@ def test_distance_is_in_pixels_between_the_middles_of_cells():
     assert line.distance().item() == pytest.approx(3)
 
 
-def test_similarity_of_heads_is_one_where_they_agree_and_zero_where_they_share_no_cell():
+def test_head_similarity_is_one_for_equal_and_zero_for_disjoint_weights():
     heads = [[[0.5, 0.5, 0, 0]], [[0.5, 0.5, 0, 0]], [[0, 0, 1, 0]], [[1, 0, 0, 0]]]
     found = seen(heads, (2, 2), [(0, 0)]).similarity()[0]
     # The mean (¾, ¼) of (½, ½) and (1, 0) has 0.8113 bits, and the two have 1 bit and 0 bits.
@@ -206,7 +206,7 @@ def test_similarity_of_heads_is_one_where_they_agree_and_zero_where_they_share_n
     torch.testing.assert_close(found, torch.tensor(expected), atol=1e-6, rtol=0)
 
 
-def test_rollout_goes_through_blocks_and_sizes_of_map():
+def test_rollout_across_blocks_and_feature_map_sizes():
     cells = [(0, 0), (0, 1)]
     # The mean over heads is (0, 1) for the first query and uniform for the second.
     first = seen([[[0, 1], [0, 1]], [[0, 1], [1, 0]]], (1, 2), cells)

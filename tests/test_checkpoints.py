@@ -132,7 +132,7 @@ def test_the_average_is_loaded_on_request_and_other_entries_are_reported(state, 
         va.load_checkpoint(model, save({"model": state}, tmp_path), ema=True)
 
 
-def test_names_of_the_model_that_look_like_wrappers_are_kept(tmp_path):
+def test_model_keys_that_resemble_wrappers_are_kept(tmp_path):
     parts = {"module": nn.Linear(2, 3), "backbone": torch.compile(nn.Linear(2, 3))}
     for model in (nn.ModuleDict(parts), torch.optim.swa_utils.AveragedModel(nn.Linear(2, 3))):
         report = va.load_checkpoint(model, save(model.state_dict(), tmp_path))
@@ -141,7 +141,7 @@ def test_names_of_the_model_that_look_like_wrappers_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("parts", [("", ""), ("module.", "backbone"), ("_orig_mod.", "module.backbone.")])
-def test_a_part_of_a_network_is_read_by_its_prefix(parts, state, tmp_path):
+def test_part_of_a_checkpoint_is_loaded_by_prefix(parts, state, tmp_path):
     wrapper, prefix = parts
     content = prefixed(f"{wrapper}backbone.", state)
     content |= {f"{wrapper}head.weight": torch.zeros(2), f"{wrapper}backbones": torch.zeros(1)}
@@ -155,7 +155,7 @@ def test_a_part_of_a_network_is_read_by_its_prefix(parts, state, tmp_path):
         va.load_checkpoint(model, path, prefix="body.")
 
 
-def test_if_several_prefixes_fit_an_error_lists_them(state, tmp_path):
+def test_an_error_lists_ambiguous_prefixes(state, tmp_path):
     """ema-pytorch#39: a state dict with online_model.*, ema_model.* and two counters."""
     content = prefixed("online_model.", averaged(state)) | prefixed("ema_model.", state)
     path = save({**content, "initted": torch.tensor(True), "step": torch.tensor(3)}, tmp_path)
@@ -212,7 +212,7 @@ def test_the_report_separates_new_missing_unexpected_and_mismatched_keys(state, 
         ({"_orig_mod.weight": torch.ones(3, 2), "weight": torch.ones(3, 2)}, "tensors with the same key.*weight"),
     ],
 )
-def test_other_files_are_refused_before_anything_is_loaded(content, message, tmp_path):
+def test_other_files_are_rejected_before_anything_is_loaded(content, message, tmp_path):
     model = nn.Linear(2, 3)
     before = copied(model)
     with pytest.raises(va.CheckpointError, match=message):
@@ -300,7 +300,7 @@ DIFFERENT = [
 
 @pytest.mark.parametrize("form", ["parallel", "safetensors"])
 @pytest.mark.parametrize(("options", "message"), DIFFERENT)
-def test_blocks_with_the_same_shapes_and_other_options_are_refused(form, options, message, tmp_path):
+def test_blocks_with_equal_shapes_and_other_options_are_rejected(form, options, message, tmp_path):
     path, state, model = tmp_path / "net.safetensors", with_block().state_dict(), with_block(**options)
     if form == "safetensors":
         write_saved(path, Saved(state, (), arguments=get_arguments(state)))
@@ -316,7 +316,7 @@ def test_blocks_with_the_same_shapes_and_other_options_are_refused(form, options
     assert (report.differing, report.unchecked) == ((), ())
 
 
-def test_a_block_alone_is_compared_and_one_without_options_is_reported(tmp_path):
+def test_a_single_block_is_compared_and_a_missing_configuration_is_reported(tmp_path):
     report = va.load_checkpoint(with_block(pattern=va.Grid(4)), save(dict(with_block().state_dict()), tmp_path))
     assert report.unchecked == ("0.inserted.attn",)
     assert "0.inserted.attn" in str(report)
@@ -364,7 +364,7 @@ def test_the_same_tensors_under_other_names_are_recognized(state, tmp_path):
 
 
 @pytest.mark.parametrize("rename", ["efficientnet", 3, [("(", "")], ["abc"], {1: 2}])
-def test_invalid_and_colliding_names_are_refused(rename, state, tmp_path):
+def test_invalid_and_colliding_names_are_rejected(rename, state, tmp_path):
     path = save(state, tmp_path)
     with pytest.raises(ValueError, match=r"^rename must be .*'efficientnet-pytorch'"):
         va.load_checkpoint(small_network(), path, rename=rename)
@@ -441,7 +441,7 @@ def test_the_first_convolution_is_converted_to_other_input_channels_on_request(c
 
 
 @pytest.mark.parametrize("convolution", [nn.Conv1d, nn.Conv3d])
-def test_a_checkpoint_for_gray_images_gives_the_same_for_gray_images_in_color(convolution, tmp_path):
+def test_a_grayscale_checkpoint_has_the_same_output_for_gray_rgb_images(convolution, tmp_path):
     gray, color = (nn.Sequential(convolution(channels, 4, 3), nn.Flatten()) for channels in (1, 3))
     va.load_checkpoint(color, save(gray.state_dict(), tmp_path), adapt_input_conv=True)
     image = torch.randn(2, 1, *(5,) * (gray[0].weight.dim() - 2))

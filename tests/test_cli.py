@@ -80,7 +80,7 @@ sys.exit(code)
     assert done.returncode == (2 if "--wrong" in arguments else 0), done.stderr
 
 
-def test_without_a_command_all_are_listed(capsys):
+def test_without_a_command_all_commands_are_listed(capsys):
     code, out, err = run(capsys)
     assert (code, out) == (2, "")
     assert all(f"  {name:<10}" in err for name in cli.COMMANDS)
@@ -112,7 +112,7 @@ def test_without_a_command_all_are_listed(capsys):
     ],
     ids=lambda value: " ".join(map(str, value[:4])) if isinstance(value, list) else "",
 )
-def test_unusable_input_is_one_line_and_leaves_nothing(
+def test_invalid_input_is_a_one_line_error_and_writes_no_files(
     capsys, image_folder, tmp_path, monkeypatch, arguments, code, message
 ):
     class RunsCode:
@@ -196,7 +196,7 @@ def test_a_full_or_closed_output_is_an_error_and_a_closed_standard_error_is_none
     ],
     ids=lambda value: f"{value[0]} {value[-1]}" if isinstance(value, list) else "",
 )
-def test_an_output_that_cannot_be_written_is_reported_before_the_work(capsys, image_folder, monkeypatch, words, output):
+def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, monkeypatch, words, output):
     model = folder.load_model(RUN)
     model.register_forward_pre_hook(lambda *given: pytest.fail("the network runs before the output is checked"))
     monkeypatch.setattr(folder, "load_model", lambda path: model)
@@ -223,7 +223,9 @@ def test_an_output_that_cannot_be_written_is_reported_before_the_work(capsys, im
         ),
     ],
 )
-def test_unsupported_exports_are_one_line_and_write_no_file(capsys, tmp_path, monkeypatch, flags, status, message):
+def test_unsupported_exports_are_one_line_errors_and_write_no_file(
+    capsys, tmp_path, monkeypatch, flags, status, message
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "openvino", None)
     (tmp_path / "EMPTY").mkdir()
@@ -234,7 +236,7 @@ def test_unsupported_exports_are_one_line_and_write_no_file(capsys, tmp_path, mo
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["EMPTY", "file"]
 
 
-def test_export_passes_its_flags_on(capsys, tmp_path):
+def test_export_passes_its_flags(capsys, tmp_path):
     flags = ("--input-size", "40", "48", "--dynamic", "size", "--no-normalize")
     code, out, _ = run(capsys, "export", RUN, "-o", tmp_path / "net.pt2", *flags)
     assert code == 0
@@ -303,11 +305,11 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     assert "epoch 2/2: train loss" in out
 
 
-def test_inspect_shows_the_costs_of_attention_at_each_stage(capsys):
+def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
     flags = "--input-size", 16, 32, "--batch-size", 2, "--num-heads", 4, "--pattern", "va.Window(4)"
     code, out, err = run(capsys, "inspect", "resnet20", *flags)
     assert (code, err) == (0, "")
-    assert "A block after a stage (AttentionBlock2d, pattern=va.Window(4)" in out
+    assert "Cost of a block after each stage (AttentionBlock2d, pattern=va.Window(4)" in out
     assert "layer3 64 4×8 4 " in " ".join(out.split())
     assert " 8×8 " in run(capsys, "inspect", "resnet20", "--input-size", 32)[1]
 
@@ -330,7 +332,7 @@ def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path)
         assert image.width > 5 * 150, "the images and four heads"
 
 
-def test_a_network_is_explored_by_name_with_an_adapter_or_its_own_attention(capsys, image_folder, tmp_path):
+def test_a_network_is_explored_by_name_with_an_adapter_or_swapped_attention(capsys, image_folder, tmp_path):
     torch.manual_seed(0)
     model = create_model("resnet20", num_classes=10)
     va.insert_(model, names="layer3", num_heads=2, gate_init=1.0, example_input=(1, 3, 32, 32))

@@ -29,7 +29,7 @@ from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.settings import Settings
 
 
-def test_all_pairs_have_games_and_howells_intervals_the_last_arms_first():
+def test_all_pairs_have_games_howell_intervals_starting_with_the_last_variant():
     draw, spreads = np.random.default_rng(0).normal, {45: 0.3, 45.4: 0.7, 46: 1.5}
     scores = {f"arm {i}": draw(mean, spreads[mean], 6 + i).tolist() for i, mean in enumerate(spreads)}
     found = compare_scores(scores)
@@ -44,15 +44,15 @@ def test_all_pairs_have_games_and_howells_intervals_the_last_arms_first():
 
 
 @pytest.mark.parametrize("values", [([40.0, 41.0], [41.0, 42.0]), ([40.0], [60.0]), ([40.0, 40.0], [40.0, 40.0])])
-def test_a_table_has_an_interval_where_scores_vary(values):
+def test_tables_have_intervals_for_scores_that_vary(values):
     (found,) = compare_scores(dict(zip(("plain", "other"), values, strict=True)))
-    text, known = difference_table([found]), len(set(values[0])) > 1  # one seed has no spread
+    text, known = difference_table([found]), len(set(values[0])) > 1  # a single seed has no standard deviation
     assert (found.verdict, found.low is not None) == ("no significant difference" if known else "no verdict", known)
     assert (f"| other − plain | {found.mean:+.2f} |" in text and f"| {found.verdict} |" in text) == known
     assert ("Games-Howell" in text, "nan" in text) == (known, False)
 
 
-def test_settings_of_blocks_go_to_the_variants_that_they_suit():
+def test_block_settings_apply_to_the_variants_that_accept_them():
     common = {"weights": "net.pth", "attention_lr": 0.1, "freeze_backbone": True, "at": "before", "lr": 0.2}
     common |= {"insert": ("layer3",), "block_options": ("gate_init=1", "position=Rope2d()", "num_heads=2")}
     variants = {name: Settings(**settings_for_variant(name, {}, common)) for name in VARIANTS}
@@ -101,7 +101,9 @@ def test_a_comparison_resumes_where_it_was_interrupted(image_folder, tmp_path, m
     assert re.search(r"\| plain \| .* \| — \| 2 \|", text)
     assert "`a command`" in text
     block = va.inserted_blocks(va.load_model(complete / "rope-1"))
-    assert [one.attn.num_heads for one in block.values()] == [4], "the common heads, beside the variant's option"
+    assert [one.attn.num_heads for one in block.values()] == [4], (
+        "the common number of heads is combined with the option of the variant"
+    )
 
     saved, save = [], Trainer.save
 
@@ -118,15 +120,15 @@ def test_a_comparison_resumes_where_it_was_interrupted(image_folder, tmp_path, m
     assert "2 runs (1 complete), 1 in parallel" in capsys.readouterr().out
     assert {name: again[name]["0"]["top-1 %"] for name in again} == {n: found[n]["0"]["top-1 %"] for n in found}
     assert_same(*(va.load_model(path / "rope-0").state_dict() for path in (complete, resumed)))
-    assert (saved.count("plain-0"), saved.count("rope-0") < 8) == (5, True), "what was saved is not trained again"
+    assert (saved.count("plain-0"), saved.count("rope-0") < 8) == (5, True), "completed steps are not repeated"
     with pytest.raises(ValueError, match=r"plain-0 contains a run with lr=None instead of 0\.1"):
         compare(two_variants(lr=0.1), seeds=(0,), output=resumed, jobs=1)
-    with pytest.raises(ValueError, match=r"variants .*\['a'\]"):
+    with pytest.raises(ValueError, match=r"variants: expected at least 2, .*\['a'\]"):
         compare({"a": {}}, output=tmp_path / "none")
 
 
 @pytest.mark.slow
-def test_an_interruption_keeps_the_completed_runs_of_processes_which_share_the_gpus(tmp_path, monkeypatch):
+def test_an_interruption_keeps_completed_runs_and_processes_share_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
@@ -140,7 +142,7 @@ def test_an_interruption_keeps_the_completed_runs_of_processes_which_share_the_g
         if (variant, seed) == ("b", 1) and os.getppid() == parent:
             wait_for("*/run.json")
             os.kill(parent, signal.SIGINT)
-            time.sleep(600)  # the parent does not wait for it
+            time.sleep(600)  # the parent does not wait for the worker
         return {
             "pid": os.getpid(),
             "gpu": int(os.environ["CUDA_VISIBLE_DEVICES"].split(",")[0]),
@@ -230,7 +232,7 @@ def test_runs_are_dispatched_to_ray(tmp_path):
     assert {name: list(by_seed) for name, by_seed in runs.items()} == {"plain": ["0", "1"], "attention": ["0", "1"]}
 
 
-def test_ray_gives_each_run_its_part_of_the_gpus(monkeypatch):
+def test_ray_assigns_each_run_a_fraction_of_the_gpus(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match="pip install ray"):
         experiments.make_parallel("ray", None, 1, False, "")

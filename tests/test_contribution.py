@@ -36,7 +36,7 @@ def rms(x, axes=None):
     return x.square().mean(axes).sqrt()
 
 
-def test_shares_and_effects_are_those_of_the_network_without_the_blocks(model, batch):
+def test_ratios_and_effects_equal_those_of_the_network_without_blocks(model, batch):
     seen = {}
     for site, block in va.inserted_blocks(model).items():
         block.register_forward_hook(lambda block, args, y, site=site: seen.update({site: (args[0], y - args[0])}))
@@ -89,7 +89,7 @@ def test_the_report_recommends_a_remedy_only_if_the_loss_is_lower_without_the_bl
         assert "remove_" not in str(report)
 
 
-def test_it_leaves_the_model_as_it_was(model, batch):
+def test_contribution_does_not_change_the_model(model, batch):
     state = copy.deepcopy(model.state_dict())
     model.layer1.eval()
     hooks = [len(module._forward_hooks) for module in model.modules()]
@@ -101,7 +101,7 @@ def test_it_leaves_the_model_as_it_was(model, batch):
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-def test_a_new_block_contributes_nothing_and_a_broken_one_is_no_zero(batch):
+def test_a_new_block_contributes_zero_and_a_broken_block_nan(batch):
     model = timm.create_model("resnet20", num_classes=10)
     va.insert_(model, names="layer3")
     found = va.contribution(model, batch)
@@ -110,7 +110,7 @@ def test_a_new_block_contributes_nothing_and_a_broken_one_is_no_zero(batch):
     assert torch.isnan(torch.tensor(va.contribution(model, batch).blocks[0].ratio))
 
 
-def test_blocks_of_a_network_and_in_tokens_count_and_replacements_do_not(batch):
+def test_blocks_of_the_network_count_and_replacements_do_not(batch):
     block = va.AttentionBlock2d(8, 2, gate_init=1.0)
     dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), block)
     found = va.contribution(dense, batch[0][:2])
@@ -124,7 +124,7 @@ def test_blocks_of_a_network_and_in_tokens_count_and_replacements_do_not(batch):
         va.contribution(model, batch[0])
 
 
-def test_scores_may_be_maps():
+def test_scores_can_be_feature_maps():
     images, labels = torch.randn(2, 3, 64, 64), torch.randint(4, (2, 64, 64))
     segmenter = torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights_backbone=None, num_classes=4)
     va.insert_(segmenter.backbone, names="4", num_heads=2, gate_init=1.0, example_input=images)
@@ -138,7 +138,7 @@ def test_scores_may_be_maps():
     assert found.predictions == 2 * 64 * 64
 
 
-def test_a_list_of_images_is_no_pair_and_missing_scores_are_said_so():
+def test_a_list_of_images_is_not_a_pair_and_missing_scores_are_reported():
     detector = nn.Sequential(nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2, gate_init=1.0))
     body = nn.Sequential(*detector)
     # The output has no batch axis.
@@ -150,7 +150,7 @@ def test_a_list_of_images_is_no_pair_and_missing_scores_are_said_so():
     assert "returns no class scores" in str(found).splitlines()[-1]
 
 
-def test_wrong_sites_and_batches_are_refused(model):
+def test_wrong_sites_and_batches_are_rejected(model):
     with pytest.raises(ValueError, match=r"sites .*layer2\.2"), disabled(model, ["layer1"]):
         pass
     with pytest.raises(ValueError, match="batch"):

@@ -295,7 +295,7 @@ def reverse_rows(monkeypatch, layer):
     monkeypatch.setitem(TABLE, path, replace(row, weights=weights))
 
 
-def test_every_row_is_tried():
+def test_every_row_of_the_table_is_tested():
     tried, elsewhere = set(), ("keras.", "natten.", "ultralytics.")  # tested below
     for make, variant, part, *_ in CASES:
         with suppress(pytest.skip.Exception):  # the library is not installed
@@ -351,7 +351,7 @@ def test_a_batch_norm_is_folded_with_its_eps():
     assert torch.equal(other_layers.fold_batch_norm(layer).weight, layer.conv.weight.flatten(1))
 
 
-def test_the_table_of_the_docs_is_that_of_the_rows():
+def test_the_documented_table_matches_the_code():
     lines = {}
     for path, row in sorted(TABLE.items()):
         refused = ", ".join(f"`{name}`" for name in (*row.unsupported, *row.swap_only)) or "—"
@@ -363,7 +363,7 @@ def test_the_table_of_the_docs_is_that_of_the_rows():
     assert table == expected, f"write this between the markers:\n{expected}"
 
 
-def test_torchs_mask_is_ours_the_other_way_round():
+def test_boolean_masks_are_the_inverse_of_torch_masks():
     layer = randomized(nn.MultiheadAttention(8, 2, batch_first=True))
     x, mask = randn(2, 8, 3, 4), randn(12, 12) < 0
     mask.fill_diagonal_(False)
@@ -371,7 +371,7 @@ def test_torchs_mask_is_ours_the_other_way_round():
     torch.testing.assert_close(tokens(convert.from_layer(layer)(x, mask=~mask)), expected, rtol=0, atol=1e-12)
 
 
-def test_swin_attends_to_its_padding_and_so_does_the_block():
+def test_the_block_attends_to_padding_like_swin():
     block, x = convert.from_layer(randomized(swin(shift_size=[1, 2]))), randn(2, 8, 5, 7)
     y, last = block(x), x.to(memory_format=torch.channels_last)
     assert block(last).is_contiguous(memory_format=torch.channels_last)
@@ -410,7 +410,7 @@ def run_keras(layer, x, context=None):
     ],
     ids=str,
 )
-def test_keras_multihead(keras, options, size, pattern):
+def test_keras_multihead_attention(keras, options, size, pattern):
     layer = keras.layers.MultiHeadAttention(**{"num_heads": 2, "key_dim": 3, "dtype": "float64", **options})
     block = convert.from_layer(built(layer, (*size, 6)))
     assert (type(block), block.pattern) == (BLOCKS[len(size)], pattern)
@@ -429,7 +429,7 @@ def test_keras_grouped_query_attention(keras, options, value):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed_float16"])
-def test_a_keras_layer_is_left_as_it_is_and_its_traits_are_kept(keras, dtype):
+def test_a_keras_layer_is_not_changed_and_its_attributes_are_converted(keras, dtype):
     layer = built(keras.layers.MultiHeadAttention(2, 3, dtype=dtype, dropout=0.5, activity_regularizer="l2"), (3, 5, 6))
     layer.trainable = False
     seed = keras.src.random.seed_generator.global_seed_generator().state
@@ -445,7 +445,7 @@ def test_a_keras_layer_is_left_as_it_is_and_its_traits_are_kept(keras, dtype):
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
 
-def test_keras_layers_that_are_refused(keras):
+def test_unsupported_keras_layers_are_rejected(keras):
     mha, gqa, shape = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention, (3, 5, 6)
     for layer, message in (
         (mha(2, 3), "MultiHeadAttention must be built"),
@@ -480,7 +480,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("training", yes_no)
-def test_type_mode_and_requires_grad_are_kept_and_the_layer_does_not_change(name, training):
+def test_dtype_mode_and_requires_grad_are_kept_and_the_layer_does_not_change(name, training):
     source = SOURCES[name]().to(torch.bfloat16).train(training)
     before = {key: x.clone() for key, x in source.state_dict().items()}
     with torch.inference_mode():
@@ -497,7 +497,7 @@ def test_type_mode_and_requires_grad_are_kept_and_the_layer_does_not_change(name
     assert not any(p.requires_grad for p in convert.from_layer(source.requires_grad_(False)).parameters())
 
 
-def test_dropouts_are_carried():
+def test_dropout_rates_are_converted():
     both = {"attn_drop": 0.1, "proj_drop": 0.2}
     for layer, expected in (
         (mha(dropout=0.3), (0.3, 0.0)),
@@ -531,7 +531,7 @@ DETECTED = {
 
 
 @pytest.mark.parametrize(("message", "make"), REFUSED)
-def test_an_unsupported_layer_is_refused_by_name(message, make):
+def test_an_unsupported_layer_is_rejected_by_name(message, make):
     with pytest.raises(ValueError, match=message):
         convert.from_layer(make())
 
@@ -542,7 +542,7 @@ def test_an_unsupported_layer_is_detected_by_the_comparison(name):
         convert.from_layer(DETECTED[name]())
 
 
-def test_hooks_parametrizations_and_parts_in_another_mode_are_refused():
+def test_hooks_parametrizations_and_mixed_modes_are_rejected():
     source = queries()
     *_, part = source.children()
     for register in (part.register_forward_pre_hook, part.register_forward_hook, part.register_full_backward_hook):
@@ -559,7 +559,7 @@ def test_hooks_parametrizations_and_parts_in_another_mode_are_refused():
         convert.from_layer(source)
 
 
-def test_ranks_and_patterns_that_do_not_fit_the_layer_are_refused():
+def test_incompatible_ranks_and_patterns_are_rejected():
     windows = TorchvisionMaxVit(8, 4, 9)
     for layer, options, name in (
         (mha(), {"rank": 4}, "rank"),
@@ -582,7 +582,7 @@ def test_ranks_and_patterns_that_do_not_fit_the_layer_are_refused():
         (lambda x, y: y * (1 if x.abs().max() > 0.1 else 2), "a difference of"),  # only for small inputs
     ],
 )
-def test_a_subclass_that_computes_something_else_is_detected(change, message):
+def test_a_subclass_with_another_computation_is_detected(change, message):
     forward = tl.Attention.forward
     kind = type("Altered", (tl.Attention,), {"forward": lambda self, x: change(x, forward(self, x))})
     with pytest.raises(ConversionError, match=f"(?s){message}"):
@@ -597,7 +597,7 @@ TORCH, TIMM = convert.to_torch_mha, convert.to_timm_attention
 @pytest.mark.parametrize(
     ("there", "options"), [(TORCH, {"attn_drop": 0.1}), (TORCH, PLAIN), (TIMM, WIDE), (TIMM, {"qk_norm": True})]
 )
-def test_there_and_back_is_the_same_block(there, options):
+def test_a_round_trip_returns_the_same_block(there, options):
     block = va.Attention2d(8, 2, **options).double().eval()
     block.qkv.weight.requires_grad_(False)
     layer, x = there(block), randn(2, 8, 3, 4)
@@ -615,7 +615,7 @@ TIMM_LACKS = BOTH | {"qk_norm": "cosine", "output_gate": True, "value_dim": 3}
 
 
 @pytest.mark.parametrize(("there", "lacks"), [(TORCH, TORCH_LACKS), (TIMM, TIMM_LACKS)])
-def test_unsupported_options_of_the_block_are_refused(there, lacks):
+def test_unsupported_options_of_the_block_are_rejected(there, lacks):
     for name, value in lacks.items():
         with pytest.raises((ValueError, ConversionError), match="block"):
             there(va.Attention2d(8, 2, **{name: value}))

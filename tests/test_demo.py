@@ -9,7 +9,7 @@ import torch
 import vision_attn as va
 from vision_attn.tools.comparison import demo
 from vision_attn.tools.comparison.demo import run_demo
-from vision_attn.tools.comparison.recall import COLOURS, NOTHING, canvases, glyphs
+from vision_attn.tools.comparison.recall import COLORS, NOTHING, canvases, glyphs
 
 
 def test_the_demo_writes_its_files(capsys, tmp_path, monkeypatch):
@@ -45,6 +45,6 @@ def test_each_black_cell_has_one_match_with_the_color_of_its_label(train):
         for y, x in (asked != NOTHING).nonzero().tolist():
             glyph = canvas[y, x]
             assert tuple(glyph[..., 0].flatten().tolist()) in known
-            coloured = [glyph + (1 - glyph) * torch.tensor(colour) for colour in COLOURS.values()]
-            twins = [(canvas - one).abs().amax((2, 3, 4)).lt(1e-6).sum().item() for one in coloured]
-            assert twins == [int(colour == asked[y, x]) for colour in range(8)]
+            colored_glyphs = [glyph + (1 - glyph) * torch.tensor(color) for color in COLORS.values()]
+            matches = [(canvas - one).abs().amax((2, 3, 4)).lt(1e-6).sum().item() for one in colored_glyphs]
+            assert matches == [int(color == asked[y, x]) for color in range(8)]

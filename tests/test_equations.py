@@ -17,13 +17,13 @@ def builders(keras):
 
 
 @given(free=st.integers(0, 8), bound=st.integers(1, 8), output=st.integers(1, 8))
-def test_projections_are_built_as_keras_builds_them(builders, free, bound, output):
+def test_projection_equations_equal_those_of_keras(builders, free, bound, output):
     assert projection_equation(free, bound, output) == builders._build_proj_equation(free, bound, output)
 
 
 @settings(max_examples=30)
 @given(data=st.data(), rank=st.integers(3, 8))
-def test_attention_is_built_as_keras_builds_it(keras, builders, data, rank):
+def test_attention_equations_equal_those_of_keras(keras, builders, data, rank):
     """Axes can be in any order, and positive or negative."""
     axes = data.draw(st.lists(st.integers(1, rank - 2), min_size=1, unique=True))
     axes = tuple(data.draw(st.sampled_from((axis, axis - rank))) for axis in axes)
@@ -38,7 +38,7 @@ def test_attention_is_built_as_keras_builds_it(keras, builders, data, rank):
 
 
 @pytest.mark.parametrize("axes", [(2,), (1, 3), (1, -2), None])
-def test_the_pattern_of_some_axes_is_the_equation_along_them(axes):
+def test_attention_patterns_equal_equations_along_the_same_axes(axes):
     torch.manual_seed(0)
     options = {"pattern": attention_pattern(axes, rank=5), "qkv_bias": False, "proj_bias": False}
     block = va.Attention3d(8, 2, dtype=torch.float64, **options)
@@ -63,6 +63,6 @@ def test_the_pattern_of_some_axes_is_the_equation_along_them(axes):
         (attention_pattern, ((1,), 6), "rank .* got 6"),
     ],
 )
-def test_wrong_axes_are_refused(function, arguments, message):
+def test_wrong_axes_are_rejected(function, arguments, message):
     with pytest.raises(ValueError, match=message):
         function(*arguments)

@@ -36,7 +36,7 @@ def test_a_block_changes_nothing_learns_at_once_and_comes_out(block, network, be
 
 @pytest.mark.slow
 @pytest.mark.parametrize("network", any_block.NETWORKS)
-def test_all_blocks_in_all_networks(network):
+def test_every_block_in_every_network(network):
     assert all(any_block.check(block, network) for block in any_block.BLOCKS)
 
 
@@ -126,7 +126,7 @@ def network(dtype=torch.float32, channels=16):
 
 
 @pytest.mark.parametrize(("block", "dtype"), TRIED, ids=lambda value: getattr(value, "__name__", value))
-def test_how_a_block_begins_is_found_by_trying(block, dtype):
+def test_the_initialization_of_a_block_is_found_by_testing(block, dtype):
     begins, around = TRIED[block, dtype]
     model = network(getattr(torch, dtype))
     x = 1e-3 * torch.randn(2, *IMAGES[1:]).to(model[0].weight)
@@ -156,7 +156,7 @@ class Rare(nn.Module):
 
 
 @pytest.mark.parametrize(("block", "seed", "gated"), [("cbam", 16, False), (Rare, 0, True)])  # 16: a ReLU gives zeros
-def test_a_block_that_is_an_identity_on_some_maps_alone_is_made_one_on_those_of_the_network(block, seed, gated):
+def test_a_block_is_an_identity_on_the_feature_maps_of_the_network(block, seed, gated):
     torch.manual_seed(seed)
     x, model = torch.randn(2, 3, 6, 6) * (100 if gated else 1), nn.Sequential(nn.Conv2d(3, 32, 1), nn.ReLU())
     before = model(x)
@@ -165,7 +165,7 @@ def test_a_block_that_is_an_identity_on_some_maps_alone_is_made_one_on_those_of_
     assert (report.changed, report.blocks[0].around.get("gated", False)) == (0, gated)
 
 
-def test_without_exactness_the_report_says_by_how_much_the_output_changes():
+def test_the_report_contains_the_output_change_of_inexact_blocks():
     model, x = network(), torch.randn(IMAGES)
     before = model(x)
     report = va.insert_(model, "cbam", names="0", example_input=x, exact=False)
@@ -180,7 +180,7 @@ def test_without_exactness_the_report_says_by_how_much_the_output_changes():
 
 
 @pytest.mark.parametrize("block", ["cbam", "bat", "nl", Grouped, InPlace])
-def test_blocks_are_saved_and_come_back_as_they_began(block, tmp_path):
+def test_blocks_are_restored_with_their_initialization(block, tmp_path):
     own = {} if isinstance(block, str) else {"block": block}
     model, x = timm.create_model("tiny", num_classes=3).eval(), torch.randn(2, 3, 28, 28)
     va.insert_(model, block, names="layer1", example_input=(1, 3, 28, 28))
@@ -203,7 +203,7 @@ def test_blocks_are_saved_and_come_back_as_they_began(block, tmp_path):
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("block", [QueriesAndKeys, InPlace])
-def test_a_gate_moves_a_map_from_itself_to_the_output_of_the_block(block, scale):
+def test_a_gate_interpolates_between_the_feature_map_and_the_block_output(block, scale):
     model, x, y = network(), torch.randn(IMAGES), network()(torch.randn(IMAGES))
     va.insert_(model, block, names="0", example_input=x)
     wrapped = inserted_blocks(model)["0"]
@@ -215,7 +215,7 @@ def test_a_gate_moves_a_map_from_itself_to_the_output_of_the_block(block, scale)
         torch.testing.assert_close(wrapped(y.clone()), scale * wrapped.block(y.clone()))
 
 
-def test_a_network_without_values_takes_any_block():
+def test_any_block_is_inserted_on_the_meta_device():
     model = network().to("meta")
     report = va.insert_(model, OwnSE, names="0", example_input=(1, 3, 14, 14))
     assert report.blocks[0].around == {"scale": 2.0}

@@ -77,7 +77,7 @@ ABOUT = {
 
 
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
-def test_a_file_computes_what_the_network_does_and_another_one_is_refused(tmp_path, monkeypatch, suffix):
+def test_an_exported_file_matches_the_network_and_a_different_file_is_rejected(tmp_path, monkeypatch, suffix):
     path = tmp_path / "new" / f"net{suffix}"
     report = export_model(small_network(), path)
     assert_computes(path, small_network(), torch.rand(5, 3, 16, 24))
@@ -101,7 +101,7 @@ def test_a_file_computes_what_the_network_does_and_another_one_is_refused(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", [suffix for suffix in FORMATS if suffix not in (".onnx", ".pt2")])
-def test_other_runtimes_compute_what_the_network_does(tmp_path, suffix):
+def test_other_runtimes_reproduce_the_network(tmp_path, suffix):
     form = FORMATS[suffix]
     if missing := [name for name in form.packages if find_spec(name) is None]:
         pytest.skip(f"{form.runtime} needs {' and '.join(missing)}")
@@ -118,7 +118,7 @@ def test_other_runtimes_compute_what_the_network_does(tmp_path, suffix):
         assert {file.name for file in tmp_path.iterdir()} == {f"net{ending}" for ending in (suffix, *form.weights)}
 
 
-def test_the_dimensions_that_are_dynamic_vary_and_the_others_do_not(tmp_path):
+def test_only_dynamic_dimensions_can_vary(tmp_path):
     images = {"batch": torch.rand(3, 3, 16, 24), "size": torch.rand(1, 3, 21, 37), None: torch.rand(1, 3, 16, 24)}
     for dynamic in ((), ("batch",), ("size",), ("batch", "size")):
         path = export_model(small_network(), tmp_path / "net.pt2", dynamic=dynamic).path
@@ -130,7 +130,7 @@ def test_the_dimensions_that_are_dynamic_vary_and_the_others_do_not(tmp_path):
                     run(path, batch)
 
 
-def test_both_files_of_a_format_are_replaced_or_none(tmp_path, monkeypatch):
+def test_files_of_a_format_are_replaced_atomically(tmp_path, monkeypatch):
     content, network = b"new", small_network()
 
     def write(program, path, about):
@@ -170,7 +170,7 @@ def test_attention_that_a_runtime_does_not_support_is_exported_as_matrix_product
     assert_computes(report.path, small_network(), torch.rand(3, 3, 16, 24))
 
 
-def test_the_accuracy_of_8_bits_is_that_of_the_file(tmp_path, image_folder):
+def test_the_reported_int8_accuracy_is_that_of_the_file(tmp_path, image_folder):
     model, path = small_network(), tmp_path / "net.onnx"
     model.classes = ("red", "blue", "green")  # in another order than the folders
     files = sorted((image_folder / "val").glob("*/*.png"))
@@ -253,7 +253,7 @@ def test_a_failed_export_keeps_an_existing_file(tmp_path, monkeypatch, name, bia
     assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [(name, b"old")]
 
 
-def test_a_network_that_does_not_fit_its_images_is_refused(tmp_path):
+def test_a_network_that_cannot_process_its_images_is_rejected(tmp_path):
     network = nn.Sequential(nn.Conv2d(3, 4, 9), nn.Flatten(), nn.LazyLinear(2)).eval()
     with pytest.raises(ValueError, match=r"Set model.pretrained_cfg = \{'input_size'"):
         export_model(network, tmp_path / "net.pt2")
@@ -265,7 +265,7 @@ def test_a_network_that_does_not_fit_its_images_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_beside_a_graph_do_not_overwrite_another_file(tmp_path, monkeypatch):
+def test_external_weights_do_not_overwrite_another_file(tmp_path, monkeypatch):
     monkeypatch.setitem(FORMATS, ".xml", dataclasses.replace(FORMATS[".xml"], packages=()))
     (tmp_path / "net.bin").write_bytes(b"other")
     with pytest.raises(FileExistsError, match=r"net\.bin exists"):
@@ -273,7 +273,7 @@ def test_weights_beside_a_graph_do_not_overwrite_another_file(tmp_path, monkeypa
     assert (tmp_path / "net.bin").read_bytes() == b"other"
 
 
-def test_a_wrapped_network_in_half_precision_is_exported_in_float32_and_stays_as_it_was(tmp_path):
+def test_a_wrapped_half_precision_network_is_exported_in_float32_and_unchanged(tmp_path):
     half, path = small_network().bfloat16(), tmp_path / "net.pt2"
     va.set_impl_(half, "einx")  # traces static shapes
     va.freeze_backbone_(half.train(), also_train="3.*")

@@ -20,7 +20,7 @@ def overlays(figure):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_it_shows_the_images_the_query_and_its_weights(channels):
+def test_the_figure_shows_images_queries_and_weights(channels):
     attention = seen()
     figure = figures.attention_figure(torch.rand(2, channels, 32, 32), attention, query=1, titles=["one", "two"])
     assert len(figure.axes) == 5  # There are two images with two panels each, and the scale.
@@ -49,7 +49,7 @@ def test_heads_and_queries():
     np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected, rtol=1e-5)
 
 
-def test_cells_are_those_of_the_queries_and_stay_cells():
+def test_queries_and_keys_can_have_different_resolutions():
     weights = torch.rand(1, 1, 1, 4, 4)
     attention = AttentionMap(weights, ((7, 2),), (32, 32), map_size=(8, 8), heads=("rollout",))
     figure = figures.attention_figure(torch.rand(1, 3, 32, 32), attention)
@@ -79,7 +79,7 @@ def test_a_video_has_a_panel_for_each_frame_of_the_map():
         figures.attention_figure(video[:, :, 0], attention)
 
 
-def test_what_is_near_an_even_share_does_not_cover_the_picture():
+def test_weights_near_an_even_share_are_transparent():
     image, even = torch.rand(1, 3, 32, 32), torch.full((1, 1, 1, 4, 4), 1 / 16)
     for weights in (even, torch.zeros_like(even)):  # The second case is a query that may not attend to any position.
         figure = figures.attention_figure(image, AttentionMap(weights, ((0, 0),), (32, 32)))
@@ -93,7 +93,7 @@ def test_what_is_near_an_even_share_does_not_cover_the_picture():
         assert figure.axes[-1].get_ylim() == pytest.approx((1, brightest))
 
 
-def test_it_is_written_as_png_svg_or_pdf(tmp_path):
+def test_figures_are_written_as_png_svg_or_pdf(tmp_path):
     figure = figures.attention_figure(torch.rand(2, 3, 32, 32), seen())
     for ending, begin in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         figures.save_figure(figure, tmp_path / f"attention.{ending}")
@@ -103,7 +103,7 @@ def test_it_is_written_as_png_svg_or_pdf(tmp_path):
     assert not (tmp_path / "attention.txt").exists()
 
 
-def test_wrong_arguments_are_refused():
+def test_wrong_arguments_are_rejected():
     for name, value in (("titles", ["one"]), ("query", [0, -1]), ("query", []), ("brightest", 1), ("reduction", "sum")):
         with pytest.raises(ValueError, match=name):
             figures.attention_figure(torch.rand(2, 3, 32, 32), seen(), **{name: value})

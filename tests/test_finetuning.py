@@ -51,7 +51,7 @@ def changed(model, before, blocks=False):
     return {key for key, value in before.items() if (key in own) == blocks and not torch.equal(now[key], value)}
 
 
-def test_blocks_without_a_gate_are_passed_over_and_none_at_all_is_refused():
+def test_blocks_without_a_gate_are_skipped_and_a_model_without_blocks_is_rejected():
     model = network(stages=[-1])
     with pytest.raises(ValueError, match="it has no inserted block"):
         gates(nn.Conv2d(3, 3, 1))
@@ -63,7 +63,7 @@ def test_blocks_without_a_gate_are_passed_over_and_none_at_all_is_refused():
 
 
 @pytest.mark.parametrize("name", ["resnet20", "regnetx_002"])
-def test_a_frozen_backbone_keeps_every_bit_while_its_blocks_learn(name):
+def test_a_frozen_backbone_is_bitwise_unchanged_while_its_blocks_train(name):
     model, x = network(name), images()
     sites = list(va.inserted_blocks(model))
     va.freeze_backbone_(model)
@@ -121,7 +121,7 @@ def test_a_frozen_model_is_copied_pickled_and_compiled():
     assert {key for key, p in model.named_parameters() if p.grad is not None} == inserted_keys(model)
 
 
-def test_thawing_puts_everything_back():
+def test_unfreezing_restores_the_model():
     model = network().train()
     model.conv1.weight.requires_grad_(False)
 
@@ -143,7 +143,7 @@ def test_thawing_puts_everything_back():
     assert not any(module.training for module in model.modules())
 
 
-def test_what_else_is_trained_is_chosen_by_globs():
+def test_additional_trained_parameters_are_selected_by_globs():
     model = network()
     blocks = sum(p.numel() for block in va.inserted_blocks(model).values() for p in block.parameters())
     assert va.freeze_backbone_(model) == blocks
@@ -180,7 +180,7 @@ def by_parameter(model, groups, lr=1.0):
 
 
 @pytest.mark.parametrize("name", ["resnet20", "convnext_atto", "swin_tiny_patch4_window7_224"])
-def test_groups_are_those_of_timm(name):
+def test_parameter_groups_equal_those_of_timm(name):
     with torch.device("meta"):
         model = timm.create_model(name, num_classes=5)
     names = getattr(model, "no_weight_decay", set)()
@@ -191,7 +191,7 @@ def test_groups_are_those_of_timm(name):
     assert found == {key: (pytest.approx(rate), decay) for key, (rate, decay) in theirs.items()}
 
 
-def test_blocks_have_a_rate_of_their_own_and_leave_the_backbones_as_they_were():
+def test_blocks_have_a_separate_learning_rate_and_the_backbone_keeps_its_rates():
     model = timm.create_model("convnext_atto", num_classes=5)
     options = {"weight_decay": 0.05, "layer_decay": 0.75}
     before = by_parameter(model, va.parameter_groups(model, 0.3, **options))
@@ -210,7 +210,7 @@ def test_blocks_have_a_rate_of_their_own_and_leave_the_backbones_as_they_were():
     assert [group["name"] for group in groups[-2:]] == ["attention, decay", "attention, no decay"]
 
 
-def test_scales_and_positions_do_not_decay_whatever_their_shape():
+def test_scales_and_positions_of_any_shape_have_no_weight_decay():
     # torchvision's LayerScale is (c, 1, 1), a norm may have the shape (c, h, w), and positions may be convolutions.
     attention = va.Attention2d(8, 2, position=va.ConditionalPos(3))
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.LayerNorm([8, 4, 4]), attention)
@@ -222,7 +222,7 @@ def test_scales_and_positions_do_not_decay_whatever_their_shape():
     assert any("position" in key for key in found)
 
 
-def test_an_optimizer_of_timm_takes_them_and_its_state_fits_those_of_the_same_model_made_anew():
+def test_timm_optimizers_accept_the_groups_and_their_state_fits_a_rebuilt_model():
     options = {"weight_decay": 0.01, "attention_lr": 0.3, "layer_decay": 0.5}
     model = network()
     optimizer = create_optimizer_v2(va.parameter_groups(model, 0.1, **options), "lamb")
@@ -242,6 +242,6 @@ def test_an_optimizer_of_timm_takes_them_and_its_state_fits_those_of_the_same_mo
         (True, {"layer_decay": 0.5}, "layer_decay .*Linear"),
     ],
 )
-def test_groups_that_cannot_be_made_are_refused(trained, options, message):
+def test_invalid_parameter_groups_are_rejected(trained, options, message):
     with pytest.raises(ValueError, match=message):
         va.parameter_groups(nn.Linear(3, 3).requires_grad_(trained), **{"lr": 0.1, **options})

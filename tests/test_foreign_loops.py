@@ -42,7 +42,7 @@ def accelerates(model, loader, optimizer):
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_after_a_hundred_steps_a_block_weighs_more_than_a_hundredth_of_its_map():
+def test_after_100_steps_the_branch_exceeds_one_percent_of_its_input():
     from sklearn.datasets import load_digits
 
     digits = load_digits()

@@ -56,7 +56,7 @@ def test_a_checkpoint_is_loaded_into_a_sharded_model(write, tmp_path):
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_the_adapter_of_a_sharded_model_is_that_of_the_plain_one(apart, tmp_path):
+def test_the_adapter_of_a_sharded_model_equals_that_of_the_plain_model(apart, tmp_path):
     model, other, images = network(), network(), torch.randn(IMAGES)
     va.insert_(model, names="0", num_heads=2, example_input=IMAGES)
     for parameter in model[0].inserted.parameters():
@@ -71,7 +71,7 @@ def test_the_adapter_of_a_sharded_model_is_that_of_the_plain_one(apart, tmp_path
         va.load_adapter_(sharded(network()), path)
 
 
-def test_a_file_of_sharded_tensors_is_refused_with_the_function_that_gathers_them(tmp_path):
+def test_an_error_for_sharded_tensors_names_the_function_that_gathers_them(tmp_path):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     model, path = sharded(network(1)), tmp_path / "file.pth"

@@ -33,7 +33,7 @@ def convolution(channels=16):
 
 @pytest.mark.parametrize(("name", "size"), [("resnet18", 64), ("resnet14t", 64), ("resnet20", 32)])
 @pytest.mark.filterwarnings("ignore:attention has little effect")
-def test_inserting_changes_no_output_and_no_key_and_is_undone(name, size):
+def test_insertion_preserves_outputs_and_keys_and_is_reversible(name, size):
     torch.manual_seed(0)
     model, x = timm.create_model(name).eval(), torch.randn(2, 3, size, size)
     as_after_training(model)
@@ -79,7 +79,7 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     ],
 )
 def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warned):
-    side = 68 if "block" in options else 112  # Blocks without a gate are run, which takes time.
+    side = 68 if "block" in options else 112  # Blocks without a gate are run, so the feature map is smaller.
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.AvgPool2d(2))
     with warnings.catch_warnings(record=True, action="always") as caught:
         report = va.insert_(model, names=["0", "1", "2"], num_heads=2, example_input=(1, 3, side, side), **options)
@@ -87,7 +87,7 @@ def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warne
     cost = f"{side**2:,} tokens and costs {macs:,.1f} GMACs. "
     where = f"full attention at '0' ({side}×{side}), '1' ({side}×{side}) compares up to {cost}"
     assert [str(x.message) for x in caught] == list(report.warnings)
-    assert "warning" not in str(report)  # The warnings have been issued.
+    assert "warning" not in str(report)  # Warnings are issued separately.
     assert [x.startswith(where) and "va.Window(7)" in x for x in report.warnings] == [True] * warned
 
 
@@ -95,21 +95,21 @@ def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warne
     ("channels", "options", "expected"),
     [
         (2048, {}, (8, 64, 64)),
-        (768, {"num_heads": 12}, (12, 40, 40)),  # A multiple of 8 suits rotary positions and kernels.
+        (768, {"num_heads": 12}, (12, 40, 40)),  # Rotary positions and kernels prefer a multiple of 8.
         (1024, {"num_heads": 128}, (128, 4, 4)),
         (1024, {"key_dim": 32}, (8, 32, 64)),
         (1024, {"value_dim": 128, "num_heads": 2}, (2, 256, 128)),
         (1030, {"key_dim": None, "value_dim": None}, (5, 206, 206)),
         (512, {}, (8, 64, 64)),
-        (2048, {"block": va.TransformerBlock2d}, (8, 256, 256)),  # A block of the user has other defaults.
+        (2048, {"block": va.TransformerBlock2d}, (8, 256, 256)),  # A custom block has other defaults.
     ],
 )
-def test_a_default_block_attends_in_512_channels_at_most(channels, options, expected):
+def test_a_default_block_has_at_most_512_attention_channels(channels, options, expected):
     model, block = convolution(channels), options.get("block", va.AttentionBlock2d)
     (record,) = va.insert_(model, names="0", example_input=(1, 3, 4, 4), **options).blocks
     attention = va.inserted_blocks(model)["0"].attn
     assert (attention.num_heads, attention.key_dim, attention.value_dim) == expected
-    # A block is rebuilt with the numbers of its record; without them, it attends in all channels.
+    # A block is rebuilt with the widths in its record; without them, it attends in all channels.
     va.remove_(model)
     for old, key_dim in ((record, expected[1]), (replace(record, options={"num_heads": 2}), channels // 2)):
         attach_records_(model, [old], {record.block: block})
@@ -117,7 +117,7 @@ def test_a_default_block_attends_in_512_channels_at_most(channels, options, expe
         va.remove_(model)
 
 
-def test_the_dry_run_leaves_modes_and_statistics_alone():
+def test_the_dry_run_does_not_change_modes_and_statistics():
     model = copy.deepcopy(resnet18()).train()
     model.layer1.eval()
     before = anatomy(model)
@@ -176,7 +176,7 @@ def five_channels(channels, device, dtype):
         ({"stages": 1, "example_input": (1, 3, 0, 32)}, r"example_input must be .*\(1, 3, 0, 32\)"),
     ],
 )
-def test_a_refusal_names_its_cause_and_leaves_the_model_alone(options, message):
+def test_an_error_names_its_cause_and_does_not_change_the_model(options, message):
     model = copy.deepcopy(resnet18())
     model.unused = nn.Conv2d(3, 3, 1)
     before = anatomy(model)
@@ -188,7 +188,7 @@ def test_a_refusal_names_its_cause_and_leaves_the_model_alone(options, message):
         va.insert_(wrapped, stages=1)
 
 
-def test_a_network_that_draws_random_numbers_takes_blocks_and_draws_as_before():
+def test_insertion_does_not_change_random_numbers_of_the_network():
     model = nn.Sequential(nn.Conv2d(3, 8, 1))
     model[0].register_forward_pre_hook(lambda module, args: args[0] + torch.randn_like(args[0]))
     state = torch.random.get_rng_state()
@@ -197,7 +197,7 @@ def test_a_network_that_draws_random_numbers_takes_blocks_and_draws_as_before():
     assert len(va.insert_(model, names="0", **SMALL)) == 1
 
 
-def test_the_layout_of_a_map_with_as_many_channels_as_rows_is_found():
+def test_the_layout_with_equal_channels_and_rows_is_inferred():
     with torch.device("meta"):
         (block,) = va.insert_(convolution(), names="0", example_input=(1, 3, 16, 16)).blocks
         assert (block.channels, block.layout) == (16, "b c h w")
@@ -217,7 +217,7 @@ def test_a_model_that_ran_compiled_runs_its_new_blocks():
     assert torch.equal(compiled(x), expected)
 
 
-def test_an_attribute_of_the_network_called_inserted_stays():
+def test_an_attribute_named_inserted_is_kept():
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Identity())
     model[1].inserted, model[1].other = 5, nn.ReLU()
     va.insert_(model, names="1", **SMALL)
@@ -229,7 +229,7 @@ def test_an_attribute_of_the_network_called_inserted_stays():
         va.insert_(model, names="1", **SMALL)
 
 
-def test_blocks_are_attached_again_from_their_records_without_a_run_of_the_network():
+def test_blocks_are_attached_from_records_without_a_forward_pass():
     model, other = (timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2).eval() for _ in range(2))
     report = va.insert_(model, stages=[0], num_heads=4, gate_init=0.5, example_input=(1, 3, 64, 64))
     other.forward = None  # never called
@@ -243,7 +243,7 @@ def test_blocks_are_attached_again_from_their_records_without_a_run_of_the_netwo
 
 
 @pytest.mark.parametrize("wrong", [{"site": "7"}, {"held": "missing.inserted"}, {"at": "instead of"}])
-def test_records_that_do_not_fit_leave_the_model_as_it_was(wrong):
+def test_invalid_records_do_not_change_the_model(wrong):
     model = convolution()
     record = va.insert_(copy.deepcopy(model), names="0", **SMALL).blocks[0]
     before = anatomy(model)
@@ -282,7 +282,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_networks_of_all_kinds_take_blocks_and_are_restored(kind, change):
+def test_blocks_are_inserted_into_and_removed_from_many_networks(kind, change):
     model, x = KINDS[kind]().eval(), torch.randn(1, 3, 8, 8)
     before, expected = anatomy(model), model(x)
     CHANGES[change](model)
@@ -310,7 +310,7 @@ class Failing(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_failure_at_any_step_leaves_the_network_as_it_was(change):
+def test_a_failure_at_any_step_does_not_change_the_network(change):
     with Failing() as counting:
         CHANGES[change](hooked())
     model = hooked()
@@ -337,7 +337,7 @@ class Minding(nn.Module):
         return self.conv(x) / len([*self.count(self)])
 
 
-def test_a_module_that_counts_its_children_takes_a_block_further_inside_or_is_refused():
+def test_a_module_that_counts_its_children_has_a_nested_block_or_is_rejected():
     model, x = nn.Sequential(Minding(nn.Module.children)), torch.randn(2, 3, 8, 8)
     before = model(x)
     va.insert_(model, names="0", **SMALL)

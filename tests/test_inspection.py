@@ -45,7 +45,7 @@ def bytes_really_saved(block, x, impl):
     ],
     ids=str,
 )
-def test_the_bytes_counted_are_those_that_autograd_keeps(options, monkeypatch):
+def test_counted_bytes_equal_those_that_autograd_saves(options, monkeypatch):
     """Compare the counts with a GPU's, which adds relative positions to queries and keys; a CPU computes chunks."""
     monkeypatch.setattr(dispatch, "can_chunk", lambda q: False)
     for dtype in (torch.float32, torch.bfloat16):
@@ -57,7 +57,7 @@ def test_the_bytes_counted_are_those_that_autograd_keeps(options, monkeypatch):
             assert counted == pytest.approx(bytes_really_saved(block, x, impl), rel=0.02), impl
 
 
-def test_buffers_are_not_counted_though_autograd_keeps_them():
+def test_buffers_saved_by_autograd_are_not_counted():
     # Autograd saves only the input.
     assert count_saved_bytes(nn.BatchNorm2d(512).eval(), (2, 512, 1, 1)) == 2 * 512 * 4
 
@@ -104,12 +104,12 @@ def test_fused_kernels_and_several_images_are_counted():
     assert cost == (3 * 8 + 8, 2 * 16 * 3 * 8 + 16**2 * (3 + 2))
 
 
-def test_the_image_is_one_that_the_network_takes():
-    grey = timm.create_model("resnet18", in_chans=1)
-    assert inspect_model(grey, input_size=(96, 64), batch_size=1).input_shape == (1, 1, 96, 64)
+def test_the_image_has_the_input_shape_of_the_network():
+    gray_model = timm.create_model("resnet18", in_chans=1)
+    assert inspect_model(gray_model, input_size=(96, 64), batch_size=1).input_shape == (1, 1, 96, 64)
 
 
-def test_small_maps_and_what_does_not_fit_into_memory_are_warned_of():
+def test_small_feature_maps_and_high_memory_raise_warnings():
     (small,) = look("resnet18", input_size=32).warnings
     assert small.startswith("attention has little effect on small feature maps: 'layer3' (2×2), 'layer4' (1×1). ")
     large = look("resnet18", batch_size=1).warnings
@@ -129,12 +129,12 @@ def test_small_maps_and_what_does_not_fit_into_memory_are_warned_of():
         ("resnet18", 224, [{"stages": [-2, -1]}, {"stages": [1], "pattern": va.Window(7)}]),
     ],
 )
-def test_what_is_proposed(name, size, expected):
+def test_proposed_stages(name, size, expected):
     found = [dict(proposal.arguments) for proposal in look(name, input_size=size, batch_size=1).proposals]
     assert found == expected
 
 
-def test_a_proposal_does_what_it_says_and_is_said():
+def test_a_proposal_can_be_executed_and_is_printed():
     found = look("resnet20", input_size=96, batch_size=1)
     assert len(found.proposals) == 2
     for proposal in found.proposals:
@@ -145,7 +145,7 @@ def test_a_proposal_does_what_it_says_and_is_said():
         assert [block.map_size for block in report.blocks] == [site.map_size for site in proposal.sites]
 
 
-def test_stages_that_hold_a_block_are_not_proposed_and_it_prints_a_table():
+def test_stages_with_a_block_are_not_proposed():
     model = timm.create_model("resnet20")
     va.insert_(model, stages=-1)
     found = inspect_model(model, batch_size=1)
@@ -172,6 +172,6 @@ def test_stages_that_hold_a_block_are_not_proposed_and_it_prints_a_table():
         ({"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4}, va.SiteError, "declares no stages"),
     ],
 )
-def test_what_cannot_be_done_is_said(arguments, error, message):
+def test_unsupported_inspections_raise_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         inspect_model(**{"model": "resnet20", **arguments})

@@ -41,12 +41,12 @@ def fail(channels):
     ],
 )
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-def test_mistakes_in_python(make, message):
+def test_python_mistakes_raise_one_line_errors(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
 
 
-def test_a_lazy_block_is_counted_once_it_has_values():
+def test_a_lazy_block_is_counted_after_initialization():
     report = insert(nn.LazyConv2d, kernel_size=1)
     assert report.parameters == 16 * 16 + 16 + 16  # The parameters of the convolution, and a gate.
 
@@ -74,9 +74,7 @@ TRAIN += " --insert layer2"
         (f"{TRAIN} --block test_mistakes:Breaks", 1, "'test_mistakes:Breaks' raised KeyError ('window') in line "),
     ],
 )
-def test_mistakes_on_the_command_line_are_a_line_without_a_traceback(
-    command, code, message, image_folder, tmp_path, capsys
-):
+def test_command_line_mistakes_are_one_line_errors(command, code, message, image_folder, tmp_path, capsys):
     paths = {"images": image_folder, "folder": tmp_path}
     assert main(command.format(**paths).split()) == code
     error = capsys.readouterr().err

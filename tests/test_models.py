@@ -43,12 +43,12 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_networks_have_their_papers_sizes(name):
+def test_networks_have_the_sizes_of_their_papers(name):
     """He et al., table 6, for option A; Zagoruyko and Komodakis, tables 4 and 5; Bello et al., table 2."""
     assert round(millions(on_meta(name)), 2 if name.startswith("resnet") else 1) == SIZES[name]
 
 
-def test_cifar_resnets_have_the_keys_of_their_zoos():
+def test_cifar_resnets_have_the_keys_of_model_zoos():
     plain, projected = (on_meta(name).state_dict().keys() for name in ("resnet20_a", "resnet20"))
     assert plain - projected == {"linear.weight", "linear.bias"}
     added = {key.rpartition(".")[0] for key in projected - plain} - {"fc"}
@@ -62,7 +62,7 @@ def test_a_padded_shortcut_has_stride_2_and_pads_channels_with_zeros():
 
 
 @pytest.mark.parametrize("name", ["resnet20", "wrn16_4"])
-def test_dropout_is_of_features_and_a_drop_path_of_the_branches_of_blocks(name):
+def test_dropout_applies_to_features_and_drop_path_to_residual_branches(name):
     model = timm.create_model(name, drop_rate=0.5, drop_path_rate=0.2)
     y = torch.ones(2, model.num_features, 2, 2)
     assert 0 < (model.forward_head(y, pre_logits=True) == 0).sum() < 2 * model.num_features
@@ -74,7 +74,7 @@ def test_dropout_is_of_features_and_a_drop_path_of_the_branches_of_blocks(name):
 
 
 @pytest.mark.parametrize("make", [lambda: CifarResNet(21), lambda: CifarResNet(20, "C"), lambda: WideResNet(20, 4)])
-def test_bad_arguments_are_refused(make):
+def test_bad_arguments_are_rejected(make):
     with pytest.raises(ValueError, match=r"^(depth|option) must be .*; got (21|'C'|20)$"):
         make()
 
@@ -86,7 +86,7 @@ def test_the_number_of_classes_determines_a_missing_tag():
     assert create_model("resnet18", num_classes=5).num_classes == 5
 
 
-def test_a_wide_resnets_blocks_are_timms():
+def test_wide_resnet_uses_the_blocks_of_timm():
     names = {"norm1": "bn1", "norm2": "bn2", "downsample.conv": "downsample", "conv1": "conv1", "conv2": "conv2"}
     model = timm.create_model("wrn16_4").eval()
     images = torch.randn(2, 3, 16, 16)
@@ -106,7 +106,7 @@ def test_a_wide_resnets_blocks_are_timms():
         torch.testing.assert_close(model(images), model.fc(model.bn(y).relu().mean((2, 3))))
 
 
-def test_a_card_names_its_file_and_the_page_names_the_card():
+def test_model_cards_name_their_file_and_are_linked():
     for folder in filter(Path.is_dir, weights_folder().iterdir()):
         (file,) = folder.glob("*.safetensors")
         assert hashlib.sha256(file.read_bytes()).hexdigest() in (folder / "README.md").read_text()

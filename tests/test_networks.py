@@ -31,7 +31,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("case", LARGE)
-def test_a_head_is_no_stage_and_a_dilated_stage_is_one(case):
+def test_heads_are_not_stages_and_dilated_stages_are(case):
     make, stages = LARGE[case]
     with torch.device("meta"):
         found = va.stage_names(make(), (1, 3, 8, 32, 32) if case == "video" else (1, 3, 128, 128))
@@ -94,7 +94,7 @@ def run(model, example):
 
 
 @pytest.mark.parametrize("case", SMALL)
-def test_every_chosen_module_takes_a_block_that_changes_nothing_and_learns(case, tmp_path):
+def test_blocks_at_every_selected_module_preserve_the_output_and_train(case, tmp_path):
     make, example, shape, names, stages = SMALL[case]
     torch.manual_seed(0)
     model = make().eval()
@@ -138,7 +138,7 @@ def test_heads_fit_the_channels_unless_they_are_explicit(block):
         (small_video, {"block": va.AttentionBlock2d}, r"\(1, 16, 8, 28, 28\) at '3'; AttentionBlock2d"),
     ],
 )
-def test_errors_print_no_tensors_and_name_the_way_out(make, options, message):
+def test_errors_contain_no_tensors_and_name_the_remedy(make, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         va.insert_(make(), **{"stages": -1, **options})
     assert "tensor(" not in str(caught.value)

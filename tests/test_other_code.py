@@ -140,7 +140,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("model", "options", "message"), REFUSED)
-def test_it_is_refused_by_name_and_the_network_left_as_it_was(model, options, message):
+def test_unsupported_sites_are_rejected_by_name_without_changes(model, options, message):
     model = copy.deepcopy(model).eval()
     before = anatomy(model)
     with pytest.raises((ValueError, TypeError), match=message):
@@ -148,7 +148,7 @@ def test_it_is_refused_by_name_and_the_network_left_as_it_was(model, options, me
     assert anatomy(model) == before
 
 
-def test_a_network_without_gradients_is_checked_by_other_values():
+def test_networks_without_gradients_are_checked_with_changed_values():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), LABELS).eval()
     assert va.insert_(model, names="1", example_input=IMAGE).warnings == ()
@@ -156,8 +156,8 @@ def test_a_network_without_gradients_is_checked_by_other_values():
 
 
 @pytest.mark.parametrize(("at", "names"), [("after", "layer2"), ("before", "layer2.1.conv1")])
-def test_older_hooks_see_the_map_with_the_block(at, names):
-    # U-Net skip connections by hooks, as fastai's DynamicUnet and timm's FeatureHookNet take them
+def test_existing_hooks_receive_the_output_of_the_block(at, names):
+    # U-Net skip connections by hooks, as in fastai's DynamicUnet and timm's FeatureHookNet
     model, seen = resnet(), []
     if at == "after":
         for module in (model.layer2, model.layer2[1]):
@@ -182,7 +182,7 @@ def test_older_hooks_see_the_map_with_the_block(at, names):
         ("resnet10t", {"feature_cfg": {"feature_cls": "fx"}}, 32),  # FeatureGraphNet
     ],
 )
-def test_stages_of_a_features_only_network_are_those_that_stage_names_lists(name, options, size):
+def test_features_only_networks_have_the_stages_of_stage_names(name, options, size):
     # timm's own tests of features_only networks
     torch.manual_seed(0)
     model, image = timm.create_model(name, features_only=True, **options).eval(), torch.rand(1, 3, size, size)
@@ -210,7 +210,7 @@ def exchanging(path, make):
     ],
 )
 @pytest.mark.parametrize("at", ["branch", "after"])
-def test_a_block_at_a_norm_survives_its_conversion(convert, at):
+def test_a_block_at_a_norm_is_kept_when_the_norm_is_converted(convert, at):
     # timm#1254: freezing batch norms after a module was added
     model, before = with_block("layer2.1" if at == "branch" else "layer2.1.bn2", at)
     keys, block = keys_of_blocks(model), va.inserted_blocks(model)["layer2.1.bn2"]
@@ -238,8 +238,8 @@ def fusing(*names):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated")
-def test_a_block_whose_module_was_replaced_is_an_error_that_names_the_remedy(names, convert):
-    # pytorch#187298: fuse_modules and hooks; ultralytics' fuse(); LoRA-like replacements by hand
+def test_replacing_a_module_with_a_block_raises_an_error_with_a_remedy(names, convert):
+    # pytorch#187298: fuse_modules and hooks; ultralytics' fuse(); manual replacements as in LoRA
     model = convert(with_block(["layer3.1", names])[0])
     for use in (lambda: model(IMAGE), lambda: va.inserted_blocks(model)):
         with pytest.raises(va.SiteError, match=f"'{names}' no longer runs.*va.remove_.*before inserting"):
@@ -251,7 +251,7 @@ def test_a_block_whose_module_was_replaced_is_an_error_that_names_the_remedy(nam
     assert not any(getattr(hook, "func", None) in CHECKS for hook in hooks)
 
 
-def test_reparameterized_branches_with_a_block_in_them_are_an_error():
+def test_reparameterized_branches_with_a_block_raise_an_error():
     # timm.utils.reparameterize_model deletes the branches of RepVGG
     model = timm.create_model("repvgg_a0").eval()
     va.insert_(model, names="stages.0.0.conv_kxk.bn", example_input=IMAGE)
@@ -271,7 +271,7 @@ def untraceable(channels):
         ("layer2.1", {"block": untraceable, "exact": False}),
     ],
 )
-def test_a_traced_graph_runs_each_block_as_a_node_whatever_is_fused(names, options):
+def test_traced_graphs_run_each_block_as_a_node_after_fusion(names, options):
     model, before = with_block(names, **options)
     fused = fuse_graph(model)
     torch.testing.assert_close(fused(IMAGE), before)
@@ -282,12 +282,12 @@ def test_a_traced_graph_runs_each_block_as_a_node_whatever_is_fused(names, optio
 
 
 @pytest.mark.parametrize(("names", "at"), [("layer2.1", "branch"), ("bn1", "after")])
-def test_a_block_at_a_norm_is_not_traced_into_a_graph_that_would_lose_it(names, at):
+def test_tracing_a_block_at_a_fused_norm_raises_an_error(names, at):
     with pytest.raises(va.SiteError, match=r"cannot be traced by torch.fx.* BatchNorm2d"):
         torch.fx.symbolic_trace(with_block(names, at)[0])
 
 
-def test_copies_pickles_and_replicas_of_a_block_that_its_parent_holds_run_their_own():
+def test_copies_pickles_and_replicas_run_their_own_blocks():
     model, before = with_block("layer2.1", "branch")
     file = io.BytesIO()
     torch.save(model, file)
@@ -297,7 +297,7 @@ def test_copies_pickles_and_replicas_of_a_block_that_its_parent_holds_run_their_
         nn.init.zeros_(only_block(other).gate)
         assert not torch.equal(other(IMAGE), before)
         assert torch.equal(model(IMAGE), before)
-    # As nn.DataParallel makes replicas: shallow copies whose children are replicas, and whose hooks are shared.
+    # Replicas as in nn.DataParallel: shallow copies whose children are replicas, and whose hooks are shared.
     replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
     for module, other in replicas.items():
         other._parameters = dict(module._parameters)
@@ -307,7 +307,7 @@ def test_copies_pickles_and_replicas_of_a_block_that_its_parent_holds_run_their_
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated", "ignore::torch.jit.TracerWarning")
-def test_a_block_that_its_parent_holds_compiles_whole_and_exports():
+def test_blocks_stored_in_the_parent_are_compiled_and_exported():
     torch.manual_seed(0)
     model = nn.Sequential(residual(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))).eval()
     va.insert_(model, names="0", at="branch", num_heads=2, gate_init=1.0, example_input=IMAGE)
@@ -325,7 +325,7 @@ def test_a_block_that_its_parent_holds_compiles_whole_and_exports():
     [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm],
 )
 @pytest.mark.parametrize("block", [None, "se", "gc"])
-def test_a_normalized_weight_of_zeros_is_an_error_that_names_the_remedy(normalize, block):
+def test_normalized_zero_weights_raise_an_error_with_a_remedy(normalize, block):
     # Self-Attention-GAN#31: spectral normalization of every layer
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()).eval()
@@ -384,7 +384,7 @@ def custom(optimizer):
 
 
 @pytest.mark.parametrize(("options", "step"), [({}, None), ({"fused": True}, None), ({}, custom)])
-def test_a_block_that_an_older_optimizer_does_not_update_is_warned_of_once(options, step):
+def test_a_block_that_an_existing_optimizer_does_not_update_raises_one_warning(options, step):
     # fastai's Learner and mmengine's runner create the optimizer before callbacks and hooks run
     model, optimizer = late(torch.optim.AdamW, **options)
     network, step = (torch.compile(model, backend="eager"), partial(step, optimizer)) if step else (model, None)
@@ -394,7 +394,7 @@ def test_a_block_that_an_older_optimizer_does_not_update_is_warned_of_once(optio
     train_without_a_warning(network, optimizer, step=step)
 
 
-def test_one_warning_lists_all_blocks_that_an_older_optimizer_does_not_update():
+def test_one_warning_lists_all_blocks_that_an_existing_optimizer_does_not_update():
     model, optimizer = late()
     va.insert_(model, names="1", num_heads=2, example_input=IMAGE)
     with pytest.warns(UserWarning, match="does not update the blocks at '0', '1': ") as found:
@@ -407,7 +407,7 @@ def test_one_warning_lists_all_blocks_that_an_older_optimizer_does_not_update():
 @pytest.mark.parametrize(
     ("network", "block"), [(1, 1), (8, 8), (1, None), (1, 3)], ids=["after", "accumulated", "frozen", "in turn"]
 )
-def test_a_block_that_is_trained_or_frozen_is_not_warned_of(network, block):
+def test_trained_and_frozen_blocks_raise_no_warning(network, block):
     model, optimizer = late()
     own, steps = torch.optim.SGD(only_block(model).parameters(), 1e-3), iter(range(1, 1000))
     if block is None:
@@ -422,7 +422,7 @@ def test_a_block_that_is_trained_or_frozen_is_not_warned_of(network, block):
     train_without_a_warning(model, optimizer, steps=30, step=step)
 
 
-def test_copies_of_a_network_are_not_watched_and_the_watch_keeps_no_network_alive():
+def test_optimizer_checks_ignore_copies_and_keep_no_network_alive():
     model, optimizer = late()
     copied = copy.deepcopy(model)
     train_without_a_warning(copied, torch.optim.SGD(copied.parameters(), 1e-3))
@@ -442,7 +442,7 @@ def test_copies_of_a_network_are_not_watched_and_the_watch_keeps_no_network_aliv
         (lambda net, x: net.conv(x.transpose(0, 1)[None]).mean(2), nn.Conv3d(1, 16, 3), (6, 1, 8, 8), "b c t h w"),
     ],
 )
-def test_layout_decides_what_the_axes_of_a_map_are(run, conv, shape, layout):
+def test_layout_determines_the_axes_of_a_feature_map(run, conv, shape, layout):
     model, x = Net(run, conv=conv).eval(), torch.randn(shape)
     before = model(x)
     with pytest.raises(va.SiteError, match="layout="):
@@ -458,19 +458,19 @@ def test_layout_decides_what_the_axes_of_a_map_are(run, conv, shape, layout):
 @pytest.mark.parametrize(
     ("take", "example"),
     [
-        # Two clips of different length in a list (SlowFast; VidSitu#18), the last of which the forward takes out.
+        # Two clips of different length in a list (SlowFast; VidSitu#18), the last of which the forward removes.
         (lambda net, x: net.conv(x.pop()).mean() + x[0].mean(), [torch.rand(1, 3, 2, 8, 8), torch.rand(1, 3, 8, 8, 8)]),
         (lambda net, x: net.conv(x.pop("x").sub_(0.5)), {"x": torch.rand(1, 3, 8, 8, 8)}),
     ],
 )
-def test_the_example_of_the_user_is_left_as_it_is(take, example):
+def test_the_example_input_is_not_changed(take, example):
     before = copy.deepcopy(example)
     model = Net(take, conv=nn.Conv3d(3, 8, 1)).eval()
     assert len(va.insert_(model, names="conv", num_heads=2, example_input=(example,))) == 1
     torch.testing.assert_close(example, before, rtol=0, atol=0)
 
 
-def test_maps_of_images_in_whole_numbers_are_captured_and_a_call_without_images_is_refused_by_name():
+def test_integer_images_are_captured_and_calls_without_images_are_rejected():
     def run(net, x):
         return net.attention(net.conv((x if isinstance(x, torch.Tensor) else torch.zeros(1, 3, 8, 8)) / 255))
 
@@ -494,7 +494,7 @@ def test_maps_of_images_in_whole_numbers_are_captured_and_a_call_without_images_
         (None, lambda x, y: y.mul_(0.2).add_(x)),
     ],
 )
-def test_the_branch_of_a_residual_block_is_found_however_it_is_added(last, add):
+def test_the_residual_branch_is_found_for_every_kind_of_addition(last, add):
     torch.manual_seed(0)
     branch = [convolution(8, 8), *([last] if last else [])]
     model = nn.Sequential(residual(*branch, add=add)).eval()
@@ -513,7 +513,7 @@ def test_the_branch_of_a_residual_block_is_found_however_it_is_added(last, add):
         (lambda: timm.create_model("test_vit", dynamic_img_size=True), "blocks.0", (64, 64)),
     ],
 )
-def test_a_shared_encoder_takes_a_block_that_runs_in_each_call(make, site, sizes):
+def test_a_block_in_a_shared_encoder_runs_in_each_call(make, site, sizes):
     model, images = siamese(make()), sized(*sizes)
     before = model(*images)
     report = va.insert_(model, names=f"encoder.{site}", num_heads=1, example_input=images)
@@ -538,7 +538,7 @@ def test_blocks_that_are_inserted_in_inference_mode_can_be_trained():
     ("make", "head"),
     [
         (lambda: timm.create_model("convnext_atto"), "head.fc"),
-        (lambda: timm.create_model("levit_128s"), "head"),  # two of them
+        (lambda: timm.create_model("levit_128s"), "head"),  # two classifiers
         (torchvision.models.resnet18, "fc"),
     ],
 )
@@ -553,14 +553,14 @@ def test_head_is_the_classifier_that_the_model_declares(make, head):
         va.freeze_backbone_(model, also_train="nothing.*")
 
 
-def test_the_children_of_a_network_with_a_block_at_its_stem_run_in_a_row_as_before():
+def test_the_children_of_a_network_with_a_block_run_in_sequence():
     # nn.Sequential(*list(model.children())[:-2]), the common way to cut off a head
     model, _ = with_block(["conv1", "layer2.1"])
     rows = nn.Sequential(*list(model.children())[:-2])
     assert torch.equal(model.fc(model.avgpool(rows(IMAGE)).flatten(1)), model(IMAGE))
 
 
-def test_an_adapter_finds_a_block_that_its_parent_holds_and_a_checkpoint_names_its_site(tmp_path):
+def test_adapters_and_checkpoints_support_blocks_stored_in_the_parent(tmp_path):
     model, before = with_block(["layer2.1"], "branch")
     va.save_adapter(model, tmp_path / "adapter.safetensors")
     other = resnet()

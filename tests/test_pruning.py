@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "insert.md"
 CHANNELS = 256
 SHAPE = (1, 3, 128, 128)
 
-#: The notes of torch-pruning.
+#: Warnings of torch-pruning.
 pytestmark = pytest.mark.filterwarnings("ignore:Unwrapped parameters", "ignore::DeprecationWarning")
 
 
@@ -45,7 +45,7 @@ def assert_adapter_restores(model, images, expected, path):
 
 @pytest.mark.parametrize("of_blocks", [False, True])
 @torch.no_grad()
-def test_masks_of_torch_on_the_network_or_on_its_blocks(of_blocks, tmp_path):
+def test_torch_masks_on_the_network_or_its_blocks(of_blocks, tmp_path):
     model, images = with_blocks(stages=-2), torch.randn(SHAPE)
     roots = va.inserted_blocks(model).values() if of_blocks else [model.layer1]
     masked = [(m, "weight") for root in roots for m in root.modules() if isinstance(m, nn.Conv2d)]
@@ -92,7 +92,7 @@ def test_torch_pruning_prunes_around_ignored_blocks(options, tmp_path):
     assert_adapter_restores(model, images, expected, tmp_path / "adapter.safetensors")
 
 
-def test_a_block_refuses_the_channels_that_pruning_left():
+def test_a_block_rejects_a_pruned_number_of_channels():
     """Test that a convolution at a site is pruned although its block is ignored (Torch-Pruning#503)."""
     model = with_blocks(names="layer3.1.conv1")
     prune_channels(model, *va.inserted_blocks(model).values())
@@ -103,7 +103,7 @@ def test_a_block_refuses_the_channels_that_pruning_left():
 @pytest.mark.parametrize(
     ("change", "options"), [(va.insert_, {"stages": -2}), (va.replace_, {"names": "layer4.*.conv2", "num_heads": 4})]
 )
-def test_a_pruned_network_takes_blocks_for_the_channels_that_are_left(change, options):
+def test_blocks_are_inserted_for_the_channels_of_a_pruned_network(change, options):
     model, images = prune_channels(network()), torch.randn(SHAPE)
     expected = model(images)
     report = change(model, example_input=images, **options)

@@ -117,7 +117,7 @@ def test_the_code_runs_and_prints_the_output_on_the_page(path, tmp_path, monkeyp
 
 
 def first_cells(text, table):
-    """Return the words in backquotes in the first column of the table whose header begins so."""
+    """Return the words in backquotes in the first column of the table whose header starts with this text."""
     body = text.partition(table)[2].partition("\n\n")[0]
     return [
         word for cell in re.findall(r"^\| ([^|]*`.*?) \|", body, re.MULTILINE) for word in re.findall(r"`(.+?)`", cell)

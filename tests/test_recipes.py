@@ -4,7 +4,7 @@ import importlib.util
 import re
 
 import pytest
-from test_readme import ROOT, blocks, code_and_output, numbers_apart, run_apart
+from test_readme import ROOT, blocks, code_and_output, run_in_process, split_numbers
 
 pytestmark = pytest.mark.slow
 
@@ -14,7 +14,7 @@ SECTIONS = {
     if blocks(text, "python")
 }
 
-#: Code that runs before the first block of a section: files and processes that its reader has.
+#: Code that runs before the first block of a section: files and processes that the reader is assumed to have.
 BEFORE = {
     "Ultralytics YOLO": """
 from pathlib import Path
@@ -57,7 +57,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """,
 }
 
-#: Code that runs after the last block of a section: what its prose states.
+#: Code that runs after the last block of a section: checks of statements in its prose.
 AFTER = {
     "Ultralytics YOLO": """
 images, restored, started = torch.rand(2, 3, 160, 160), YOLO("yolov8n.pt").model.eval(), []
@@ -159,10 +159,10 @@ def test_a_section_runs_and_prints_what_is_shown(title, tmp_path, monkeypatch):
         pytest.skip(f'{" and ".join(missing)} not installed: pip install ".[integrations]"')
     monkeypatch.chdir(tmp_path)
     codes, outputs = zip(*code_and_output(SECTIONS[title]), strict=True)
-    printed = run_apart([BEFORE.get(title, ""), *codes, AFTER.get(title, "")])[1:-1]
+    printed = run_in_process([BEFORE.get(title, ""), *codes, AFTER.get(title, "")])[1:-1]
     for lines, expected in zip(printed, outputs, strict=True):
         if expected:  # libraries print their own logs
-            (words, numbers), (shown, shown_numbers) = numbers_apart(lines), numbers_apart(expected)
+            (words, numbers), (shown, shown_numbers) = split_numbers(lines), split_numbers(expected)
             assert words.endswith(shown)
             assert numbers[len(numbers) - len(shown_numbers) :] == pytest.approx(shown_numbers, rel=1e-3)
 

@@ -290,7 +290,7 @@ attention_drawn = given(
 weights_drawn = given(**DRAWN, qk_norm=st.booleans())
 LINEAR = {"impl": ("einx", "bmm"), "feature_map": ("softmax", "elu", "none"), "dtype": DTYPES}
 linear_drawn = given(case=DRAWN_CASES, **{name: st.sampled_from(values) for name, values in LINEAR.items()})
-few, many = settings(max_examples=8), settings.get_profile("anew")
+few, many = settings(max_examples=8), settings.get_profile("random")
 
 test_attention_equals_the_definition_forward_and_backward = few(attention_drawn(check_attention))
 test_weights_equal_the_definition = few(weights_drawn(check_weights))

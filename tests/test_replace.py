@@ -77,7 +77,7 @@ def test_squeeze_and_excitation_becomes_a_gated_block():
     torch.testing.assert_close(without, model(x))
 
 
-def test_what_comes_back_is_where_the_model_is_and_in_its_mode():
+def test_restored_modules_have_the_dtype_and_mode_of_the_model():
     model, x = timm.create_model("resnet20"), torch.randn(1, 3, 32, 32, dtype=torch.float64)
     norm = model.layer3[1].bn2.eval()  # A norm that is frozen by its mode keeps the mode.
 
@@ -96,7 +96,7 @@ def test_what_comes_back_is_where_the_model_is_and_in_its_mode():
     assert model(x).dtype == torch.float64
 
 
-def test_blocks_are_inserted_after_what_is_replaced():
+def test_blocks_are_inserted_after_replaced_modules():
     torch.manual_seed(0)
     model, x = timm.create_model("resnet20").eval(), torch.randn(1, 3, 32, 32)
     plain = model(x)
@@ -120,7 +120,7 @@ def test_blocks_are_inserted_after_what_is_replaced():
         (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # The feature map is in a list.
     ],
 )
-def test_what_cannot_be_replaced_is_refused_by_name_and_left_alone(make, names, message):
+def test_unsupported_replacements_are_rejected_by_name_without_changes(make, names, message):
     with torch.device("meta"):
         model = make()
     modules = dict(model.named_modules())
@@ -129,7 +129,7 @@ def test_what_cannot_be_replaced_is_refused_by_name_and_left_alone(make, names, 
     assert dict(model.named_modules()) == modules
 
 
-def test_what_is_out_of_place_thaws_with_the_rest():
+def test_replaced_modules_are_unfrozen_with_the_model():
     model = resnet18()
     va.freeze_backbone_(model, also_train="fc.*")
     va.replace_(model, names="layer3.1.conv2", example_input=(1, 3, 64, 64))

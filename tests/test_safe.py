@@ -93,7 +93,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_anything_but_tensors_and_plain_values_is_refused(name, tmp_path, monkeypatch):
+def test_anything_but_tensors_and_plain_values_is_rejected(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     content, reason = REFUSED[name]
     message = f"contains {reason}.* save only the state dict" if reason else "or not a checkpoint"
@@ -105,7 +105,7 @@ def test_anything_but_tensors_and_plain_values_is_refused(name, tmp_path, monkey
     assert os.listdir() == ["file.pth"]
 
 
-def test_long_lists_compressed_parts_and_storages_of_another_length_are_refused(tmp_path):
+def test_long_lists_compressed_parts_and_storages_of_another_length_are_rejected(tmp_path):
     length = 10_000_000
     listed = b"PK\x03\x04" + bytes(length) + struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, length, 4, 0)
     weight = pickled({"weight": crafted.tensor(1, (1,), (1,), None)})
@@ -126,7 +126,7 @@ def test_long_lists_compressed_parts_and_storages_of_another_length_are_refused(
 
 
 @pytest.mark.parametrize("form", ["zip.pth", "legacy.pth", "tensors.safetensors"])
-def test_a_truncated_file_is_refused(form, tmp_path):
+def test_a_truncated_file_is_rejected(form, tmp_path):
     path, state = tmp_path / form, convolutions(3, 8, 8).state_dict()
     if form == "tensors.safetensors":
         save_file(state, path)
@@ -202,7 +202,7 @@ def test_shards_may_be_links_and_a_complete_file_is_preferred(tmp_path):
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"weight_map": 3}', b"{}", b"\xff", b"[" * 100_000])
-def test_an_invalid_index_is_refused(text, tmp_path):
+def test_an_invalid_index_is_rejected(text, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_bytes(text)
     with pytest.raises(va.CheckpointError, match="lists no complete checkpoint"):
         read_checkpoint(tmp_path)
@@ -253,7 +253,7 @@ def test_a_file_of_a_standard_stream_is_written_through(tmp_path):
     assert log.read_text() == "before\n" + "content\nafter\n" * 2
 
 
-def test_links_are_followed_and_modes_kept(tmp_path):
+def test_links_are_followed_and_file_modes_kept(tmp_path):
     target, link, dangling = tmp_path / "real" / "file", tmp_path / "link", tmp_path / "dangling"
     target.parent.mkdir()
     target.write_bytes(b"old")
@@ -273,7 +273,7 @@ def test_links_are_followed_and_modes_kept(tmp_path):
 
 
 @pytest.mark.parametrize("write", [check_writable, lambda path: write_atomically(path, b"content")])
-def test_errors_name_the_file_and_no_temporary_file(write, tmp_path, monkeypatch):
+def test_errors_name_the_file_and_not_a_temporary_file(write, tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"old")
     paths = {tmp_path: "Is a directory", tmp_path / "missing" / "file": "No such file", Path("/proc/x"): "No such file"}
     for path, reason in paths.items():

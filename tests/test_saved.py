@@ -72,7 +72,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_blocks_are_restored_and_removed_without_a_trace(place, tmp_path):
+def test_blocks_are_restored_and_completely_removed(place, tmp_path):
     model = small_network()
     PLACES[place](model)
     train(model)
@@ -120,7 +120,7 @@ def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["names", "values", "types"])
-def test_another_network_is_refused_before_it_is_changed(what, adapter):
+def test_another_network_is_rejected_before_it_is_changed(what, adapter):
     model, message, differing = small_network(), "67 of 67 tensors.*bfloat16 in the model, float32 in the adapter", 67
     if what == "names":
         model.classifier, message, differing = model.fc, "another network: .*fc.weight .*classifier.weight ", 0
@@ -171,7 +171,7 @@ def test_a_late_failure_leaves_the_model_unchanged(error, tmp_path, monkeypatch)
     assert_same(other.state_dict(), before)
 
 
-def test_other_and_damaged_files_are_refused(adapter, tmp_path):
+def test_other_and_damaged_files_are_rejected(adapter, tmp_path):
     model, other = small_network(), tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(1)}, other)
     with pytest.raises(va.CheckpointError, match=r"is not an adapter\. .*load_checkpoint .*load_model"):
@@ -234,7 +234,7 @@ def test_a_custom_block_needs_its_class(tmp_path):
         load_adapter_(small_network(), path, block=lambda channels, momentum, **how: nn.Conv2d(channels, 8, 3, **how))
 
 
-def test_blocks_that_cannot_be_saved_are_refused_by_name(tmp_path):
+def test_blocks_that_cannot_be_saved_are_rejected_by_name(tmp_path):
     model = small_network()
     with pytest.raises(ValueError, match="no inserted blocks to save"):
         save_adapter(model, tmp_path / "adapter.safetensors")
@@ -306,7 +306,7 @@ def test_blocks_inserted_into_a_compiled_layer_fit_the_network_without_it(tmp_pa
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("norm", [parametrizations.spectral_norm, nn.utils.spectral_norm, nn.utils.weight_norm])
-def test_blocks_with_a_parametrization_are_refused_by_name(norm, model, tmp_path):
+def test_blocks_with_a_parametrization_are_rejected_by_name(norm, model, tmp_path):
     """In Self-Attention-GAN#31, all layers have spectral norms."""
     norm(va.inserted_blocks(model)["layer3.0"].attn.proj)
     with pytest.raises(ValueError, match=r"'layer3.0' .*parametrization, .*attn\.proj\."):

@@ -25,7 +25,7 @@ def tiny_vit(**options):
 
 
 def train_(model):
-    """Give the blocks of a model an effect."""
+    """Set random weights, so that the blocks change the output."""
     for block in va.inserted_blocks(model).values():
         nn.init.normal_(block.attn.proj.weight, std=0.1)
 
@@ -58,7 +58,7 @@ class Give(nn.Module):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_map_is_found_wherever_it_is_and_everything_else_is_left_alone(form):
+def test_the_feature_map_is_found_in_any_container_and_other_items_are_kept(form):
     torch.manual_seed(0)
     model, x = nn.Sequential(Give(form)), torch.randn(2, 3, 6, 10)
     before = model(x)
@@ -92,7 +92,7 @@ def test_the_map_is_found_wherever_it_is_and_everything_else_is_left_alone(form)
     ],
 )
 @torch.no_grad()
-def test_layouts_of_networks_and_modules_that_loop_over_their_children(name, options, layout):
+def test_layouts_and_modules_that_iterate_over_children(name, options, layout):
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5, **options).eval()
     for head in (module for module in model.modules() if isinstance(module, nn.Linear)):
@@ -112,7 +112,7 @@ def test_layouts_of_networks_and_modules_that_loop_over_their_children(name, opt
         assert list(other.state_dict()) == keys
 
 
-def test_a_dense_block_has_its_block_held_further_in():
+def test_a_block_after_a_dense_block_is_nested():
     model, x = DenseNet(8, (2, 2), 16).eval(), torch.randn(1, 3, 64, 64)
     before = model(x)
     va.insert_(model, names="features.denseblock?", num_heads=4, example_input=x)
@@ -133,13 +133,13 @@ def test_a_module_that_has_two_names_is_one_site():
     assert len(va.insert_(model, names=["alias", "layer3"])) == 1
 
 
-def test_before_a_site_is_its_input():
+def test_before_applies_the_block_to_the_input():
     model = resnet18()
     (block,) = va.insert_(model, names="layer3", at="before", example_input=(2, 3, 64, 64)).blocks
     assert (block.site, block.at, block.channels, block.map_size) == ("layer3.0", "before", 128, (8, 8))
 
 
-def test_before_a_module_that_is_called_by_keyword():
+def test_before_a_module_with_keyword_arguments():
     model, x = nn.Sequential(), torch.randn(1, 3, 6, 8)
     model.conv, model.inner = nn.Conv2d(3, 8, 1), nn.Identity()
     model.inner.forward = lambda scale, *, features: scale * features
@@ -161,7 +161,7 @@ def test_before_a_module_that_is_called_by_keyword():
         (lambda: tiny_vit(depth=3, img_size=64), "blocks.1", "drop_path2"),
     ],
 )
-def test_the_end_of_a_branch_is_found_before_its_addition(make, site, end):
+def test_branch_inserts_before_the_residual_addition(make, site, end):
     heads = 3 if site == "blocks.1" else 4
     (block,) = va.insert_(make(), names=site, at="branch", num_heads=heads, example_input=(1, 3, 64, 64)).blocks
     assert (block.site, block.at) == (f"{site}.{end}", "after")
@@ -213,7 +213,7 @@ if timm.is_model("gemma4_vit_167m"):  # The metadata of this model contains no m
 
 
 @pytest.mark.parametrize("name", TRUNKS)
-def test_stages_of_networks_that_declare_none_are_in_a_table_and_the_same_for_all_sizes(name):
+def test_inferred_stages_match_the_table_for_all_sizes(name):
     make, small, large, stages = TRUNKS[name]
     with torch.device("meta"):
         model = make(name)
@@ -244,12 +244,12 @@ POOLED = (*(nn.Conv2d(3, 3, 3, 2, padding=1) for _ in range(5)), nn.AdaptiveAvgP
     ],
 )
 @pytest.mark.filterwarnings("ignore::Warning")
-def test_where_stages_are_ambiguous_modules_are_named_to_choose_from(make, message):
+def test_errors_for_ambiguous_stages_suggest_modules(make, message):
     with pytest.raises(va.SiteError, match=message):
         va.stage_names(make(), (1, 3, 32, 32))
 
 
-def test_of_several_parts_that_declare_stages_none_is_chosen():
+def test_several_parts_with_declared_stages_are_ambiguous():
     with torch.device("meta"):
         model = nn.ModuleDict({"one": timm.create_model("resnet18"), "other": timm.create_model("resnet18")})
     model.forward = lambda x: model.one(x) + model.other(x)
@@ -258,7 +258,7 @@ def test_of_several_parts_that_declare_stages_none_is_chosen():
     assert va.insert_(model, names="other.layer4").blocks[0].site == "other.layer4.1"
 
 
-def test_one_bad_entry_of_a_declaration_spoils_no_other():
+def test_an_invalid_metadata_entry_does_not_affect_others():
     with torch.device("meta"):
         model = timm.create_model("resnet18")
     model.feature_info[2]["module"] = "nowhere"
@@ -269,7 +269,7 @@ def test_one_bad_entry_of_a_declaration_spoils_no_other():
 
 @pytest.mark.parametrize("state", ["half precision", "channels last", "compiled in place", "data parallel"])
 @torch.no_grad()
-def test_a_model_stays_in_its_state(state):
+def test_the_state_of_a_model_is_kept(state):
     model, x = convolutions(3, 8, 16), torch.randn(2, 3, 32, 32)
     if state == "half precision":
         model, x = model.half(), x.half()
@@ -288,7 +288,7 @@ def test_a_model_stays_in_its_state(state):
     assert torch.equal(model(x), before)
 
 
-def test_a_map_that_the_network_does_not_read_is_a_warning():
+def test_an_unused_feature_map_raises_a_warning():
     torch.manual_seed(0)
     model = tiny_vit(num_classes=3)
     with pytest.warns(UserWarning, match="does not depend on the feature map at 'blocks.1'"):
@@ -300,7 +300,7 @@ def test_a_map_that_the_network_does_not_read_is_a_warning():
 
 
 @pytest.mark.parametrize(("both", "element"), [(False, 1), (True, 0)])
-def test_of_several_maps_the_one_that_is_read_is_used_or_else_the_declared_one(both, element):
+def test_the_used_or_declared_of_several_feature_maps_is_selected(both, element):
     """Test a stage that returns two feature maps, of which the network uses one or both."""
     model, options = nn.Sequential(), {"num_heads": 2, "example_input": (1, 3, 6, 8)}
     model.stem, model.stage = nn.Conv2d(3, 8, 1), nn.Identity()
@@ -317,7 +317,7 @@ def test_of_several_maps_the_one_that_is_read_is_used_or_else_the_declared_one(b
             va.insert_(model, names="stage", **options)
 
 
-def test_a_network_that_became_a_part_of_another_keeps_its_blocks():
+def test_a_network_inside_another_keeps_its_blocks():
     backbone, x = DenseNet(8, (2, 2), 16, num_classes=4).eval(), torch.randn(1, 3, 64, 64)
     before = backbone(x)
     va.insert_(backbone, names=["features.denseblock1", "features.norm5"], num_heads=4, gate_init=1.0, example_input=x)
@@ -338,7 +338,7 @@ def test_a_network_that_became_a_part_of_another_keeps_its_blocks():
         (lambda: timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1)), "blocks.1", r"1, 784, 192\) .* mask units"),
     ],
 )
-def test_a_tensor_with_the_shape_of_a_map_that_is_none_is_refused(make, site, message):
+def test_tensors_that_only_resemble_feature_maps_are_rejected(make, site, message):
     with torch.device("meta"):
         model = make()
     with pytest.raises(va.SiteError, match=rf"'{site}' returns \({message}"):
@@ -346,7 +346,7 @@ def test_a_tensor_with_the_shape_of_a_map_that_is_none_is_refused(make, site, me
     assert va.inserted_blocks(model) == {}
 
 
-def test_as_many_tokens_in_another_grid_are_refused():
+def test_the_same_number_of_tokens_in_another_grid_is_rejected():
     model, images = tiny_vit(img_size=224, dynamic_img_size=True), torch.randn(1, 3, 112, 448)
     before = model(images)
     va.insert_(model, names="blocks.0", num_heads=3)
@@ -373,7 +373,7 @@ def test_the_user_declares_a_layout_and_excludes_sites():
             va.insert_(model, names="1", exclude=exclude, layout=layout, **options)
 
 
-def test_a_map_that_only_a_detector_reads_is_read():
+def test_a_feature_map_used_only_by_a_detector_is_supported():
     torch.manual_seed(0)
     backbone = detection.backbone_utils.resnet_fpn_backbone(backbone_name="resnet18", weights=None, returned_layers=[4])
     anchors = detection.rpn.AnchorGenerator(((32,), (64,)), ((1.0,),) * 2)

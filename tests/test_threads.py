@@ -85,7 +85,7 @@ def assert_served(serve, calls):
 
 
 @pytest.mark.parametrize("calls", [200, pytest.param(4000, marks=pytest.mark.slow)])
-def test_every_thread_of_a_server_gets_its_own_answer(model, calls):
+def test_every_thread_of_a_server_gets_its_own_result(model, calls):
     requests = list(itertools.product(CALLS, range(len(IMAGES))))
     alone = {(names, at): run(model, IMAGES[at], *names) for names, at in requests}
     assert {names: len(alone[names, 0]) for names in CALLS} == {names: 1 + 2 * ("capture" in names) for names in CALLS}
@@ -132,7 +132,7 @@ def test_tasks_of_one_thread_have_their_own_contexts(model):
         assert all(map(torch.equal, answer, run(model, IMAGES[0], *names)))
 
 
-def test_a_task_that_outlives_the_block_leaves_it(model):
+def test_a_task_that_outlives_the_with_block_exits_its_context(model):
     async def serve():
         left = asyncio.Event()
 
@@ -285,9 +285,9 @@ def test_an_implementation_that_is_set_inside_stays(model):
     assert [one.impl for one in blocks] == ["bmm", "bmm"]
 
 
-def test_replicas_in_new_threads_are_refused(model):
+def test_replicas_in_new_threads_are_rejected(model):
     parallel = nn.DataParallel(model)
-    parallel.device_ids = [0, 1]  # This has the effect of two GPUs.
+    parallel.device_ids = [0, 1]  # This simulates two GPUs.
     for context in CONTEXTS.values():
         with pytest.raises(ValueError, match=r"nn\.DataParallel.*model\.module"), context(parallel):
             pass

@@ -117,12 +117,12 @@ CHECKS = [forward, backward, heads, features, checkpointing, layers]
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_network_of_ours_keeps_timms_contract(name, check):
+def test_networks_of_this_library_meet_the_requirements_of_timm(name, check):
     check(name)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
-def test_every_registered_network_keeps_timms_contract(name):
+def test_every_registered_network_meets_the_requirements_of_timm(name):
     for check in CHECKS:
         check(name)

@@ -34,7 +34,7 @@ def find_blocks(model, kind=va.AttentionBlock2d):
     ],
 )
 @torch.no_grad()
-def test_a_network_with_the_layer_computes_what_it_does_without(name, options, layer):
+def test_the_layer_does_not_change_the_output_of_the_network(name, options, layer):
     plain = timm.create_model(name, num_classes=3, **options(None)).eval()
     as_after_training(plain)
     model, x = timm.create_model(name, num_classes=3, **options(layer)).eval(), torch.randn(1, 3, 64, 64)
@@ -63,7 +63,7 @@ def small_botnet(layer, **options):
     [(va.timm_layer(StridedAttention2d, num_heads=4), {}), (va.timm_layer(StridedAttention2d), {"num_heads": 4})],
 )
 @torch.no_grad()
-def test_it_takes_the_place_of_bottleneck_attention(layer, options):
+def test_it_replaces_bottleneck_attention(layer, options):
     model, theirs = small_botnet(layer, **options), small_botnet("bottleneck")
     blocks = find_blocks(model, StridedAttention2d)
     found = [(block.stride, block.attn.position.config) for block in blocks]
@@ -84,7 +84,7 @@ def test_it_takes_the_place_of_bottleneck_attention(layer, options):
 
 
 @pytest.mark.parametrize("num_heads", [4, 16])  # timm tests layers with 8 channels, which 16 heads do not divide.
-def test_it_takes_the_place_of_squeeze_and_excitation(num_heads):
+def test_it_replaces_squeeze_and_excitation(num_heads):
     layer = va.timm_layer(num_heads=num_heads)
     blocks = decode_arch_def([["ds_r1_k3_s1_e1_c16_se0.25_nre"], ["ir_r2_k3_s2_e4_c32_se0.25"]])
     models = timm.create_model("efficientnet_b0", num_classes=3, se_layer=layer), MobileNetV3(blocks, 3, se_layer=layer)
@@ -98,7 +98,7 @@ def strided(channels, *, stride=1, feat_size=None, **options):
     return {"channels": channels, "stride": stride, "feat_size": feat_size, **options}
 
 
-def test_a_block_gets_the_arguments_that_it_can_use():
+def test_a_block_receives_the_arguments_that_it_accepts():
     options = {"act_layer": nn.ReLU, "rd_ratio": 0.25, "rd_divisor": 8, "rd_channels": 4, "feat_size": (7, 7)}
     made = va.timm_layer(lambda channels, **options: options, num_heads=4)(16, device="cpu", stride=1, **options)
     assert made == {"num_heads": 4, "device": "cpu", "dtype": None}

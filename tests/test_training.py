@@ -77,7 +77,7 @@ def batch(count=8):
     return torch.randn(count, 3, 16, 16, generator=generator), torch.randint(3, (count,), generator=generator)
 
 
-def test_settings_survive_their_file_except_those_of_one_call(base, tmp_path):
+def test_settings_are_restored_from_their_file_except_call_settings(base, tmp_path):
     file = tmp_path / "settings.yaml"
     settings = replace(base, mean=(0.1,) * 3, std=(1e-5,) * 3, seed=3, decay_epochs=(1, 2), amp="no")
     file.write_bytes(write_settings(settings))
@@ -99,7 +99,7 @@ def test_settings_survive_their_file_except_those_of_one_call(base, tmp_path):
         ("block: os:system", "block 'os:system'"),
     ],
 )
-def test_a_file_that_holds_no_settings_or_would_run_code_is_refused(text, message, tmp_path):
+def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_path):
     (tmp_path / "settings.yaml").write_text(text)
     with pytest.raises(ValueError, match=f"settings.yaml.*{message}"):
         read_settings(tmp_path, ())
@@ -113,7 +113,7 @@ def test_a_file_that_holds_no_settings_or_would_run_code_is_refused(text, messag
         ({"mean": (0.5,) * 3}, "mean requires std="),
         ({"sched": "step"}, "decay_epochs .* sched=step"),
         ({"lr": math.nan, "epochs": 0}, "epochs: .* 1, got 0; lr: "),
-        ({"model": "resnet21"}, "'resnet21'; .*resnet2"),
+        ({"model": "resnet21"}, r"'resnet21' does not exist\. Did you mean .*resnet20"),
         ({"model": "vit_tiny_patch16_224", "insert": (), "img_size": 64}, "64×64.*--img-size"),
         ({"block_options": "pos=Rope2d()"}, "block_options .*'pos'"),
         ({"block_options": ("num_heads=4", "num_heads=2")}, "block_options .*'num_heads=2'"),
@@ -133,7 +133,7 @@ def test_a_file_that_holds_no_settings_or_would_run_code_is_refused(text, messag
     ],
     ids=str,
 )
-def test_wrong_settings_are_refused_in_a_line(base, options, message, monkeypatch):
+def test_invalid_settings_are_one_line_errors(base, options, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
         run_training(Settings(**{**{field.name: getattr(base, field.name) for field in fields(base)}, **options}))
@@ -212,7 +212,7 @@ def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
         (tmp_path / "runs" / name).mkdir(parents=True)
     with pytest.raises(ValueError, match="batch_size"):
         run_training(replace(base, output=None, batch_size=100), log=quiet)
-    assert not (tmp_path / "runs" / "train-8").exists(), "a refused run takes no number"
+    assert not (tmp_path / "runs" / "train-8").exists(), "an invalid run does not use a number"
     result = run_training(replace(base, output=None, epochs=1, batch_size=36), log=quiet)
     assert (result.folder, numbered_folder()) == (Path("runs/train-8"), Path("runs/train-9"))
 
@@ -371,7 +371,7 @@ def test_mixed_precision_saves_a_plain_network(base):
 
 
 @pytest.mark.slow
-def test_a_compiled_run_learns_the_same(base, tmp_path):
+def test_a_compiled_run_has_the_same_results(base, tmp_path):
     plain = run_training(replace(base, output=tmp_path / "plain"), log=quiet)
     compiled = run_training(replace(base, compile=True), log=quiet)
     assert compiled.final.loss == pytest.approx(plain.final.loss, abs=0.05)
@@ -420,7 +420,7 @@ def test_a_frozen_backbone_is_unchanged_and_its_adapter_restores_the_network(bas
     assert not (tmp_path / "plain" / "adapter.safetensors").exists()
 
 
-def test_pretrained_weights_for_other_classes_get_a_new_head(monkeypatch):
+def test_pretrained_weights_for_other_classes_have_a_new_head(monkeypatch):
     monkeypatch.setattr(
         "vision_attn.tools.training.network.create_model", lambda name, pretrained, **how: create_model(name, **how)
     )
@@ -473,7 +473,7 @@ class Block(nn.Module):
 """
 
 
-def test_an_error_in_a_block_of_the_user_names_its_line(base, tmp_path, monkeypatch):
+def test_an_error_in_a_custom_block_names_its_line(base, tmp_path, monkeypatch):
     (tmp_path / "their_block.py").write_text(BLOCK)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(TrainingError, match=r"their_block:Block' raised ZeroDivisionError .* line 8 of"):

@@ -216,7 +216,7 @@ def test_small_sets_that_do_not_vary_are_kept_in_memory(image_folder, monkeypatc
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that the worker had open
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_worker_ignores_ctrl_c_and_its_death_is_an_error(image_folder, number):
+def test_a_worker_ignores_ctrl_c_and_its_exit_is_an_error(image_folder, number):
     loader = images_of(Settings(data=image_folder, crop="resized", workers=1), train=True)
     batches = loader.batches(torch.arange(72).split(2))
     next(batches)
@@ -280,7 +280,7 @@ def test_images_are_augmented_by_timm(places, options):
     assert torch.equal(v2.functional.pil_to_tensor(expected), found)
 
 
-def test_posterize_to_no_bits_is_black():
+def test_posterize_to_zero_bits_is_black():
     image = Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3))
     for bits in (1, 4, 7):
         assert module.posterize(image, bits).tobytes() == ImageOps.posterize(image, bits).tobytes()

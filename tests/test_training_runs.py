@@ -214,7 +214,7 @@ def test_a_run_killed_twenty_times_is_resumed_bitwise(base, processes, kills, tm
     assert_same_result(base.output, killed.output)
 
 
-def test_ignored_signals_stay_ignored_and_a_thread_takes_none(base, tmp_path, monkeypatch):
+def test_ignored_signals_stay_ignored_and_threads_handle_no_signals(base, tmp_path, monkeypatch):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     at_step(monkeypatch, 0, 1, lambda: signal.raise_signal(signal.SIGINT))
     train(base, epochs=1)
@@ -240,7 +240,7 @@ def test_auto_starts_or_resumes_and_more_epochs_extend_a_run(base, monkeypatch):
         train(base)
 
 
-def test_a_run_keeps_files_that_are_not_its_own(base):
+def test_a_run_keeps_files_of_other_programs(base):
     for name in ("state", "model"):
         (base.output / name).mkdir(parents=True)
         (base.output / name / "notes.txt").write_text("mine")
@@ -252,7 +252,7 @@ def test_a_run_keeps_files_that_are_not_its_own(base):
     assert (base.output / "model" / "notes.txt").read_text() == "mine"
 
 
-def test_a_damaged_or_hostile_state_is_refused_and_runs_no_code(base, tmp_path, capfd):
+def test_a_damaged_or_hostile_state_is_rejected_and_runs_no_code(base, tmp_path, capfd):
     class RunsCode:
         def __reduce__(self):
             return os.system, ("echo this ran >&2",)

@@ -1,8 +1,9 @@
 """The program ``vision-attn``, in which each command is a function whose arguments are the flags.
 
-The exit status is 0 for success, 1 for a failure, 2 for wrong usage, and 128 plus the signal after an interruption. If
-the reader of the output closes it, like ``head``, the status is 141 without a message. Errors that a user can fix are
-one line; only bugs print a traceback. Help and wrong flags do not import heavy packages.
+The exit status is 0 for success, 1 for a failure, 2 for wrong usage, and 128 plus the signal number after an
+interruption. If the reader of the output closes the pipe, as ``head`` does, the status is 141 without a message.
+Errors that a user can fix are printed in one line; only bugs print a traceback. Help and
+wrong flags do not import heavy packages.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def run_command(name: str, words: list[str]) -> int:
 
 
 def with_flags(message: str, command: str) -> str:
-    """Replace names of arguments in an error message by the flags of a command.
+    """Replace argument names in an error message with the flags of a command.
 
     Names are replaced at the start of the message and before an equals sign.
 
@@ -102,7 +103,7 @@ def with_flags(message: str, command: str) -> str:
 
 
 def print_warning(program: str, message: Warning | str, *where: Any, **options: Any) -> None:
-    """Print a warning to standard error in one line, without the line of code that caused it."""
+    """Print a warning to standard error in one line, without the source line that Python adds."""
     print(f"{program}: warning: {escaped(' '.join(str(message).split()))}", file=sys.stderr)
 
 
@@ -113,7 +114,7 @@ def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = 
     2
     0
     """
-    sys.stderr = sys.stderr or io.StringIO()  # None if it is closed
+    sys.stderr = sys.stderr or io.StringIO()  # None if standard error is closed
     if sys.stdout is None:
         sys.exit(f"{name}: error: standard output is closed. Redirect it to a file or to /dev/null")
     for stream in (sys.stdout, sys.stderr):
@@ -126,24 +127,22 @@ def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = 
             return run() or 0
     except KeyboardInterrupt as stop:
         message = str(stop) if isinstance(stop, Interrupted) else interrupted
-        if message:  # only one of several processes has a message
+        if message:  # of several processes, only one prints a message
             print(f"{name}: {message}", file=sys.stderr)
         return 128 + stop.signal if isinstance(stop, Interrupted) else INTERRUPTED
     except Exception as error:
         if isinstance(error, BrokenPipeError) and error.filename is None:  # the reader closed standard output
             return BROKEN_PIPE
         missing = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("vision_attn")
-        # torch, which is not imported here, raises its own types
+        # torch is not imported here, so its error types are compared by name
         memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)
         if isinstance(error, (ValueError, VisionAttnError, OSError)) or missing or memory:
             has_remedy = not missing or "pip install" in str(error)
-            remedy = (
-                "" if has_remedy else ". Install the packages of the commands: pip install 'vision-attn[train,export]'"
-            )
-            # Text from files is escaped. Only errors of checkpoints have several lines.
+            remedy = "" if has_remedy else ". Install the required packages: pip install 'vision-attn[train,export]'"
+            # Text from files is escaped. Only checkpoint errors have several lines.
             lines = str(error).split("\n")
             if isinstance(error, OSError) and error.strerror and error.filename:
-                lines = [f"{error.strerror}: {error.filename!r}"]  # without the number of the error
+                lines = [f"{error.strerror}: {error.filename!r}"]  # without the errno
             message = "\n".join(lines) if isinstance(error, CheckpointError) else " ".join(map(escaped, lines))
             print(f"{name}: error: {message or type(error).__name__}{remedy}", file=sys.stderr)
         else:

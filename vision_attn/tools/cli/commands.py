@@ -17,7 +17,7 @@ from vision_attn.text import escaped
 from vision_attn.tools.cli.visualize import Images, Output, find_images, load_images
 from vision_attn.tools.hints import hint
 
-#: Types of arguments that several commands have.
+#: Argument type shared by several commands.
 Run = Annotated[Positional[Path], arg(metavar="RUN")]
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ def inspect(
     /,
     input_size: Annotated[tuple[int, ...], hint("SIDE | HEIGHT WIDTH", "default: size of the model, or 224")] = (),
     batch_size: int = 128,
-    num_heads: Annotated[int | None, hint("INT", "default: the largest divisor of the channels up to 8")] = None,
+    num_heads: Annotated[int | None, hint("INT", "default: largest divisor of the channels, at most 8")] = None,
     pattern: str = "full",
 ) -> None:
-    """Compare the costs of attention at each stage of a network.
+    """Compare the cost of attention at each stage of a network.
 
     Args:
-        model: Name of a model of timm or of this library, or torchvision:NAME.
+        model: Name of a timm model or of a model of this library, or torchvision:NAME.
         input_size: Side, or height and width, of the input images in pixels.
         batch_size: Number of images per training step, for the memory estimate.
         num_heads: Number of attention heads.
@@ -66,7 +66,7 @@ def demo(
     """Train networks with and without attention on a small task, in minutes on a CPU.
 
     Args:
-        output: Folder of the results.
+        output: Folder for the results.
         steps: Number of training steps of each network.
         seed: Random seed of each network.
         jobs: Number of networks to train in parallel.
@@ -86,10 +86,10 @@ def predict(
     """Classify images with a trained network.
 
     Args:
-        run: Folder of a run or of va.save_model.
+        run: Folder of a training run, or folder written by va.save_model.
         images: Image files, or folders of images.
         top: Number of classes to print for each image.
-        output: CSV file for the classes and probabilities of all images.
+        output: CSV file to write, with the classes and probabilities of all images.
     """
     import torch
 
@@ -131,13 +131,13 @@ def export(
     """Export a trained network for another runtime and check its output.
 
     Args:
-        run: Folder of a run or of va.save_model.
+        run: Folder of a training run, or folder written by va.save_model.
         output: File to write: .onnx, .pt2 (torch.export), .aoti.pt2 (AOTInductor), .xml (OpenVINO), .tflite (LiteRT)
             or .pte (ExecuTorch).
         input_size: Side, or height and width, of the input images in pixels.
-        dynamic: Dimensions that may vary between calls.
+        dynamic: Dimensions of the input that may vary between calls.
         int8: Folder with train/CLASS/IMAGE and val/CLASS/IMAGE, for quantization to 8 bits.
-        normalize: Include the normalization of pixels in 0…1 in the file.
+        normalize: Include the normalization in the file, so that it accepts pixels in 0…1.
     """
     from vision_attn.networks.models import folder
     from vision_attn.tools.export.export import export_model
@@ -210,19 +210,19 @@ def evaluate(words: list[str]) -> None:
 class Comparison:
     """Compare blocks over several seeds, with confidence intervals.
 
-    All variants are trained with the same settings, which are the flags of vision-attn train. Without a data set,
-    the variants are compared on the task of vision-attn demo. Repeat the command to resume a comparison.
+    The flags of vision-attn train apply to all variants. Without a data set, the variants are compared on the task of
+    vision-attn demo. Run the same command again to resume a comparison.
 
     Example: vision-attn compare --data flowers --model resnet18 --pretrained --insert layer3
     """
 
-    # Variants: names, or NAME=VARIANT FLAGS such as 'rope=attention --block-options position=Rope2d()'.
+    # Variants to compare: names, or NAME=VARIANT FLAGS such as 'rope=attention --block-options position=Rope2d()'.
     variants: Annotated[tuple[str, ...], hint("VARIANT [VARIANT ...]")] = ("plain", "convolution", "se", "attention")
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # Random seeds of each variant.
     # Number of runs in parallel.
     jobs: Annotated[int | None, hint("INT", "default: number of GPUs, or of cores")] = None
-    backend: Literal["loky", "ray"] = "loky"  # Backend for the runs: local processes or a Ray cluster.
-    output: Output = Path("runs/compare")  # Folder of the runs and the tables.
+    backend: Literal["loky", "ray"] = "loky"  # Where to run: local processes or a Ray cluster.
+    output: Output = Path("runs/compare")  # Folder for the runs and the tables.
 
 
 def compare(words: list[str]) -> None:

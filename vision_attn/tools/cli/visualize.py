@@ -116,10 +116,10 @@ def explore(
 
     Args:
         images: Image files, or folders of images.
-        model: Folder of a run, or name of a timm model.
+        model: Folder of a training run, or name of a timm model.
         pretrained: Load the pretrained weights of the timm model.
-        adapter: File adapter.safetensors to load into the timm model.
-        sites: Modules whose attention is shown (names or globs).
+        adapter: Adapter file (adapter.safetensors) to load into the timm model.
+        sites: Attention modules to show (names or globs).
         output: HTML file to write.
         top: Number of classes to show for each image.
         png: Folder for one PNG image per module, with the attention maps of the query at the image center.

@@ -1,4 +1,4 @@
-"""Comparisons on the synthetic task recall, which take minutes on a CPU; :func:`run_demo` is one of them."""
+"""Comparisons on the synthetic task recall, such as :func:`run_demo`, which take minutes on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vision_attn.networks.insertion import quiet_eval
 from vision_attn.networks.models.folder import load_model, save_model
 from vision_attn.networks.recording import capture
 from vision_attn.tools.comparison.experiments import Measured, Runs, print_parts, trials
-from vision_attn.tools.comparison.recall import CELLS, COLOURS, NOTHING, PAIRS, PIXELS, accuracy, canvases, training
+from vision_attn.tools.comparison.recall import CELLS, COLORS, NOTHING, PAIRS, PIXELS, accuracy, canvases, training
 from vision_attn.tools.comparison.variants import BLOCK_SETTINGS, RECALL, settings_for_variant
 from vision_attn.tools.explorer import explore
 from vision_attn.tools.training.network import insert_blocks_
@@ -48,15 +48,15 @@ def run_demo(output: str | Path, *, steps: int = 400, seed: int = 0, jobs: int |
 
 
 def compare_on_recall(
-    variants: Mapping[str, Mapping[str, Any]], *, output: str | Path, steps: int = 400, **how: Any
+    variants: Mapping[str, Mapping[str, Any]], *, output: str | Path, steps: int = 400, **options: Any
 ) -> Runs:
-    """Train each variant on recall with each seed and compare the accuracies; ``how`` is as in :func:`trials`."""
+    """Train each variant on recall with each seed and compare the accuracies; ``options`` are as in :func:`trials`."""
     check_count("steps", steps)
     names = {name for settings in variants.values() for name in settings}
     if foreign := sorted(names - ({*BLOCK_SETTINGS} - {"attention_lr"})):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
         raise ValueError(f"{flags}: not available without --data or --dataset")
-    return trials(partial(train_recall, output=Path(output).resolve()), variants, output=output, steps=steps, **how)
+    return trials(partial(train_recall, output=Path(output).resolve()), variants, output=output, steps=steps, **options)
 
 
 def train_recall(variant: str, seed: int, *, steps: int, output: Path, **settings: Any) -> Measured:
@@ -75,13 +75,13 @@ def train_recall(variant: str, seed: int, *, steps: int, output: Path, **setting
 
 def draw(model: nn.Module, folder: Path) -> None:
     """Draw the attention map of a black cell, and write an explorer page."""
-    images, colours = canvases(256, 12, train=False, generator=torch.Generator().manual_seed(0))
-    chosen = (colours[:, *QUERY_CELL] != NOTHING).nonzero()[:CANVASES, 0]
-    images, colours = images[chosen], colours[chosen]
+    images, colors = canvases(256, 12, train=False, generator=torch.Generator().manual_seed(0))
+    chosen = (colors[:, *QUERY_CELL] != NOTHING).nonzero()[:CANVASES, 0]
+    images, colors = images[chosen], colors[chosen]
     query = tuple(PIXELS * (cell + 0.5) for cell in QUERY_CELL)
     with capture(model, queries=[query]) as maps, quiet_eval(model):
         predicted = model(images).argmax(1)[:, *QUERY_CELL]
-    titles = [f"prediction for the framed glyph: {[*COLOURS][label]}" for label in predicted.tolist()]
+    titles = [f"prediction for the framed glyph: {[*COLORS][label]}" for label in predicted.tolist()]
     (attention,) = maps.values()
     save_figure(attention_figure(images, attention, titles=titles, width=7.5), folder / "attention.png")
     explore(model, images, folder / "explorer.html", title="What color is the cell of the matching glyph?")

@@ -33,11 +33,11 @@ from vision_attn.tools.comparison.statistics import Difference, compare_scores, 
 Measured = dict[str, float]
 #: measurements by variant and seed
 Runs = dict[str, dict[str, Measured]]
-#: differences of all pairs of variants by measurement, those of the last variant first
+#: differences of all pairs of variants by measurement, starting with those of the last variant
 Differences = dict[str, list[Difference]]
 #: Number of timed steps of each variant, which alternate.
 ROUNDS = 15
-#: Number of decimals by the unit at the end of a name. Measurements without a unit are integers and not compared.
+#: Number of decimals by the unit at the end of a name. Measurements without a unit are integers and are not compared.
 DECIMALS = {"%": 1, "dB": 2, "px": 2, "steps": 0}
 
 
@@ -66,12 +66,12 @@ def trials(
             better).
         variants: names of variants, optionally with additional options for ``run``.
         seeds: random seeds of each variant.
-        output: folder of the results. On a cluster, all machines share it.
+        output: folder for the results, which all machines of a cluster must share.
         jobs: number of runs in parallel; the number of GPUs or cores by default. A single job uses this process.
         backend: backend of joblib: ``"loky"`` for local processes, ``"ray"`` for a Ray cluster.
         gpu: assign a GPU to each run if GPUs are available.
         step: function ``step(variant)`` that returns a function for one training step. Steps are timed after the runs.
-        note: line below the table.
+        note: text below the table.
         **options: options for ``run``: numbers, strings and lists.
 
     Raises:
@@ -81,14 +81,14 @@ def trials(
     """
     check_counts(jobs=jobs)
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds must be at least one number without duplicates, got {list(seeds)}")
+        raise ValueError(f"seeds must be distinct, with at least one seed, got {list(seeds)}")
     folder = Path(output).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "runs.json"
     check_writable(file)
     custom = variants if isinstance(variants, Mapping) else {variant: {} for variant in variants}
     settings = json.loads(json.dumps({variant: {**options, **custom[variant]} for variant in custom}))
-    # In order of seeds, so that an interrupted comparison has a similar number of runs of each variant.
+    # Runs are ordered by seed, so that an interrupted comparison has a similar number of runs for each variant.
     runs = {(variant, seed): folder / f"{variant}-{seed}" / "run.json" for seed in seeds for variant in custom}
     todo = {key: path for key, path in runs.items() if not is_complete(path, settings[key[0]])}
     with TemporaryDirectory() as slots:
@@ -147,7 +147,7 @@ def make_run(
 
 
 def make_parallel(backend: str, jobs: int | None, runs: int, gpu: bool, slots: str) -> Parallel:
-    """Create the object of joblib that executes the runs."""
+    """Create the joblib object that executes the runs in parallel."""
     options: dict[str, Any] = {}
     if backend == "ray":
         try:
@@ -184,7 +184,7 @@ def start_worker(gpus: Sequence[str], slots: str) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Stop this process, which saves its run, after its parent has been killed."""
+    """Wait until the parent has been killed, and then stop this process, which saves its run."""
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -198,7 +198,9 @@ def time_steps(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
             start = time.perf_counter()
             step()
             times[variant].append(1000 * (time.perf_counter() - start))
-    return {variant: float(np.median(found[ROUNDS // 5 :])) for variant, found in times.items()}  # without warm-up
+    return {
+        variant: float(np.median(found[ROUNDS // 5 :])) for variant, found in times.items()
+    }  # without the warm-up rounds
 
 
 def compare_runs(runs: Runs) -> Differences:
@@ -225,7 +227,7 @@ def format_values(name: str, values: Sequence[float]) -> str:
 
 
 def report_parts(runs: Runs, times: Measured, differences: Differences, note: str) -> list[str | Table]:
-    """Return tables of means, standard deviations and the differences of the last variant."""
+    """Return tables of means, standard deviations and the differences between the last variant and the others."""
     names = measured_names(runs)
     rows = [("variant", *(["ms per step"] if times else []), *names, "runs")]
     for variant, by_seed in runs.items():

@@ -23,9 +23,9 @@ from vision_attn.networks.insertion import parameter_groups, quiet_eval
 #: number of cells along a side of a canvas, and of pixels along a side of a cell
 CELLS, PIXELS = 12, 8
 #: classes with their RGB values
-COLOURS = {
+COLORS = {
     "red": (0.9, 0.1, 0.1), "green": (0.1, 0.6, 0.1), "blue": (0.15, 0.25, 1.0), "yellow": (0.85, 0.75, 0.0),
-    "purple": (0.75, 0.1, 0.8), "cyan": (0.0, 0.7, 0.75), "orange": (1.0, 0.5, 0.1), "grey": (0.5, 0.5, 0.5),
+    "purple": (0.75, 0.1, 0.8), "cyan": (0.0, 0.7, 0.75), "orange": (1.0, 0.5, 0.1), "gray": (0.5, 0.5, 0.5),
 }  # fmt: skip
 #: numbers of pairs on a canvas
 PAIRS = (4, 8, 16, 32)
@@ -33,7 +33,7 @@ PAIRS = (4, 8, 16, 32)
 BATCH, EVALUATED = 24, 128
 #: number of glyphs for training; the others are held out
 TRAINING_GLYPHS = 1_400
-#: label of cells that are not black cells of a pair, which ``torch.nn.functional.cross_entropy`` ignores
+#: label of all cells except the black cells of a pair; ``torch.nn.functional.cross_entropy`` ignores it
 NOTHING = -100
 
 
@@ -52,22 +52,22 @@ def canvases(count: int, pairs: int, *, train: bool, generator: torch.Generator)
     Returns:
         Images ``(count, 3, 96, 96)`` in 0…1, and the class of each cell, ``(count, 12, 12)``.
 
-    >>> images, colours = canvases(2, 8, train=True, generator=torch.Generator())
-    >>> images.shape, colours.shape, int((colours != NOTHING).sum())
+    >>> images, colors = canvases(2, 8, train=True, generator=torch.Generator())
+    >>> images.shape, colors.shape, int((colors != NOTHING).sum())
     (torch.Size([2, 3, 96, 96]), torch.Size([2, 12, 12]), 16)
     """
     pool = glyphs()[:TRAINING_GLYPHS] if train else glyphs()[TRAINING_GLYPHS:]
     chosen = torch.rand(count, len(pool), generator=generator).argsort(1)[:, :pairs]
     cells = torch.rand(count, CELLS**2, generator=generator).argsort(1)
-    given, asking = cells[:, :pairs], cells[:, pairs : 2 * pairs]
-    colours = torch.randint(len(COLOURS), (count, pairs), generator=generator)
+    references, queries = cells[:, :pairs], cells[:, pairs : 2 * pairs]
+    colors = torch.randint(len(COLORS), (count, pairs), generator=generator)
     glyph, canvas = pool[chosen][:, :, None], torch.arange(count)[:, None]
 
     drawn = torch.zeros(count, CELLS**2, 3, PIXELS, PIXELS)
-    drawn[canvas, given] = glyph + (1 - glyph) * torch.tensor([*COLOURS.values()])[colours][..., None, None]
-    drawn[canvas, asking] = glyph.expand(-1, -1, 3, -1, -1)
+    drawn[canvas, references] = glyph + (1 - glyph) * torch.tensor([*COLORS.values()])[colors][..., None, None]
+    drawn[canvas, queries] = glyph.expand(-1, -1, 3, -1, -1)
     labels = torch.full((count, CELLS**2), NOTHING)
-    labels[canvas, asking] = colours
+    labels[canvas, queries] = colors
     images = drawn.view(count, CELLS, CELLS, 3, PIXELS, PIXELS).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
     return images, labels.view(count, CELLS, CELLS)
 
@@ -81,8 +81,8 @@ def training(model: nn.Module, steps: int, seed: int) -> Callable[[], None]:
 
     def step() -> None:
         pairs = PAIRS[int(torch.randint(len(PAIRS), (), generator=draw))]
-        images, colours = canvases(BATCH, pairs, train=True, generator=draw)
-        loss = F.cross_entropy(model(images), colours, ignore_index=NOTHING)
+        images, colors = canvases(BATCH, pairs, train=True, generator=draw)
+        loss = F.cross_entropy(model(images), colors, ignore_index=NOTHING)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -93,7 +93,7 @@ def training(model: nn.Module, steps: int, seed: int) -> Callable[[], None]:
 
 def accuracy(model: nn.Module, pairs: int, count: int = EVALUATED) -> float:
     """Return the accuracy in percent on black cells, on fixed canvases with held-out glyphs."""
-    images, colours = canvases(count, pairs, train=False, generator=torch.Generator().manual_seed(0))
-    asking = colours != NOTHING
+    images, colors = canvases(count, pairs, train=False, generator=torch.Generator().manual_seed(0))
+    queries = colors != NOTHING
     with quiet_eval(model):
-        return 100 * float((model(images).argmax(1) == colours)[asking].double().mean())
+        return 100 * float((model(images).argmax(1) == colors)[queries].double().mean())

@@ -19,7 +19,7 @@ from vision_attn.version import __version__
 
 
 def compare(
-    variants: Mapping[str, Mapping[str, Any]], *, output: str | Path = "runs/compare", command: str = "", **how: Any
+    variants: Mapping[str, Mapping[str, Any]], *, output: str | Path = "runs/compare", command: str = "", **options: Any
 ) -> Runs:
     """Train each variant with each seed and compare the top-1 accuracy after the last epoch.
 
@@ -28,16 +28,16 @@ def compare(
 
     Args:
         variants: settings of each variant, by name.
-        output: folder of the results, as in :func:`trials`.
+        output: folder for the results, as in :func:`trials`.
         command: command line, for ``comparison.md``.
-        **how: ``seeds``, ``jobs`` and ``backend`` of :func:`trials`.
+        **options: ``seeds``, ``jobs`` and ``backend`` of :func:`trials`.
 
     Raises:
         ValueError: a setting is wrong, or the folder contains runs with other settings.
         TrainingError: a run failed.
     """
     if len(variants) < 2:
-        raise ValueError(f"variants must be at least 2, got {[*variants]}")
+        raise ValueError(f"variants: expected at least 2, got {[*variants]}")
     settings = {}
     for variant, given in variants.items():
         (complete := Settings(**given)).require_model()
@@ -48,7 +48,7 @@ def compare(
     note = f"Top-1 accuracy after the last epoch on {images}, with torch {torch.__version__} and "
     note += f"vision_attn {__version__}. Command: `{command}`"
     run, gpu = partial(train_variant, output=Path(output).resolve()), first["device"] != "cpu"
-    return trials(run, settings, output=output, gpu=gpu, note=note, **how)
+    return trials(run, settings, output=output, gpu=gpu, note=note, **options)
 
 
 def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> Measured:
@@ -57,7 +57,7 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     The best epoch is not reported, because it is selected with the validation images.
     """
     folder = output / f"{variant}-{seed}"
-    torch.compiler.reset()  # earlier runs count towards a limit of recompilations
+    torch.compiler.reset()  # earlier runs count towards torch's recompilation limit
     with open(folder / "log.txt", "a", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
         result = run_training(Settings(**settings, seed=seed, output=folder, resume="auto"))
     speed = float(np.median([row["images_per_second"] for row in result.rows]))

@@ -13,7 +13,7 @@ from scipy import stats
 from vision_attn.networks.figures import Figure
 from vision_attn.text import Table, markdown
 
-#: scores by variant, one for each seed
+#: scores by variant, with one score per seed
 Scores: TypeAlias = Mapping[str, Sequence[float]]
 CONFIDENCE = 0.95
 LEGEND = """\
@@ -58,7 +58,7 @@ class Difference:
 
 
 def compare_scores(scores: Scores, *, less: bool = False) -> list[Difference]:
-    """Return the differences of each variant from each earlier variant, those of the last variant first.
+    """Return the differences between each variant and the earlier variants, starting with the last variant.
 
     If ``less`` is true, lower scores are better.
 

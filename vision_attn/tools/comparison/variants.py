@@ -29,7 +29,7 @@ CIFAR: dict[str, Any] = {
 }  # fmt: skip
 #: Settings of blocks are the only settings of recall.
 RECALL: dict[str, Any] = {"insert": ("stage2",), "at": "after", "block_options": ("num_heads=4",)}
-#: Recipes by data set. Other data sets have the defaults of ``vision-attn train``.
+#: Recipes by data set. Other data sets use the defaults of ``vision-attn train``.
 RECIPES = {"cifar10": CIFAR, "cifar100": CIFAR, "recall": RECALL}
 #: Settings of blocks, which the plain network does not have.
 BLOCK_SETTINGS = ("insert", "at", "block", "block_options", "attention_lr")

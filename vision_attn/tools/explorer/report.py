@@ -171,7 +171,7 @@ def modules_to_disable(model: nn.Module, maps: Iterable[str]) -> list[str]:
 
 
 def predict(model: nn.Module, x: Tensor, off: Iterable[str] = ()) -> Tensor | None:
-    """Return the probability of each class, ``(classes,)``, or None if the model returns no class scores.
+    """Return the probability of each class, ``(classes,)``, or None if the model does not return class scores.
 
     Blocks in ``off`` return their input unchanged, and other attention modules in ``off`` return zeros.
     """

@@ -27,7 +27,7 @@ from vision_attn.networks.safe.write import TEMPORARY
 from vision_attn.tools.export.formats import DIMS, FORMATS, Axis, Format, export_program
 from vision_attn.version import __version__
 
-#: Largest difference due to rounding, as a fraction of the largest output.
+#: Largest allowed difference, which is attributed to rounding, as a fraction of the largest output.
 TOLERANCE = 1e-4
 #: Default crop and interpolation of images, in the format of timm.
 CROP = {"crop_pct": 1.0, "crop_mode": "center", "interpolation": "bilinear"}

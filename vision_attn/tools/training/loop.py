@@ -43,7 +43,7 @@ from vision_attn.tools.training.settings import Settings
 
 #: Steps between two checks of the loss and of signals on CUDA, where each check waits for the device.
 CHECK_EVERY = 10
-#: Smallest duration in seconds of epochs after which curves are plotted, which takes a third of a second.
+#: Curves are plotted after epochs of at least so many seconds, because plotting takes a third of a second.
 DRAW_AFTER = 10
 #: Number of images in ``first_batch.png``.
 PICTURED = 32
@@ -86,7 +86,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: i
         num_epochs=max(1, settings.epochs * steps - warmup),  # in steps, like all arguments below
         decay_epochs=decays[0] if decays else 1, decay_milestones=decays, decay_rate=settings.decay_rate,
         min_lr=settings.min_lr, warmup_lr=optimizer.defaults["lr"] / 100, warmup_epochs=warmup,
-        warmup_prefix=settings.sched not in ("step", "multistep"),  # these count the epochs of the run
+        warmup_prefix=settings.sched not in ("step", "multistep"),  # decay epochs count from the start
         step_on_epochs=False, updates_per_epoch=1,
     )  # fmt: skip
     assert schedule is not None
@@ -249,7 +249,9 @@ class Trainer:
     def finish_epoch(self, scores: Scores) -> None:
         """Log a completed epoch, save the network if it is the best, and save the state."""
         epoch, seconds, loss = self.progress.epoch + 1, self.progress.seconds, self.progress.loss / self.steps
-        speed = self.steps * self.settings.batch_size / max(seconds, 1e-9)  # the resolution of the clock is finite
+        speed = (
+            self.steps * self.settings.batch_size / max(seconds, 1e-9)
+        )  # the clock may be too coarse for a short epoch
         row = {
             "epoch": epoch, "lr": self.lr, "train_loss": loss, "eval_loss": scores.loss, "eval_top1": scores.top1,
             "eval_top5": scores.top5, "residual_ratio": scores.residual_ratio, "seconds": seconds,
@@ -321,7 +323,7 @@ class Trainer:
     @contextmanager
     def catch_signals(self) -> Iterator[None]:
         """Record Ctrl-C and SIGTERM, so that training stops after a step; ignored signals stay ignored."""
-        in_main = threading.current_thread() is threading.main_thread()  # only there can Python handle signals
+        in_main = threading.current_thread() is threading.main_thread()  # required to handle signals
         signals = (signal.SIGINT, signal.SIGTERM) if in_main else ()
         numbers = [n for n in signals if signal.getsignal(n) not in (signal.SIG_IGN, None)]
         before = {n: signal.signal(n, lambda number, frame: setattr(self, "signal", number)) for n in numbers}

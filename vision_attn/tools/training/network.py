@@ -86,7 +86,7 @@ def build_network(
             model(torch.zeros(1, *size, device=next(model.parameters()).device))
     except Exception as error:
         sides = "×".join(map(str, size[1:]))
-        raise ValueError(f"model {name!r} cannot process images of {sides} ({error}): see --img-size") from error
+        raise ValueError(f"model {name!r} cannot process images of {sides} ({error}). Use --img-size") from error
     if settings.freeze_backbone:
         count = freeze_backbone_(model, also_train=new_head)
         log(f"frozen backbone: {count:,} parameters are trained")

@@ -61,7 +61,7 @@ HINTS = {
     "img_size": hint("PIXELS", "default: size of a small data set, or of the model"),
     "mean": hint("R G B", "default: mean of the model"),
     "std": hint("R G B", "default: std of the model"),
-    "crop": hint("{pad,resized}", "default: pad up to 64 pixels"),
+    "crop": hint("{pad,resized}", "default: pad for images of at most 64 pixels"),
     "aa": hint("POLICY"),
     "model": hint("NAME", "required"),
     "weights": hint("FILE"),
@@ -69,7 +69,7 @@ HINTS = {
     "drop_path": hint("RATE"),
     "insert": hint("SITE [SITE ...]", "default: no block"),
     "block_options": hint("NAME=VALUE [NAME=VALUE ...]"),
-    "lr": hint("RATE", "default: 0.1 for sgd, 0.001 for adamw, divided by 10 for given weights"),
+    "lr": hint("RATE", "default: 0.1 for sgd, 0.001 for adamw, divided by 10 for pretrained weights"),
     "attention_lr": hint("RATE", "default: --lr"),
     "layer_decay": hint("FRACTION"),
     "decay_epochs": hint("EPOCH [EPOCH ...]"),
@@ -78,7 +78,7 @@ HINTS = {
     "early_stopping": hint("EPOCHS"),
     "device": hint("{cpu,cuda}", "default: cuda if available"),
     "workers": hint("COUNT", "default: one per core, at most 16"),
-    "amp": hint("{bfloat16,float16,no}", "default: on for CUDA, no for the CPU"),
+    "amp": hint("{bfloat16,float16,no}", "default: bfloat16 or float16 on CUDA, no on the CPU"),
     "output": hint("FOLDER", "default: the next runs/train-N", "-o"),
     "resume": hint("{FOLDER,auto}"),
     "log_with": hint("TRACKER [TRACKER ...]"),
@@ -108,7 +108,7 @@ class Settings(metaclass=PlainErrors):
     crop: Literal["pad", "resized"] | None = None  # Random crop of the padded image, or random resized crop.
     crop_padding: NonNegativeInt = 4  # Padding on each side in pixels, for --crop pad.
     crop_scale: Fraction = 0.08  # Smallest fraction of the image area, for --crop resized.
-    aa: str | None = None  # Augmentation policy of timm, such as rand-m9-mstd0.5-inc1 or augmix-m5-w4.
+    aa: str | None = None  # timm augmentation policy, such as rand-m9-mstd0.5-inc1 or augmix-m5-w4.
     color_jitter: NonNegative = 0.0  # Strength of brightness, contrast and saturation jitter, such as 0.4.
     hflip: Probability = 0.5  # Probability of a horizontal flip.
     reprob: Probability = 0.0  # Probability of random erasing.
@@ -117,13 +117,13 @@ class Settings(metaclass=PlainErrors):
 
     # --- network
 
-    model: str | None = None  # Name of a timm model, or of a model of this library.
+    model: str | None = None  # Name of a timm model or of a model of this library.
     pretrained: bool = False  # Load the pretrained weights of the model.
     weights: Path | None = None  # Checkpoint to start from: .pth, .pt, .th or .safetensors.
-    rename: Literal["efficientnet-pytorch"] | None = None  # Package whose parameter names --weights uses.
-    reset_head: bool = False  # Initialize a new classifier, for classes other than those of --weights.
+    rename: Literal["efficientnet-pytorch"] | None = None  # Package whose parameter names the --weights file uses.
+    reset_head: bool = False  # Initialize a new classifier instead of loading it from --weights.
     drop_path: Fraction | None = None  # Stochastic depth rate of the last residual branch.
-    insert: Strings = ()  # Sites of the blocks: module names, stage indices, or globs such as 'layer*.1'.
+    insert: Strings = ()  # Where to insert blocks: module names, stage indices, or globs such as 'layer*.1'.
     at: Literal["after", "before", "branch"] = "after"  # Position of each block relative to its site.
     block: str = "attention"  # Block to insert: attention, a timm block such as cbam, or a class MODULE:CLASS.
     block_options: Strings = ()  # Options of the block: num_heads=4 impl=bmm 'position=Rope2d()' 'pattern=Window(4)'.
@@ -134,7 +134,7 @@ class Settings(metaclass=PlainErrors):
     epochs: Count = 30  # Number of passes over the training images.
     batch_size: Count = 128  # Number of images per step, over all processes.
     grad_accum_steps: Count = 1  # Number of micro-batches per step, to use less memory.
-    opt: str = "sgd"  # Optimizer: sgd (with Nesterov momentum), adamw or another optimizer of timm.
+    opt: str = "sgd"  # Optimizer: sgd (with Nesterov momentum), adamw or another timm optimizer.
     lr: Positive | None = None  # Learning rate.
     attention_lr: Positive | None = None  # Learning rate of the inserted blocks.
     layer_decay: Fraction | None = None  # Ratio of the learning rates of a layer and the next layer, such as 0.75.
@@ -143,13 +143,13 @@ class Settings(metaclass=PlainErrors):
     sched: Literal["cosine", "tanh", "poly", "step", "multistep", "constant"] = "cosine"  # Learning-rate schedule.
     warmup_epochs: NonNegative = 0.0  # Number of epochs of linear warm-up before the schedule.
     min_lr: NonNegative = 0.0  # Final learning rate of --sched cosine, tanh and poly.
-    decay_epochs: tuple[Count, ...] = ()  # Interval between decays (--sched step), or epochs of the decays (multistep).
+    decay_epochs: tuple[Count, ...] = ()  # Epochs between decays (step), or epochs of the decays (multistep).
     decay_rate: Positive = 0.1  # Decay factor of --sched step and multistep, or power of --sched poly.
     clip_grad: Positive | None = None  # Maximum norm of the gradients.
     label_smoothing: Probability = 0.0  # Fraction of each label that is spread over all classes.
     class_weights: bool = False  # Weight the loss of each class by its inverse frequency.
-    ema: Probability | None = None  # Decay of a moving average of the weights to evaluate and save, such as 0.999.
-    early_stopping: Count | None = None  # Number of epochs without a higher top-1 accuracy after which training stops.
+    ema: Probability | None = None  # Evaluate and save a moving average of the weights with this decay, such as 0.999.
+    early_stopping: Count | None = None  # Stop after this many epochs without a higher top-1 accuracy.
     seed: NonNegativeInt = 0  # Random seed.
 
     # --- machine
@@ -163,9 +163,9 @@ class Settings(metaclass=PlainErrors):
 
     # --- run
 
-    output: Path | None = None  # Folder of the run.
-    resume: str | None = None  # Folder of the run to resume. With auto, the run in --output is resumed or started.
-    log_with: Strings = ()  # Trackers to log to: tensorboard, wandb or another tracker of accelerate.
+    output: Path | None = None  # Folder for the run.
+    resume: str | None = None  # Folder of a run to resume, or auto to resume or start the run in --output.
+    log_with: Strings = ()  # Trackers to log to: tensorboard, wandb or another tracker that Accelerate supports.
 
     def __post_init__(self) -> None:
         for one, other in (("weights", "pretrained"), ("freeze_backbone", "layer_decay")):
@@ -189,7 +189,7 @@ class Settings(metaclass=PlainErrors):
 
     @property
     def base_lr(self) -> float:
-        """The given learning rate, or the default of the optimizer, divided by 10 if weights are given."""
+        """The given learning rate, or the default of the optimizer, which is divided by 10 for pretrained weights."""
         if self.lr is not None:
             return self.lr
         if self.opt not in DEFAULT_LR:
