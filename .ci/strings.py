@@ -68,7 +68,8 @@ def main() -> None:
     if arguments.sample:
         pages = [page for pattern in PAGES for page in sorted(ROOT.glob(pattern))]
         texts += [(page, *sentence) for page in pages for sentence in page_sentences(page)]
-        texts = random.Random(arguments.seed).sample(texts, arguments.sample)
+        sentences = [text for text in texts if len(text[3].split()) > 4]
+        texts = random.Random(arguments.seed).sample(sentences, arguments.sample)
     for file, line, kind, text in texts:
         print(f"{file.resolve().relative_to(ROOT)}:{line} {kind}: {' '.join(text.split())}")
 
