@@ -147,8 +147,9 @@ def test_retrieval_blocks_do_not_change_the_output_when_inserted(monkeypatch):
 
 def test_recall_draws_its_figures(tmp_path, run_here, monkeypatch):
     monkeypatch.setattr("vision_attn.tools.comparison.recall.BATCH", 4)
-    code, out, _ = run_here("recall.py", "--output", tmp_path)
-    assert (code, len(re.findall(r"^\| (?:linear|matching) \|.* 1 \|$", out, re.MULTILINE))) == (0, 2)
+    assert run_here("recall.py", "--output", tmp_path)[0] == 0
+    table = (tmp_path / "comparison.md").read_text()
+    assert len(re.findall(r"^\| (?:linear|matching) \|.* 1 \|$", table, re.MULTILINE)) == 2
     with Image.open(tmp_path / "curve.png") as picture:
         assert picture.width > 900
     assert run_here("recall.py", "--initialization", tmp_path / "initialization.png")[0] == 0
