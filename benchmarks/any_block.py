@@ -117,7 +117,7 @@ def check(block, name):
     else:
         output = tensors(model(images))
         assert all(map(torch.equal, output, expected))
-        assert report.changed == 0
+        assert report.output_change == 0
         assert [key for key in model.state_dict() if CHILD not in key] == keys
         # An untrained detector finds no boxes, so gradients are computed from the output of its backbone.
         output = tensors(model.backbone(torch.stack(images))) if "R-CNN" in name else output
@@ -127,7 +127,7 @@ def check(block, name):
         assert all(x.isfinite().all() for x in gradients)
         assert any(x.any() for x in gradients)
         (record,) = report.blocks
-        result = "gate" if record.around.get("gated") else "zeros" if record.begins else "identity"
+        result = "gate" if record.wrapper_options.get("gated") else "zeros" if record.identity_init else "identity"
         va.remove_(model)
     assert anatomy(model) == before
     assert all(map(torch.equal, outputs(model, images), expected))

@@ -216,7 +216,7 @@ def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> tuple[list
     cells = {name: ", ".join(f"{difference:.0e}" for difference in differences.get(name, ())) for name in DTYPES}
     if rounding:
         cells["float32"] += f"; rounding {rounding:.0e}"
-    reasons = dict.fromkeys(f"`{line.kind}`: {shorten_reason(line.kind, line.reason)}" for line in report.left)
+    reasons = dict.fromkeys(f"`{line.kind}`: {shorten_reason(line.kind, line.reason)}" for line in report.skipped)
     count = f"{len(report.swapped)} of {len(report.modules)}"
     row = [entry.library, entry.family, f"`{entry.model}`", sizes, count, *cells.values(), "; ".join(reasons)]
     return row, agrees

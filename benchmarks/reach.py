@@ -188,9 +188,9 @@ def measure(library, family, names):
         row.checks["identical"] = all(map(torch.equal, before, outputs(model, images)))
         kept = [key for key in model.state_dict() if key not in inserted_keys(model)]
         row.checks["keys kept"] = kept == [key for key, *_ in original[1]]
-        row.notes += [f"{record.site}: unused" for record in records(model) if not record.read]
+        row.notes += [f"{record.site}: unused" for record in records(model) if not record.used]
         inserted = va.inserted_blocks(model).values()
-        blocks = [block for block in inserted if block.insertion.read]
+        blocks = [block for block in inserted if block.insertion.used]
         row.used = len(blocks)
         optimizer = torch.optim.Adam([p for block in inserted for p in block.parameters()], lr=1e-3)
         for step in range(2 * bool(blocks)):

@@ -53,7 +53,7 @@ with va.capture(model, queries=[query]) as maps:
     model(images)
 (site, attention), *_ = maps.items()
 shape = tuple(attention.weights.shape)
-print(f"{site}: (images, heads, queries, rows, columns) = {shape}, query position {attention.cells[0]}")
+print(f"{site}: (images, heads, queries, rows, columns) = {shape}, query position {attention.query_positions[0]}")
 weights = attention.weights[:, :, 0].flatten(2)  # (b, n, j)
 torch.testing.assert_close(weights.sum(2), torch.ones(len(images), 4))
 

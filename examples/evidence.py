@@ -142,7 +142,7 @@ def cifar(options):
     }
     insertions = {name: settings_for_variant(base, custom, recipe) for name, (base, custom) in insertions.items()}
     epochs = options.epochs or 10
-    candidates = {name: {**settings, "val_share": 0.1, "epochs": epochs} for name, settings in insertions.items()}
+    candidates = {name: {**settings, "val_fraction": 0.1, "epochs": epochs} for name, settings in insertions.items()}
     common = {**recipe, "insert": ("layer3.*",), "epochs": epochs}
     shared = {"jobs": options.jobs, "command": f"python examples/evidence.py cifar --data {options.data}"}
     scores = compare(candidates, seeds=options.seeds or (0, 1, 2), output=f"{options.output}/ways", **shared)

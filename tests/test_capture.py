@@ -49,7 +49,7 @@ def test_queries_are_image_positions():
             assert torch.equal(model(x=x), expected)
         assert list(maps) == ["layer2.2.inserted.attn", "layer3.2.inserted.attn"]
         for (path, found), side, cell in zip(maps.items(), (16, 8), ((15, 4), (7, 2)), strict=True):
-            assert found.cells == ((0, 0), cell)
+            assert found.query_positions == ((0, 0), cell)
             assert found.weights.shape == (2, 4, 2, side, side)
             torch.testing.assert_close(found.weights, everything[path].weights[:, :, [0, cell[0] * side + cell[1]]])
             torch.testing.assert_close(found.weights.sum((-2, -1)), torch.ones(2, 4, 2))
@@ -120,8 +120,8 @@ def test_one_and_three_dimensional_feature_maps(kind, size, point, axes):
     with va.capture(block) as every, va.capture(block, [point]) as maps:
         block(x)
     assert every[""].weights.shape == (2, 2, math.prod(size), *size)
-    assert maps[""].cells == (tuple(map(int, point)),)
-    row = every[""].cells.index(maps[""].cells[0])
+    assert maps[""].query_positions == (tuple(map(int, point)),)
+    row = every[""].query_positions.index(maps[""].query_positions[0])
     torch.testing.assert_close(maps[""].weights[:, :, 0], every[""].weights[:, :, row])
     with pytest.raises(ValueError, match=f"queries .*{axes}"), va.capture(block, [(0, 0)]):
         block(x)

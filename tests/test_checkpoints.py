@@ -89,7 +89,7 @@ def test_common_formats_are_read(name, state, tmp_path):
     report = va.load_checkpoint(model, save(make(state), tmp_path))
     assert (report.entry, report.prefix) == (entry, prefix)
     assert (f"prefix '{prefix}'" in str(report)) == bool(prefix)
-    assert (report.new, report.missing, report.unexpected, report.mismatched) == ((), (), (), {})
+    assert (report.newly_initialized, report.missing, report.unexpected, report.mismatched) == ((), (), (), {})
     model[1].num_batches_tracked.copy_(state["1.num_batches_tracked"])
     assert_same(model.state_dict(), state)
 
@@ -123,10 +123,10 @@ def test_a_plain_checkpoint_is_read_into_a_network_with_a_wrapped_layer(wrap, st
 def test_the_average_is_loaded_on_request_and_other_entries_are_reported(state, tmp_path):
     path = save({"model": averaged(state), "model_ema": state, "teacher": state}, tmp_path)
     report = va.load_checkpoint(small_network(), path)
-    assert (report.entry, report.others) == ("model", ("model_ema", "teacher"))
+    assert (report.entry, report.other_entries) == ("model", ("model_ema", "teacher"))
     assert "model_ema, teacher (ema=True" in str(report)
     model = small_network()
-    assert va.load_checkpoint(model, path, ema=True).others == ("model", "teacher")
+    assert va.load_checkpoint(model, path, ema=True).other_entries == ("model", "teacher")
     assert_same(model.state_dict(), state)
     with pytest.raises(va.CheckpointError, match=r"ema=True: .*got model"):
         va.load_checkpoint(model, save({"model": state}, tmp_path), ema=True)
@@ -148,7 +148,7 @@ def test_part_of_a_checkpoint_is_loaded_by_prefix(parts, state, tmp_path):
     path = save(content | ({"n_averaged": torch.tensor(3)} if wrapper == "module." else {}), tmp_path)
     model = small_network()
     report = va.load_checkpoint(model, path, prefix=prefix)
-    assert (report.prefix, report.aside) == ("backbone.", ("head.weight", "backbones"))
+    assert (report.prefix, report.ignored) == ("backbone.", ("head.weight", "backbones"))
     assert "2 keys without the prefix ignored: head.weight, backbones" in str(report)
     assert_same(model.state_dict(), state)
     with pytest.raises(va.CheckpointError, match=r"'body\.'.* backbone"):
@@ -165,7 +165,7 @@ def test_an_error_lists_ambiguous_prefixes(state, tmp_path):
         with pytest.raises(va.CheckpointError, match=r"prefix='online_model\.' or prefix='ema_model\.'"):
             va.load_checkpoint(model, path, skip=skip, strict=False)
     assert_same(model.state_dict(), before)
-    assert len(va.load_checkpoint(model, path, prefix="ema_model.").aside) == 11
+    assert len(va.load_checkpoint(model, path, prefix="ema_model.").ignored) == 11
     assert_same(model.state_dict(), state)
     # Two parts with the same keys are distinguished by their shapes.
     path = save(prefixed("generator.", state) | prefixed("critic.", small_network(5).state_dict()), tmp_path)
@@ -194,7 +194,7 @@ def test_the_report_separates_new_missing_unexpected_and_mismatched_keys(state, 
         assert part in str(caught.value)
     assert_same(model.state_dict(), before)
     report = va.load_checkpoint(model, path, strict=False)
-    assert (report.missing, report.unexpected, len(report.new)) == (("0.bias",), ("extra.weight",), 7)
+    assert (report.missing, report.unexpected, len(report.newly_initialized)) == (("0.bias",), ("extra.weight",), 7)
     assert report.mismatched == {"1.weight": ((8,), (5,))}
     assert set(report.loaded) == set(state) - {"0.bias", "1.weight"}
     assert torch.equal(model[0].bias, before["0.bias"])
@@ -244,7 +244,7 @@ def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
     for model in models:
         va.insert_(model, stages=-1)
     report = va.load_checkpoint(models[1], path)
-    assert (set(report.new), report.missing) == (inserted_keys(models[1]), ())
+    assert (set(report.newly_initialized), report.missing) == (inserted_keys(models[1]), ())
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(models[0](x), source.eval()(x))
     assert torch.equal(models[1](x), source(x))
@@ -252,7 +252,7 @@ def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
     # A checkpoint with blocks is loaded into a model with blocks.
     nn.init.normal_(va.inserted_blocks(models[1])["layer3.2"].attn.proj.weight, std=0.1)
     path = save(models[1].state_dict(), tmp_path)
-    assert not va.load_checkpoint(models[0], path).new
+    assert not va.load_checkpoint(models[0], path).newly_initialized
     assert torch.equal(models[0](x), models[1](x))
     with pytest.raises(va.CheckpointError, match=r"'layer3.2'. Call va.insert_\(model, names=\['layer3.2'\]\)"):
         va.load_checkpoint(timm.create_model("resnet20_a"), path)
@@ -272,7 +272,8 @@ def test_loading_before_or_after_replacement_leaves_the_same_model(tmp_path):
         va.replace_(model, names="layer3.1.conv2", num_heads=2)
     report = va.load_checkpoint(models[1], path)
     assert (report.replaced, report.unexpected) == (("layer3.1.conv2.weight",), ())
-    assert (set(report.new), "layer3.1.conv2.weight" in report.loaded) == (inserted_keys(models[1]), False)
+    assert set(report.newly_initialized) == inserted_keys(models[1])
+    assert "layer3.1.conv2.weight" not in report.loaded
     with pytest.raises(va.CheckpointError, match=r"va.replace_\(model, names=\['layer3.1.conv2'\]\)"):
         va.load_checkpoint(timm.create_model("resnet20"), save(models[1].state_dict(), tmp_path))
     for model in models:
@@ -348,11 +349,11 @@ def test_keys_are_renamed_by_regular_expressions_in_order(form, state, tmp_path)
     with pytest.raises(va.CheckpointError, match=r"ignored: head.fc.weight, head.fc.bias\n2 .*\n.*rename=\[\(r"):
         va.load_checkpoint(model, path)
     rename = [(r"^backbone\.", ""), (r"^head\.(fc)\.", r"\1."), ("fc", "4")]
-    assert not va.load_checkpoint(model, path, rename=form(rename)).aside
+    assert not va.load_checkpoint(model, path, rename=form(rename)).ignored
     assert_same(model.state_dict(), state)
     path = save(content | {"neck.0.weight": torch.ones(1)}, tmp_path)
     report = va.load_checkpoint(small_network(), path, rename=[*rename, ("neck", "model")], skip="4.*", strict=False)
-    assert (report.unexpected, report.new) == (("model.0.weight",), ("4.weight", "4.bias"))
+    assert (report.unexpected, report.newly_initialized) == (("model.0.weight",), ("4.weight", "4.bias"))
 
 
 def test_the_same_tensors_under_other_names_are_recognized(state, tmp_path):
@@ -436,7 +437,7 @@ def test_the_first_convolution_is_converted_to_other_input_channels_on_request(c
     weight = source.state_dict()[key]
     assert torch.equal(model.state_dict()[key], timm.models.adapt_input_conv(channels, weight))
     shape = tuple(weight.shape)
-    assert (report.resampled, report.mismatched) == ({key: ((shape[0], channels, *shape[2:]), shape)}, {})
+    assert (report.converted, report.mismatched) == ({key: ((shape[0], channels, *shape[2:]), shape)}, {})
     assert f"1 tensor converted to the shape in the model: {key}" in str(report)
 
 
@@ -453,7 +454,7 @@ def test_another_head_and_other_input_channels_are_named_with_their_remedies(sta
     head = model[4].weight.clone()
     with pytest.raises(va.CheckpointError, match=r'3 classes, the model has 5\. .*skip=\["4\.\*"\]'):
         va.load_checkpoint(model, path)
-    assert va.load_checkpoint(model, path, skip=["4.*"]).new == ("4.weight", "4.bias")
+    assert va.load_checkpoint(model, path, skip=["4.*"]).newly_initialized == ("4.weight", "4.bias")
     assert torch.equal(model[4].weight, head)
     with pytest.raises(ValueError, match="skip='head"):
         va.load_checkpoint(model, path, skip=["head.*"])
@@ -461,7 +462,7 @@ def test_another_head_and_other_input_channels_are_named_with_their_remedies(sta
     with pytest.raises(va.CheckpointError, match=r"3 input channels, the model has 4\. (.*\n)+.* 3 classes"):
         va.load_checkpoint(model, path)
     report = va.load_checkpoint(model, path, skip="4.*", adapt_input_conv=True)
-    assert (report.new, [*report.resampled]) == (("4.weight", "4.bias"), ["0.weight"])
+    assert (report.newly_initialized, [*report.converted]) == (("4.weight", "4.bias"), ["0.weight"])
     # A conversion from four to two channels is not defined.
     model, path = nn.Sequential(nn.Conv2d(2, 8, 3)), save(nn.Sequential(nn.Conv2d(4, 8, 3)).state_dict(), tmp_path)
     with pytest.raises(va.CheckpointError, match=r"1 tensor with another shape: 0.weight"):

@@ -280,7 +280,7 @@ def test_parity_and_detection_of_a_wrong_order(make, variant, part, run, shapes,
     assert_close(results(partial(run, layer), *maps, module=layer), expected, 1e-10)
     assert ran == [1]
     reverse_rows(monkeypatch, other.get_submodule(part))
-    (left,) = swap(other).left
+    (left,) = swap(other).skipped
     assert "has different outputs: a difference of" in left.reason
 
 

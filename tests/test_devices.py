@@ -72,7 +72,7 @@ def test_blocks_can_be_inserted_into_and_removed_from_networks_without_values(de
         report = va.insert_(model, stages=[-2, -1], position=va.RelPosTable((14, 14)))
         assert {p.device.type for block in va.inserted_blocks(model).values() for p in block.parameters()} == {device}
         assert model(x).shape == (2, 1000)
-        assert report.whole.multiply_adds == 1_814_073_344
+        assert report.model_cost.macs == 1_814_073_344
         va.remove_(model)
         assert list(model.state_dict()) == keys
         va.replace_(model, names="layer4.1.conv2")

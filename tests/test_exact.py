@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
 
 @pytest.mark.parametrize(
-    ("block", "network", "begins"),
+    ("block", "network", "initialization"),
     [
         ("cbam", "torchvision resnet18", "zeros"),
         ("SimAM", "torchvision resnet18", "error"),
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
         ("coord", "torchvision Faster R-CNN", "zeros"),
     ],
 )
-def test_a_block_changes_nothing_learns_at_once_and_comes_out(block, network, begins):
-    assert any_block.check(block, network) == begins
+def test_a_block_changes_nothing_learns_at_once_and_comes_out(block, network, initialization):
+    assert any_block.check(block, network) == initialization
 
 
 @pytest.mark.slow
@@ -127,16 +127,20 @@ def network(dtype=torch.float32, channels=16):
 
 @pytest.mark.parametrize(("block", "dtype"), TRIED, ids=lambda value: getattr(value, "__name__", value))
 def test_the_initialization_of_a_block_is_found_by_testing(block, dtype):
-    begins, around = TRIED[block, dtype]
+    identity_init, wrapper_options = TRIED[block, dtype]
     model = network(getattr(torch, dtype))
     x = 1e-3 * torch.randn(2, *IMAGES[1:]).to(model[0].weight)
     before, drawn = model(x), torch.random.get_rng_state()
     report = va.insert_(model, block, names="0", example_input=x)
     (record,) = report.blocks
     new = inserted_blocks(model)["0"]
-    assert (record.begins, record.around, record.parameters) == (begins, around, report.parameters)
-    assert report.parameters == sum(p.numel() for p in new.parameters())
-    assert (begins in str(report)) or not begins
+    assert (record.identity_init, record.wrapper_options, record.parameters) == (
+        identity_init,
+        wrapper_options,
+        report.parameters,
+    )
+    assert record.parameters == report.parameters == sum(p.numel() for p in new.parameters())
+    assert (identity_init in str(report)) or not identity_init
     for mode in (True, False):
         assert torch.equal(model.train(mode)(x), before)
     # SimAM draws no random numbers.
@@ -162,7 +166,7 @@ def test_a_block_is_an_identity_on_the_feature_maps_of_the_network(block, seed, 
     before = model(x)
     report = va.insert_(model, block, names="0", example_input=x)
     assert torch.equal(model(x), before)
-    assert (report.changed, report.blocks[0].around.get("gated", False)) == (0, gated)
+    assert (report.output_change, report.blocks[0].wrapper_options.get("gated", False)) == (0, gated)
 
 
 def test_the_report_contains_the_output_change_of_inexact_blocks():
@@ -170,13 +174,13 @@ def test_the_report_contains_the_output_change_of_inexact_blocks():
     before = model(x)
     report = va.insert_(model, "cbam", names="0", example_input=x, exact=False)
     changed = float((model(x) - before).detach().norm() / before.detach().norm())
-    assert report.changed == pytest.approx(changed)
+    assert report.output_change == pytest.approx(changed)
     assert f"{100 * changed:.2g} %" in str(report)
     assert type(inserted_blocks(model)["0"]).__name__ == "CbamModule"
     va.remove_(model)
     # An explicit initialization is kept.
     asked = va.insert_(model, names="0", example_input=x, gate_init=0.5, num_heads=2)
-    assert asked.changed > 0
+    assert asked.output_change > 0
 
 
 @pytest.mark.parametrize("block", ["cbam", "bat", "nl", Grouped, InPlace])
@@ -218,5 +222,5 @@ def test_a_gate_interpolates_between_the_feature_map_and_the_block_output(block,
 def test_any_block_is_inserted_on_the_meta_device():
     model = network().to("meta")
     report = va.insert_(model, OwnSE, names="0", example_input=(1, 3, 14, 14))
-    assert report.blocks[0].around == {"scale": 2.0}
+    assert report.blocks[0].wrapper_options == {"scale": 2.0}
     assert {p.device.type for p in model.parameters()} == {"meta"}

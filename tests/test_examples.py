@@ -300,7 +300,7 @@ def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, pl
             "in the last stage-0": 3, "after two stages-0": 2, "botnet-0": 3, "augmented-0": 6, "with se-0": 10,
             "gating-0": 3, "attention pool-0": 0,
         }  # fmt: skip
-        assert {settings.seed: settings.val_share for settings, _ in built.values()} == {0: 0.1, 10: None}
+        assert {settings.seed: settings.val_fraction for settings, _ in built.values()} == {0: 0.1, 10: None}
     else:
         seeds = {settings.seed for settings, _ in built.values()}
         assert (len(built), seeds) == (2 if plan == "matching" else 9, {0})

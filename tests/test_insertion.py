@@ -54,7 +54,7 @@ def test_insertion_preserves_outputs_and_keys_and_is_reversible(name, size):
 def test_the_report_is_a_table_with_the_cost_of_each_block():
     with torch.device("meta"):
         report = va.insert_(timm.create_model("resnet50"), stages=[-2, -1])
-    assert report.whole == (25_557_032, 4_089_184_256)
+    assert report.model_cost == (25_557_032, 4_089_184_256)
     assert "\ntotal +24.7 % parameters, +16.1 % MACs\n" in str(report)
     report = va.insert_(copy.deepcopy(resnet18()), stages=[2, -1], num_heads=4)
     small, large = report.blocks
@@ -62,10 +62,10 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     # The attention has 4c² + 4c parameters, the norm 2c and the gate c.
     assert small.parameters == 4 * 128**2 + 7 * 128
     # The projections take 4c² MACs per token, and the two products of attention 2c per pair of tokens.
-    assert small.multiply_adds == 4 * 128**2 * 784 + 2 * 128 * 784**2
+    assert small.macs == 4 * 128**2 * 784 + 2 * 128 * 784**2
     lines = str(report).splitlines()
     assert lines[2].split() == ["layer2.1", "AttentionBlock2d", "128", "28×28", "784", "66,432", "208,732,160"]
-    assert lines[4].split() == ["total", f"{report.parameters:,}", f"{report.multiply_adds:,}"]
+    assert lines[4].split() == ["total", f"{report.parameters:,}", f"{report.macs:,}"]
     assert large.tokens == 49
 
 
@@ -83,7 +83,7 @@ def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warne
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.AvgPool2d(2))
     with warnings.catch_warnings(record=True, action="always") as caught:
         report = va.insert_(model, names=["0", "1", "2"], num_heads=2, example_input=(1, 3, side, side), **options)
-    macs = sum(block.multiply_adds for block in report.blocks[:2]) / 1e9
+    macs = sum(block.macs for block in report.blocks[:2]) / 1e9
     cost = f"{side**2:,} tokens and costs {macs:,.1f} GMACs. "
     where = f"full attention at '0' ({side}×{side}), '1' ({side}×{side}) compares up to {cost}"
     assert [str(x.message) for x in caught] == list(report.warnings)
@@ -242,7 +242,7 @@ def test_blocks_are_attached_from_records_without_a_forward_pass():
         attach_records_(other, report.blocks, MAKERS)
 
 
-@pytest.mark.parametrize("wrong", [{"site": "7"}, {"held": "missing.inserted"}, {"at": "instead of"}])
+@pytest.mark.parametrize("wrong", [{"site": "7"}, {"block_path": "missing.inserted"}, {"at": "instead of"}])
 def test_invalid_records_do_not_change_the_model(wrong):
     model = convolution()
     record = va.insert_(copy.deepcopy(model), names="0", **SMALL).blocks[0]

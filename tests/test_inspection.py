@@ -72,7 +72,7 @@ def test_the_network_itself_is_counted():
     found = look("resnet20")
     with torch.no_grad():
         model(torch.zeros(1, 3, 32, 32))
-    assert found.whole == (sum(p.numel() for p in model.parameters()), sum(products))
+    assert found.model_cost == (sum(p.numel() for p in model.parameters()), sum(products))
     assert [site.site for site in found.sites] == ["layer1", "layer2", "layer3"]
 
 
@@ -98,9 +98,9 @@ def test_fused_kernels_and_several_images_are_counted():
     # MACs of the patch embedding, of a block (12c² per token and 2c per pair of tokens), and of the head.
     expected = 196 * 768 * 192 + 197 * 12 * 192**2 + 2 * 192 * 197**2 + 192 * 1000
     for model, images in ((timms, 1), (torchs, 2)):
-        assert inspect_model(model, batch_size=1, example_input=(images, 3, 224, 224)).whole.multiply_adds == expected
+        assert inspect_model(model, batch_size=1, example_input=(images, 3, 224, 224)).model_cost.macs == expected
     # MACs of a convolution and its gradient, and of the products of queries, keys and values.
-    cost = va.insert_(Gradients(), names="stem.0", example_input=(2, 3, 4, 4)).whole
+    cost = va.insert_(Gradients(), names="stem.0", example_input=(2, 3, 4, 4)).model_cost
     assert cost == (3 * 8 + 8, 2 * 16 * 3 * 8 + 16**2 * (3 + 2))
 
 
@@ -141,7 +141,7 @@ def test_a_proposal_can_be_executed_and_is_printed():
         call = proposal.call(found.input_shape)
         assert call in str(found)
         report = eval(call, {"va": va, "model": timm.create_model("resnet20")})
-        assert (report.parameters, report.multiply_adds) == proposal.added
+        assert (report.parameters, report.macs) == proposal.added
         assert [block.map_size for block in report.blocks] == [site.map_size for site in proposal.sites]
 
 

@@ -92,7 +92,7 @@ def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
             va.load_checkpoint(new, tmp_path / "model.pth")
         return
     report = va.load_checkpoint(new, tmp_path / "model.pth")
-    assert report.resampled == {f"0.position.{name}": shapes for name, shapes in changed.items()}
+    assert report.converted == {f"0.position.{name}": shapes for name, shapes in changed.items()}
     assert report.mismatched == {}
     assert f"{len(changed)} tensor{'s' * (len(changed) > 1)} converted to the shape in the model: 0.pos" in str(report)
     x = torch.randn(2, 16, *new_size)

@@ -176,8 +176,8 @@ def test_other_and_damaged_files_are_rejected(adapter, tmp_path):
     save_file({"weight": torch.zeros(1)}, other)
     with pytest.raises(va.CheckpointError, match=r"is not an adapter\. .*load_checkpoint .*load_model"):
         load_adapter_(model, other)
-    for number in (1, 2, 4):
-        with pytest.raises(va.CheckpointError, match=rf"expected 3, got {number}\. .* vision_attn 9\.0"):
+    for number in (1, 3, 5):
+        with pytest.raises(va.CheckpointError, match=rf"expected 4, got {number}\. .* vision_attn 9\.0"):
             load_adapter_(model, rewrite(adapter, other, library="9.0", format=number))
     (block,) = read_entry(adapter)["blocks"]
     code = {"options": {"c": "os.system('d')"}}
@@ -200,7 +200,7 @@ def test_other_and_damaged_files_are_rejected(adapter, tmp_path):
     [
         ({"at": "nowhere"}, "'nowhere'"),
         ({"site": "no.such"}, "no.such"),
-        ({"held": "no.such.inserted"}, "no attribute `no`"),
+        ({"block_path": "no.such.inserted"}, "no attribute `no`"),
         ({"channels": 10**6}, r"differ in .*\(3000000, 1000000, 1, 1\)"),
         ({"site": "layer1"}, "differ in layer1.inserted"),
         ({}, r"differ in fc\.bias"),
@@ -290,7 +290,7 @@ def test_blocks_inserted_into_a_compiled_layer_fit_the_network_without_it(tmp_pa
     train(model)
     path = save_adapter(model, tmp_path / "adapter.safetensors")
     (block,) = read_entry(path)["blocks"]
-    assert (block["site"], block["held"]) == ("layer3.0", "inserted")
+    assert (block["site"], block["block_path"]) == ("layer3.0", "inserted")
     other, images = small_network(), torch.randn(2, 3, 32, 32)
     load_adapter_(other, path)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -552,7 +552,7 @@ def test_networks_that_timm_does_not_build_are_not_written(saved, tmp_path):
         ({"model_args": {"num_classes": 4}, "label_names": None}, "do not match the network .*: fc.weight, fc.bias"),
         ({"label_names": [1, 2, 3]}, "label_names .* 3 classes"),
         ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size"),
-        ({"vision_attn": {"format": 4, "library": "9"}}, r"expected 3, got 4\. .* vision_attn 9"),
+        ({"vision_attn": {"format": 5, "library": "9"}}, r"expected 4, got 5\. .* vision_attn 9"),
     ],
 )
 def test_the_configuration_of_a_folder_is_checked_and_downloads_nothing(saved, change, message, tmp_path, monkeypatch):

@@ -293,7 +293,7 @@ def test_an_unused_feature_map_raises_a_warning():
     model = tiny_vit(num_classes=3)
     with pytest.warns(UserWarning, match="does not depend on the feature map at 'blocks.1'"):
         report = va.insert_(model, stages=[0, 1], num_heads=3, gate_init=1.0)
-    assert [block.read for block in report.blocks] == [True, False]
+    assert [block.used for block in report.blocks] == [True, False]
     assert report.blocks[0].input_shape == (1, 3, 96, 96)
     model(torch.randn(1, 3, 96, 96)).sum().backward()
     assert [bool(block.gate.grad.any()) for block in va.inserted_blocks(model).values()] == [True, False]
@@ -380,4 +380,4 @@ def test_a_feature_map_used_only_by_a_detector_is_supported():
     model = detection.FasterRCNN(backbone, 5, min_size=64, max_size=96, rpn_anchor_generator=anchors).eval()
     images = [torch.rand(3, 48, 64)]
     (block,) = va.insert_(model, names="backbone.body", example_input=images).blocks
-    assert (block.element, block.read) == ("0", True)
+    assert (block.element, block.used) == ("0", True)

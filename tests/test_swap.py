@@ -117,7 +117,7 @@ def test_swapped_models_have_the_same_outputs_and_gradients(name):
 
     objects = parts()
     report = va.swap_(model)
-    assert (len(report.swapped), len(report.left)) == (swapped, left)
+    assert (len(report.swapped), len(report.skipped)) == (swapped, left)
     assert [*map(id, model.parameters())] == parameters  # existing optimizers still update them
     model.load_state_dict(state, strict=True)
     with calls_counted(model) as calls:
@@ -477,7 +477,7 @@ def test_modules_are_chosen_by_name_or_by_a_function():
     assert chosen.path == "features.1.1.attn"
     report = va.swap_(model)
     assert [one.path for one in report.swapped] == ["features.1.0.attn"]
-    assert {one.reason for one in report.left} == {"already swapped"}
+    assert {one.reason for one in report.skipped} == {"already swapped"}
     with pytest.raises(va.SiteError, match=r"features\.1\.0\.attn"):
         va.swap_(model, names="head")
 
@@ -546,7 +546,7 @@ def test_layers_of_transformers_run_calls_that_the_block_does_not_support(path, 
         each.config._attn_implementation = "eager"
     for got, wanted in zip(layer(x), original(x), strict=True):
         assert torch.equal(got, wanted)
-    (left,) = va.swap_(original).left
+    (left,) = va.swap_(original).skipped
     assert f"{left.kind}.config._attn_implementation is not supported (got 'eager')" in left.reason
 
 

@@ -142,7 +142,7 @@ def test_without_evaluation_images_a_fraction_of_each_class_is_held_out(image_fo
     assert evaluation.name == f"{tmp_path / 'photos'}, 10 % of each class (split with seed 0)"
     assert halves()[1].rows == evaluation.rows != halves(seed=1)[1].rows
     # An explicit fraction ignores the validation folder.
-    training, evaluation = halves(image_folder, val_share=0.25)
+    training, evaluation = halves(image_folder, val_fraction=0.25)
     assert (len(training), len(evaluation), evaluation.labels.bincount().tolist()) == (54, 18, [6, 6, 6])
     assert all("/train" in half.name for half in (training, evaluation))
     assert ["/train" in half.name for half in halves(image_folder)] == [True, False]
@@ -174,7 +174,7 @@ def test_cifar_is_kept_as_bytes_and_decoded_only_for_augmentation(tmp_path, monk
     varied = Settings(dataset=name, data=cifar, workers=0, aa="rand-m9")
     loader = open_images(source, varied, {**CONFIG, "input_size": (3, 32, 32)}, CPU, train=True)
     assert all_of(loader)[0].shape == (20, 3, 32, 32)
-    held_out = open_data(Settings(dataset=name, data=cifar, val_share=0.2), train=False)
+    held_out = open_data(Settings(dataset=name, data=cifar, val_fraction=0.2), train=False)
     assert (len(held_out), held_out.labels.bincount().tolist()) == (10, [1] * 10)
 
 

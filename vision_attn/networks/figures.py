@@ -79,7 +79,7 @@ def attention_figure(
             not exist, ``reduction`` is invalid, or ``brightest`` is not above 1.
 
     >>> import torch
-    >>> attention = AttentionMap(torch.rand(2, 8, 1, 7, 7), cells=((3, 3),), image_size=(28, 28))
+    >>> attention = AttentionMap(torch.rand(2, 8, 1, 7, 7), query_positions=((3, 3),), image_size=(28, 28))
     >>> figure = attention_figure(torch.rand(2, 3, 28, 28), attention)
     >>> len(figure.axes)  # two for each image, and the scale
     5
@@ -95,7 +95,7 @@ def attention_figure(
         shape = "(b, channels, height, width), or (b, channels, t, height, width) for a map with three axes"
         raise ValueError(f"images must be {shape}; got {tuple(images.shape)} for a map with {axes} axes")
     check_number("brightest", brightest, above=1)
-    queries = check_indices("query", query, len(attention.cells))
+    queries = check_indices("query", query, len(attention.query_positions))
     weights = attention.weights[:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)
     label, panels = reduced(weights.transpose(1, 2).flatten(0, 1), attention.heads, reduction)
     panels = panels * panels[0, 0].numel()  # as multiples of uniform attention
@@ -108,7 +108,7 @@ def attention_figure(
     norm = LogNorm(1, brightest, clip=True)
     if len(queries) > 1:
         above = titles or ["query"] * len(images)
-        titles = [f"{title} {number} {attention.cells[number]}" for title in above for number in queries]
+        titles = [f"{title} {number} {attention.query_positions[number]}" for title in above for number in queries]
     images = images.repeat_interleave(len(queries), dim=0)
 
     size = tuple(images.shape[3:])
@@ -118,8 +118,8 @@ def attention_figure(
     figure = Figure(figsize=(width, len(images) * panel_height + TEXT_HEIGHT), layout="compressed")
     axes_by_row = figure.subplots(len(images), columns, squeeze=False)
     for row, video in enumerate(images.detach().permute(0, 2, 3, 4, 1).float().cpu().numpy()):
-        query_cell = attention.cells[queries[row % len(queries)]]
-        marked = int((query_cell[0] + 0.5) * len(video) / attention.map_size[0]) if axes == 3 else 0
+        query_position = attention.query_positions[queries[row % len(queries)]]
+        marked = int((query_position[0] + 0.5) * len(video) / attention.map_size[0]) if axes == 3 else 0
         for column, frame in enumerate([marked, *frames * ((columns - 1) // len(frames))]):
             axis, picture = axes_by_row[row, column], video[frame]
             plain = picture if column == 0 and picture.shape[2] == 3 else picture.mean(axis=2)
@@ -132,12 +132,13 @@ def attention_figure(
                 overlay.set_interpolation("nearest")
             elif len(queries) > 1:
                 for number in queries:
-                    y, x = ((0.5 + at) * side for at, side in zip(attention.cells[number][-2:], cell, strict=True))
+                    position = attention.query_positions[number][-2:]
+                    y, x = ((0.5 + at) * side for at, side in zip(position, cell, strict=True))
                     text = axis.text(x, y, str(number), ha="center", va="center", fontsize=8, color="white")
                     text.set_path_effects([withStroke(linewidth=2, foreground="black")])
             axis.set_axis_off()
             if frame == marked:
-                corner = query_cell[-1] * cell[1], query_cell[-2] * cell[0]
+                corner = query_position[-1] * cell[1], query_position[-2] * cell[0]
                 axis.add_patch(Rectangle(corner, cell[1], cell[0], fill=False, edgecolor="tab:cyan", linewidth=2))
             above = label[column - 1] if column and row == 0 else titles[row] if titles and not column else ""
             axis.set_title(above, fontsize=9, loc="left", pad=3)

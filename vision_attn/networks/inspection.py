@@ -90,7 +90,7 @@ class Inspection(Report):
     #: options of the block other than the number of heads
     options: Mapping[str, Any]
     #: cost of the network without blocks
-    whole: Cost
+    model_cost: Cost
     #: all stages
     sites: tuple[Site, ...]
     #: memory of the GPU, or of the machine if there is no GPU, in bytes; infinite if unknown
@@ -110,7 +110,7 @@ class Inspection(Report):
 
     def parts(self) -> list[str | Table]:
         size = "×".join(map(str, self.input_shape[1:]))
-        cost = f"{self.whole.parameters:,} parameters, {self.whole.multiply_adds:,} MACs per image"
+        cost = f"{self.model_cost.parameters:,} parameters, {self.model_cost.macs:,} MACs per image"
         options = f", {format_arguments(self.options)}" if self.options else ""
         dtype = str(self.dtype).removeprefix("torch.")
         columns = f"%: relative to the network; MiB: memory saved for the backward pass of {self.batch_size:,} images"
@@ -121,7 +121,7 @@ class Inspection(Report):
         for site in self.sites:
             name = f"{site.site} (has a block)" if site.occupied else site.site
             location = f"{site.stage}", name, f"{site.channels}", site.size
-            numbers = zip(InsertionReport((site,)).added, self.whole, strict=True)
+            numbers = zip(InsertionReport((site,)).added, self.model_cost, strict=True)
             costs = [text for added, own in numbers for text in (f"{added:,}", percent(added, own))]
             rows.append((*location, f"{site.options.get('num_heads', 8)}", *costs, f"{site.saved / MEBI:,.1f}"))
         heading, table = f"{self.model} on images of {size}: {cost}", Table(rows, left=(1,))
@@ -133,7 +133,7 @@ class Inspection(Report):
     def advice(self, proposal: Proposal) -> str:
         """Format a proposal: the sites, the reason, the call and the cost."""
         names = " and ".join(f"{site.site} ({site.size})" for site in proposal.sites)
-        cost = describe_added(proposal.added, self.whole)
+        cost = describe_added(proposal.added, self.model_cost)
         return f"- {names}: {proposal.why}\n  {proposal.call(self.example_input)}\n  {cost}"
 
 
@@ -218,7 +218,7 @@ def inspect_model(
         batch_size=batch_size,
         dtype=next(iter(maps.values())).spec.dtype,
         options=block_options,
-        whole=run.cost,
+        model_cost=run.cost,
         sites=tuple(sites),
         memory_limit=machine_memory(),
         proposals=tuple(proposals),

@@ -19,7 +19,7 @@ class AttentionMap:
 
     The measures use weights that are normalized to a sum of one (see ``weights``).
 
-    >>> attention = AttentionMap(torch.full((1, 8, 1, 3, 4), 1 / 12), cells=((2, 0),), image_size=(48, 64))
+    >>> attention = AttentionMap(torch.full((1, 8, 1, 3, 4), 1 / 12), query_positions=((2, 0),), image_size=(48, 64))
     >>> attention.weights.shape
     torch.Size([1, 8, 1, 3, 4])
     """
@@ -29,7 +29,7 @@ class AttentionMap:
     #: and the zero padding of Swin). It is zero if the query may not attend to any position
     weights: Tensor
     #: row and column of each query in the feature map
-    cells: tuple[tuple[int, ...], ...]
+    query_positions: tuple[tuple[int, ...], ...]
     #: rows and columns of the image
     image_size: tuple[int, ...]
     #: rows and columns of the feature map of the queries; by default, as in the feature map of the keys
@@ -43,7 +43,7 @@ class AttentionMap:
         object.__setattr__(self, "map_size", tuple(self.map_size or self.weights.shape[3:]))
         object.__setattr__(self, "heads", tuple(self.heads or [f"head {n}" for n in range(self.weights.shape[1])]))
 
-    def shares(self) -> Tensor:
+    def normalized_weights(self) -> Tensor:
         """Return the weights ``(b, heads, queries, keys)``, normalized to a sum of one; rows of zeros stay zero."""
         weights = self.weights.detach().float().flatten(3)
         total = weights.sum(3, keepdim=True)
@@ -61,7 +61,7 @@ class AttentionMap:
         >>> attention.entropy().exp()
         tensor([[[2.]]])
         """
-        return torch.special.entr(self.shares()).sum(3)
+        return torch.special.entr(self.normalized_weights()).sum(3)
 
     def distance(self) -> Tensor:
         """Return the mean attention distance of each query in pixels, ``Σ_j a_j |p_i - p_j|``: ``(b, heads, queries)``.
@@ -76,9 +76,9 @@ class AttentionMap:
         tensor([[[2.]]])
         """
         image_size, size = torch.tensor(self.image_size), torch.tensor(self.weights.shape[3:])
-        queries = (torch.tensor(self.cells) + 0.5) * image_size / torch.tensor(self.map_size)
+        queries = (torch.tensor(self.query_positions) + 0.5) * image_size / torch.tensor(self.map_size)
         keys = (torch.ones(*size).nonzero() + 0.5) * image_size / size
-        return (self.shares() * torch.cdist(queries, keys).to(self.weights.device)).sum(3)
+        return (self.normalized_weights() * torch.cdist(queries, keys).to(self.weights.device)).sum(3)
 
     def similarity(self) -> Tensor:
         """Return 1 minus the Jensen-Shannon divergence of the weights of each pair of heads, ``(b, heads, heads)``.
@@ -93,10 +93,10 @@ class AttentionMap:
         tensor([[[1., 0.],
                  [0., 1.]]])
         """
-        shares, entropy = self.shares(), self.entropy()
+        weights, entropy = self.normalized_weights(), self.entropy()
         rows = []
-        for head in range(shares.shape[1]):
-            both = torch.special.entr((shares + shares[:, [head]]) / 2).sum(3)
+        for head in range(weights.shape[1]):
+            both = torch.special.entr((weights + weights[:, [head]]) / 2).sum(3)
             rows.append((both - (entropy + entropy[:, [head]]) / 2).mean(2))
         return 1 - torch.stack(rows, 1) / torch.tensor(2.0).log()
 
@@ -156,17 +156,17 @@ class Maps(dict[str, AttentionMap]):
         previous: tuple[int, ...] = ()
         for path, attention in self.items():
             size, positions, device = attention.map_size, product(attention.map_size), attention.weights.device
-            if len(attention.cells) != positions:
-                got = f"{path!r} has {len(attention.cells)} of {positions}"
+            if len(attention.query_positions) != positions:
+                got = f"{path!r} has {len(attention.query_positions)} of {positions}"
                 raise ValueError(f"maps must contain all positions as queries; {got}. Capture them without queries")
-            heads = attention.shares().mean(1) @ area_overlap(attention.weights.shape[3:], size).to(device)
+            heads = attention.normalized_weights().mean(1) @ area_overlap(attention.weights.shape[3:], size).to(device)
             step = residual * torch.eye(positions, device=device) + (1 - residual) * heads
             step = step / step.sum(2, keepdim=True).clamp(min=torch.finfo(step.dtype).tiny)
             if rolled is not None:
                 step = step @ area_overlap(size, previous).to(device) @ rolled
             rolled, first, previous = step, first or size, size
             weights = rolled.unflatten(2, first)[:, None]
-            found[path] = AttentionMap(weights, attention.cells, attention.image_size, size, ("rollout",))
+            found[path] = AttentionMap(weights, attention.query_positions, attention.image_size, size, ("rollout",))
         return found
 
 

@@ -47,7 +47,7 @@ from vision_attn.version import __version__
 #: Name of the metadata entry with the JSON object above.
 ENTRY = "vision_attn"
 #: The supported version of the format.
-FORMAT = 3
+FORMAT = 4
 
 #: Parts that torch.compile, activation checkpointing and FSDP add to the path of a wrapped layer.
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -151,16 +151,16 @@ def check_format(path: Path, metadata: Mapping[str, Any]) -> None:
 def encode_block(block: InsertedBlock) -> dict[str, Any]:
     """Return the record of a block as plain values."""
     options = {name: to_code(name, value) for name, value in block.options.items()}
-    return {name: value for name, value in vars(block).items() if name != "compared"} | {"options": options}
+    return {name: value for name, value in vars(block).items() if name != "attention_pairs"} | {"options": options}
 
 
 def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     """Return the record of a block from plain values."""
-    numbers = {name: int(values[name]) for name in ("channels", "parameters", "multiply_adds")}
+    numbers = {name: int(values[name]) for name in ("channels", "parameters", "macs")}
     sizes = {name: tuple(map(int, values[name])) for name in ("map_size", "input_shape")}
     options = {str(name): from_code(code) for name, code in values["options"].items()}
     block = InsertedBlock(**{**values, **numbers, **sizes, "options": options})
-    texts = (block.site, block.at, block.block, block.layout, block.held)
+    texts = (block.site, block.at, block.block, block.layout, block.block_path)
     if not all(isinstance(text, str) for text in texts) or not isinstance(block.element, int | str | None):
         raise ValueError("the site of a block is not a string")
     return block
@@ -226,10 +226,10 @@ def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlo
     """Return the record of a block for a network with other module paths, because of added or removed wrappers."""
     owner, child = locate_block(record)
     site, owner = rename(record.site), rename(owner)
-    held = f"{owner}.{child}".removeprefix(f"{site}.")
-    if record.held.startswith("."):
-        held = "." * (len(site.split(".")) - len(owner.split("."))) + child
-    return replace(record, site=site, held=held)
+    block_path = f"{owner}.{child}".removeprefix(f"{site}.")
+    if record.block_path.startswith("."):
+        block_path = "." * (len(site.split(".")) - len(owner.split("."))) + child
+    return replace(record, site=site, block_path=block_path)
 
 
 def find_makers(

@@ -176,11 +176,11 @@ def compare(
     return LoadReport(
         **source,
         loaded=loaded,
-        new=tuple(key for key in own if key in new),
+        newly_initialized=tuple(key for key in own if key in new),
         missing=tuple(key for key in own if key not in saved.keys() | new | absent),
         unexpected=tuple(key for key in saved if key not in own),
         mismatched=mismatched,
-        resampled=compare_shapes(converted, saved),
+        converted=compare_shapes(converted, saved),
         replaced=tuple(key for key in fitting if key not in target.state),
         differing=compare_arguments({path: target.arguments[path] for path in blocks}, arguments),
         unchecked=tuple(path or "the model" for path in blocks if path not in arguments),

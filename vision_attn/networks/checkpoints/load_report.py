@@ -19,7 +19,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 class LoadReport(Report):
     """Report of the tensors of a checkpoint that were loaded into a model; prints as a summary.
 
-    >>> print(LoadReport("net.pth", "", ("fc.weight",), new=(), missing=("fc.bias",), unexpected=(), mismatched={}))
+    >>> print(LoadReport("net.pth", "", ("fc.weight",), (), missing=("fc.bias",), unexpected=(), mismatched={}))
     1 tensor loaded from net.pth
     1 key missing from the checkpoint: fc.bias
     """
@@ -31,7 +31,7 @@ class LoadReport(Report):
     #: keys that were loaded
     loaded: tuple[str, ...]
     #: keys that the checkpoint is not expected to contain: keys of inserted blocks, and keys that match ``skip``
-    new: tuple[str, ...]
+    newly_initialized: tuple[str, ...]
     #: keys of the model that the checkpoint should contain, including the other keys of a partly saved block
     missing: tuple[str, ...]
     #: keys of the checkpoint that the model does not have
@@ -39,15 +39,15 @@ class LoadReport(Report):
     #: key -> (shape in the model, shape in the checkpoint), for keys that were not loaded
     mismatched: Shapes
     #: key -> (shape in the model, shape in the checkpoint), for resized position tables and a converted convolution
-    resampled: Shapes = field(default_factory=dict)
+    converted: Shapes = field(default_factory=dict)
     #: keys that were loaded into the original modules of ``replace_``, which ``remove_`` restores
     replaced: tuple[str, ...] = ()
     #: other entries of the file with weights
-    others: tuple[str, ...] = ()
+    other_entries: tuple[str, ...] = ()
     #: prefix that was removed from the keys, such as ``"backbone."``
     prefix: str = ""
     #: keys that were ignored because they do not start with the prefix
-    aside: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     #: descriptions of blocks with another configuration, which are accepted only with ``strict=False``
     differing: tuple[str, ...] = ()
     #: blocks that were loaded without a comparison, because their configuration is not in the file
@@ -55,20 +55,20 @@ class LoadReport(Report):
 
     def parts(self) -> list[str]:
         source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
-        hint = "" if set(self.others).isdisjoint(EMA_ENTRIES) else " (ema=True loads the moving average)"
+        hint = "" if set(self.other_entries).isdisjoint(EMA_ENTRIES) else " (ema=True loads the moving average)"
         titles = (
             ("key", "loaded into replaced modules", self.replaced),
-            ("key", "without the prefix ignored", self.aside),
-            ("key", "not expected in the checkpoint", self.new),
+            ("key", "without the prefix ignored", self.ignored),
+            ("key", "not expected in the checkpoint", self.newly_initialized),
             ("key", "missing from the checkpoint", self.missing),
             ("key", "unexpected in the checkpoint", self.unexpected),
-            ("tensor", "converted to the shape in the model", format_shapes(self.resampled)),
+            ("tensor", "converted to the shape in the model", format_shapes(self.converted)),
             ("tensor", "with another shape", format_shapes(self.mismatched)),
             ("block", "configured differently", self.differing),
         )
         lines = (
             f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}",
-            self.others and f"other weights in the file, not loaded: {', '.join(self.others)}{hint}",
+            self.other_entries and f"other weights in the file, not loaded: {', '.join(self.other_entries)}{hint}",
             self.prefix and f"prefix {self.prefix!r} removed from the keys",
             *(x and f"{len(x)} {noun}{'s' * (len(x) != 1)} {title}: {shorten(x)}" for noun, title, x in titles),
             self.unchecked and f"not compared, because the file has no configuration: {shorten(self.unchecked)}",

@@ -31,7 +31,7 @@ def find_weights(
 
     Returns:
         The tensors by keys of the model, the arguments of attention blocks by path, and the fields ``path``, ``entry``,
-        ``others``, ``prefix`` and ``aside`` of :class:`LoadReport`.
+        ``other_entries``, ``prefix`` and ``ignored`` of :class:`LoadReport`.
     """
     entry = find_entry(file, ema=ema)
     values = read_values(file, entry, required)
@@ -45,9 +45,15 @@ def find_weights(
         raise CheckpointError(f"{file.path}: no key starts with prefix={prefix!r}; the keys start with {first_parts}")
     found_prefix = find_prefix(file.path, select_tensors(file.path, names, values), required)
     names = remove_prefix(names, found_prefix)
-    others = tuple(name for name, value in file.content.items() if name != entry and is_state_dict(value))
-    aside = tuple(name for key, name in plain.items() if key not in names and not key.endswith("."))
-    source = {"path": str(file.path), "entry": entry, "others": others, "prefix": prefix + found_prefix, "aside": aside}
+    other_entries = tuple(name for name, value in file.content.items() if name != entry and is_state_dict(value))
+    ignored = tuple(name for key, name in plain.items() if key not in names and not key.endswith("."))
+    source = {
+        "path": str(file.path),
+        "entry": entry,
+        "other_entries": other_entries,
+        "prefix": prefix + found_prefix,
+        "ignored": ignored,
+    }
     arguments = {name.strip("."): values[key] for key, name in names.items() if key.endswith(".")}
     return select_tensors(file.path, names, values), arguments, source
 

@@ -59,7 +59,7 @@ class SwapReport(Report):
         return tuple(module for module in self.modules if not module.reason)
 
     @property
-    def left(self) -> tuple[SwappedModule, ...]:
+    def skipped(self) -> tuple[SwappedModule, ...]:
         """The modules that were not swapped."""
         return tuple(module for module in self.modules if module.reason)
 
@@ -77,8 +77,8 @@ class SwapReport(Report):
         else:
             headline += f"; {found or 'no'} attention module{'s' * (found != 1)} found"
             hint = self.suggest()
-        for kind, reason in dict.fromkeys((x.kind, x.reason) for x in self.left):
-            paths = [x.path or "the model" for x in self.left if (x.kind, x.reason) == (kind, reason)]
+        for kind, reason in dict.fromkeys((x.kind, x.reason) for x in self.skipped):
+            paths = [x.path or "the model" for x in self.skipped if (x.kind, x.reason) == (kind, reason)]
             parts.append(f"not swapped: {len(paths)} {kind} ({shorten(paths)}): {reason}")
         return [headline, *parts, *filter(None, [hint])]
 

@@ -63,8 +63,8 @@ def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> st
 
 def locate_block(record: InsertedBlock) -> tuple[str, str]:
     """Return the path of the parent module of a block, and the name of the block in it."""
-    child = record.held.lstrip(".")
-    around = record.site.rsplit(".", len(record.held) - len(child))[0]
+    child = record.block_path.lstrip(".")
+    around = record.site.rsplit(".", len(record.block_path) - len(child))[0]
     owner, _, name = f"{around}.{child}".rpartition(".")
     return owner, name
 
@@ -89,7 +89,7 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
     owner.add_module(child, block)
     hooks.hook_(target, block)
     # A hook of the network checks that the block still runs, and so does a hook of a module that may be called alone.
-    outside = record.held.startswith(".")
+    outside = record.block_path.startswith(".")
     runs = (x for x in modules_around(record.site) if type(model.get_submodule(x)).forward is not nn.Module.forward)
     for around in {"", path if outside else max(runs, key=len, default="")}:
         start = len(around) + bool(around)
@@ -170,9 +170,9 @@ def build_block(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.
 
 def add_record(block: nn.Module, record: InsertedBlock, like: Any) -> nn.Module:
     """Store the record in a block and return the block, inside an :class:`ExactBlock` if the record requires one."""
-    if record.around:
+    if record.wrapper_options:
         vars(block).pop(RECORD, None)
-        block = ExactBlock(block, record.channels, like, **record.around).train(block.training)
+        block = ExactBlock(block, record.channels, like, **record.wrapper_options).train(block.training)
     vars(block)[RECORD] = record
     return block.to(like.device) if like.device.type == "meta" else block
 

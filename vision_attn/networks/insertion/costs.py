@@ -26,7 +26,7 @@ class Cost(NamedTuple):
     #: number of parameters (scalars)
     parameters: int
     #: MACs of one forward pass of one image
-    multiply_adds: int
+    macs: int
 
 
 def describe_added(added: Cost, network: Cost) -> str:
@@ -91,7 +91,7 @@ def feature_map_error(block: nn.Module, site: str, shape: Sequence[int], error: 
     return ValueError(f"{what} ({describe_error(error)})")
 
 
-def pairs_compared(block: nn.Module, size: tuple[int, ...]) -> int:
+def count_attention_pairs(block: nn.Module, size: tuple[int, ...]) -> int:
     """Return the number of query-key pairs of the full attention in a block on a feature map of this size, or 0."""
     full = [x for x in attention_modules(block).values() if x.resolved_pattern.is_global]
     return max((product(size) * product(-(-side // x.kv_stride) for side in size) for x in full), default=0)

@@ -185,7 +185,7 @@ class DryRun:
         return abs(height * columns - width * rows) <= rows + columns
 
     def select_maps(self, targets: Iterable[str], at: str) -> list[FeatureMap]:
-        """Return the feature map of each module, with ``read=False`` if the output does not depend on it.
+        """Return the feature map of each module, with ``used=False`` if the output does not depend on it.
 
         If there are several feature maps, the one that the network uses is selected, or else the declared one. An error
         is raised if the network ignores the complete output, because a block there would have no effect. If it uses
@@ -193,18 +193,18 @@ class DryRun:
         warning is issued instead.
         """
         candidates = [self.require_maps(target, at) for target in targets]
-        unread = self.find_unread([x for maps in candidates for x in maps], at)
+        unused = self.find_unused([x for maps in candidates for x in maps], at)
         selected = []
         for maps in candidates:
-            read = [x for x in maps if x not in unread] or [x._replace(read=False) for x in maps]
-            read = [x for x in read if x.shape[1] == self.channels.get(x.target)] or read
-            if len(read) > 1:
-                what = f"{read[0].target!r} {'receives' if at == 'before' else 'returns'} {len(read)} feature maps"
+            used = [x for x in maps if x not in unused] or [x._replace(used=False) for x in maps]
+            used = [x for x in used if x.shape[1] == self.channels.get(x.target)] or used
+            if len(used) > 1:
+                what = f"{used[0].target!r} {'receives' if at == 'before' else 'returns'} {len(used)} feature maps"
                 raise SiteError(f"{what}, but a block processes only one. Choose modules inside it")
-            if not read[0].read and self.is_ignored(maps[0].target, at):
+            if not used[0].used and self.is_ignored(maps[0].target, at):
                 what = f"the network ignores the {'input' if at == 'before' else 'output'} of {maps[0].target!r}"
                 raise SiteError(f"{what}, so a block there would have no effect. Choose another module")
-            selected.append(read[0])
+            selected.append(used[0])
         return selected
 
     def require_maps(self, target: str, at: str) -> list[FeatureMap]:
@@ -229,7 +229,7 @@ class DryRun:
         if target not in self.calls:
             raise SiteError(f"{target!r} is not called in the forward pass. Choose another module")
 
-    def find_unread(self, maps: list[FeatureMap], at: str) -> list[FeatureMap]:
+    def find_unused(self, maps: list[FeatureMap], at: str) -> list[FeatureMap]:
         """Return the feature maps on which the output does not depend, by one forward and backward pass."""
         inputs: dict[FeatureMap, list[Tensor]] = {x: [] for x in maps}
         hooks = [(x.target, partial(track_gradient, x.element, inputs[x])) for x in maps]
@@ -244,7 +244,7 @@ class DryRun:
         except (SiteError, RuntimeError):  # The network has no backward pass.
             return []
         gradients = {x: [next(found) for _ in tensors] for x, tensors in inputs.items()}
-        return [x for x, each in gradients.items() if not any(is_read(x, gradient) for gradient in each)]
+        return [x for x, each in gradients.items() if not any(is_used(x, gradient) for gradient in each)]
 
     def is_ignored(self, target: str, at: str) -> bool:
         """Return True if noise in the complete input or output of a module does not change the network's output."""
@@ -275,7 +275,7 @@ def track_gradient(
     return apply_to_element(args, element, keep), kwargs
 
 
-def is_read(feature_map: FeatureMap, gradient: Tensor | None) -> bool:
+def is_used(feature_map: FeatureMap, gradient: Tensor | None) -> bool:
     """Return True if the output depends on a feature map, not only on the tokens before it."""
     prefix = count_prefix(feature_map.layout)
     if gradient is None or has_no_values(gradient) or not prefix:

@@ -83,7 +83,7 @@ def init_identity_(
     Without ``zeros``, every block gets a gate.
 
     Returns:
-        Fields of its record: ``around``, the options of the required :class:`ExactBlock`, and ``begins``.
+        Fields of its record: ``identity_init``, and ``wrapper_options`` for the required :class:`ExactBlock`.
 
     Raises:
         SiteError: the output contains NaN or infinity.
@@ -101,15 +101,15 @@ def init_identity_(
         if not trial.y.isfinite().all():
             what = f"{type(block).__name__} returns NaN or infinity for the {'×'.join(map(str, shape[2:]))} feature map"
             raise SiteError(f"{what} at {site!r}. Choose a site with a larger feature map")
-        around: dict[str, Any] = {"copied": True} if trial.copied else {}
+        wrapper_options: dict[str, Any] = {"copied": True} if trial.copied else {}
         if not exact or trial.y.shape != x.shape or (zeros and trial.ratio == 1):
-            return {"around": around}
+            return {"wrapper_options": wrapper_options}
         if zeros and (layers := trial.zero_last_layers_()):
-            begins, scale = f"{' and '.join(layers)} set to zero", 1 / (trial.ratio or 1.0)
+            identity_init, scale = f"{' and '.join(layers)} set to zero", 1 / (trial.ratio or 1.0)
             if scale > 1:
-                around["scale"], begins = scale, f"{begins}, output multiplied by {scale:g}"
-            return {"around": around, "begins": begins}
-    return {"around": around | {"gated": True}, "begins": "gate set to zero"}
+                wrapper_options["scale"], identity_init = scale, f"{identity_init}, output multiplied by {scale:g}"
+            return {"wrapper_options": wrapper_options, "identity_init": identity_init}
+    return {"wrapper_options": wrapper_options | {"gated": True}, "identity_init": "gate set to zero"}
 
 
 class Trial:

@@ -57,7 +57,7 @@ def run_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 def get_block(module: nn.Module) -> nn.Module:
     """Return the block that runs at a module; if a block replaced the module, return this block."""
     location: Any = vars(module).get(LOCATION, module)
-    return module.get_submodule(location.held) if isinstance(location, InsertedBlock) else location
+    return module.get_submodule(location.block_path) if isinstance(location, InsertedBlock) else location
 
 
 def check_block(owner: nn.Module, args: Any, *, target: str, path: str | None, record: InsertedBlock) -> None:
@@ -105,7 +105,7 @@ def tracing_error(module: nn.Module, record: InsertedBlock) -> SiteError:
 def hook_(module: nn.Module, block: nn.Module) -> None:
     """Register the hook that runs a block, before older hooks, so that feature taps receive the block's output."""
     record: InsertedBlock = vars(block)[RECORD]
-    vars(module)[LOCATION] = block if record.held.startswith(".") else record
+    vars(module)[LOCATION] = block if record.block_path.startswith(".") else record
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     if run_after in hooks or run_before in hooks:
         return  # Replicas of ``nn.DataParallel`` already have the hook.

@@ -19,7 +19,7 @@ from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion import attach, makers
 from vision_attn.networks.insertion.backbone import changeable
-from vision_attn.networks.insertion.costs import Cost, measure_cost, pairs_compared
+from vision_attn.networks.insertion.costs import Cost, count_attention_pairs, measure_cost
 from vision_attn.networks.insertion.dry_run import DryRun
 from vision_attn.networks.insertion.exact import init_identity_
 from vision_attn.networks.insertion.hooks import RECORD
@@ -116,13 +116,13 @@ def insert_(
             changed = attach_verified(dry_run, blocks)
         except SiteError:  # A module may depend on its number of children.
             for x, new in zip(maps, blocks, strict=True):
-                held = attach.choose_block_path(model, x.target, inside=True)
-                vars(new)[RECORD] = replace(vars(new)[RECORD], held=held)
+                block_path = attach.choose_block_path(model, x.target, inside=True)
+                vars(new)[RECORD] = replace(vars(new)[RECORD], block_path=block_path)
             changed = attach_verified(dry_run, blocks)
         if not zeros or not changed or not exact or all(isinstance(x, GatedResidual) for x in blocks):
             break
         attach.detach_(model, blocks)
-    return replace(report, changed=changed)
+    return replace(report, output_change=changed)
 
 
 @torch.inference_mode(False)
@@ -200,7 +200,7 @@ def replace_(
     with attach.attach_blocks_(model, blocks):
         _, cost = dry_run.measure()
     removed = (new + before - after for new, before, after in zip(report.added, dry_run.cost, cost, strict=True))
-    return replace(report, gone=Cost(*removed))
+    return replace(report, replaced_cost=Cost(*removed))
 
 
 def remove_(model: nn.Module) -> InsertionReport:
@@ -253,9 +253,9 @@ def new_block(
     is_timm = isinstance(block, str) and block in makers.TIMM_BLOCKS
     if is_timm and "feat_size" in makers.get_arguments(make):
         options = {"feat_size": x.size, **options}
-    held, element = (attach.choose_block_path(dry_run.model, x.target), x.element) if y is None else (CHILD, None)
+    block_path, element = (attach.choose_block_path(dry_run.model, x.target), x.element) if y is None else (CHILD, None)
     fields = x.target, at, "", options, channels, x.size, 0, 0, dry_run.example.shape
-    record = InsertedBlock(*fields, layout=x.layout, element=element, held=held, read=x.read)
+    record = InsertedBlock(*fields, layout=x.layout, element=element, block_path=block_path, used=x.used)
     new = attach.build_block(dry_run.model, record, make, x.spec)
     record = replace(record, block=str(block) if is_timm else type(new).__name__)
     if y is None and not isinstance(new, GatedResidual):
@@ -265,8 +265,8 @@ def new_block(
             new = attach.build_block(dry_run.model, record, make, spec)
         record = replace(record, **init_identity_(new, x.target, x.shape, spec, exact, zeros))
     new = attach.add_record(new, record, x.spec)
-    cost, compared = measure_cost(new, x, y or x), pairs_compared(new, x.size)
-    vars(new)[RECORD] = replace(record, compared=compared, **cost._asdict())
+    cost, attention_pairs = measure_cost(new, x, y or x), count_attention_pairs(new, x.size)
+    vars(new)[RECORD] = replace(record, attention_pairs=attention_pairs, **cost._asdict())
     return new
 
 

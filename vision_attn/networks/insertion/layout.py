@@ -44,7 +44,7 @@ class FeatureMap(NamedTuple):
     #: rows and columns of the feature map; of the largest feature map if the module is called several times
     size: tuple[int, ...]
     #: True if the output of the network depends on the feature map
-    read: bool = True
+    used: bool = True
     #: the tensors in all calls of the module
     calls: tuple[TensorSpec, ...] = ()
 

@@ -47,7 +47,7 @@ class InsertedBlock:
     #: number of parameters (scalars)
     parameters: int
     #: MACs of one forward pass of one image
-    multiply_adds: int
+    macs: int
     #: shape of the images for which the feature map has this size: batch, channels, rows, columns
     input_shape: tuple[int, ...]
     #: layout of the feature map in its tensor: ``"b c h w"``, ``"b h w c"``, ``"b (1 + h w) c"``, …
@@ -55,15 +55,15 @@ class InsertedBlock:
     #: index or key of the tensor in the input or output of the module; None if it is the value itself
     element: Element = None
     #: path from the module to the block
-    held: str = CHILD
+    block_path: str = CHILD
     #: True if the output of the network depends on the feature map
-    read: bool = True
+    used: bool = True
     #: how the block was made an identity at initialization; empty if it is an identity by design
-    begins: str = ""
+    identity_init: str = ""
     #: options of the :class:`ExactBlock` that contains the block; empty if there is none
-    around: Mapping[str, Any] = field(default_factory=dict)
+    wrapper_options: Mapping[str, Any] = field(default_factory=dict)
     #: query-key pairs of its full attention; not stored in files
-    compared: int = field(default=0, compare=False, repr=False)
+    attention_pairs: int = field(default=0, compare=False, repr=False)
 
     @property
     def size(self) -> str:
@@ -95,11 +95,11 @@ class InsertionReport(Report):
     #: ``"inserted"``, ``"inserted as replacements"`` or ``"removed"``
     verb: str = "inserted"
     #: cost of the network before insertion; None if it was not measured
-    whole: Cost | None = None
+    model_cost: Cost | None = None
     #: cost of the replaced modules
-    gone: Cost = field(default_factory=lambda: Cost(0, 0))
+    replaced_cost: Cost = field(default_factory=lambda: Cost(0, 0))
     #: relative change of the output of the network
-    changed: float = 0.0
+    output_change: float = 0.0
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -107,17 +107,18 @@ class InsertionReport(Report):
     def parts(self) -> list[str | Table]:
         rows = [("where", "block", "channels", "feature map", "tokens", "parameters", "MACs")]
         for block in self.blocks:
-            costs = f"{block.tokens}", f"{block.parameters:,}", f"{block.multiply_adds:,}"
+            costs = f"{block.tokens}", f"{block.parameters:,}", f"{block.macs:,}"
             rows.append((block.site, block.block, f"{block.channels}", block.size, *costs))
         if len(self) > 1:
-            rows.append(("total", "", "", "", "", f"{self.parameters:,}", f"{self.multiply_adds:,}"))
+            rows.append(("total", "", "", "", "", f"{self.parameters:,}", f"{self.macs:,}"))
         sizes = " and ".join(dict.fromkeys("×".join(map(str, block.input_shape[1:])) for block in self.blocks))
         heading = f"{len(self)} {'block' if len(self) == 1 else 'blocks'} {self.verb}, for an input of {sizes}"
-        notes = [] if self.whole is None else [describe_added(self.added, self.whole)]
-        kinds = dict.fromkeys((block.block, block.begins) for block in self.blocks if block.begins)
+        notes = [] if self.model_cost is None else [describe_added(self.added, self.model_cost)]
+        kinds = dict.fromkeys((block.block, block.identity_init) for block in self.blocks if block.identity_init)
         notes += [f"{name} is an identity at initialization: {how}" for name, how in kinds if self.verb == "inserted"]
-        notes += [f"the output of the network changes by {100 * self.changed:.2g} %"] if self.changed else []
-        fusible = shorten(repr(block.site) for block in self.blocks if block.held.startswith("."))
+        if self.output_change:
+            notes.append(f"the output of the network changes by {100 * self.output_change:.2g} %")
+        fusible = shorten(repr(block.site) for block in self.blocks if block.block_path.startswith("."))
         notes += [FUSE_FIRST.format(fusible)] if fusible and self.verb == "inserted" else []
         notes += [OPTIMIZERS] if self.verb != "removed" else []
         return [heading, Table(rows, left=(0, 1)), *notes] if self.blocks else [f"no block {self.verb}"]
@@ -128,14 +129,14 @@ class InsertionReport(Report):
         return sum(block.parameters for block in self.blocks)
 
     @property
-    def multiply_adds(self) -> int:
+    def macs(self) -> int:
         """Total MACs of the blocks in one forward pass of one image."""
-        return sum(block.multiply_adds for block in self.blocks)
+        return sum(block.macs for block in self.blocks)
 
     @property
     def added(self) -> Cost:
         """Cost added to the network; negative if the replaced modules cost more."""
-        return Cost(self.parameters - self.gone.parameters, self.multiply_adds - self.gone.multiply_adds)
+        return Cost(self.parameters - self.replaced_cost.parameters, self.macs - self.replaced_cost.macs)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -143,11 +144,11 @@ class InsertionReport(Report):
 
         :func:`vision_attn.insert_` issues them, so they are not printed with the table.
         """
-        large = [block for block in self.blocks if block.compared > MAX_TOKENS**2]
-        tokens, cost = max((x.tokens for x in large), default=0), sum(x.multiply_adds for x in large) / 1e9
+        large = [block for block in self.blocks if block.attention_pairs > MAX_TOKENS**2]
+        tokens, cost = max((x.tokens for x in large), default=0), sum(x.macs for x in large) / 1e9
         remedy = "Pass pattern=va.Window(7) or kv_stride, or choose another site"
         small = [block for block in self.blocks if max(block.map_size) <= 2]
-        unused = [block for block in self.blocks if not block.read]
+        unused = [block for block in self.blocks if not block.used]
         kinds = (
             ("attention has little effect on small feature maps: {}. Choose an earlier site or a larger input", small),
             ("the output of the network does not depend on the feature map at {}. Choose an earlier site", unused),

@@ -82,8 +82,8 @@ def with_flags(message: str, command: str) -> str:
 
     Names are replaced at the start of the message and before an equals sign.
 
-    >>> with_flags("val_share requires data=…", "train")
-    '--val-share requires --data'
+    >>> with_flags("val_fraction requires data=…", "train")
+    '--val-fraction requires --data'
     """
     if command in PLAIN:
         parameters = signature(PLAIN[command]).parameters.values()

@@ -44,7 +44,7 @@ def compare(
         values = complete.as_dict().items()
         settings[variant] = {name: value for name, value in values if name not in CALL_SETTINGS | {"seed"}}
     first = next(iter(settings.values()))
-    images = "held-out training images" if first["val_share"] is not None else "the validation images"
+    images = "held-out training images" if first["val_fraction"] is not None else "the validation images"
     note = f"Top-1 accuracy after the last epoch on {images}, with torch {torch.__version__} and "
     note += f"vision_attn {__version__}. Command: `{command}`"
     run, gpu = partial(train_variant, output=Path(output).resolve()), first["device"] != "cpu"

@@ -105,7 +105,7 @@ class Source:
 
 def open_data(settings: Settings, *, train: bool) -> Source:
     """Open the training or validation part of a data set without decoding images."""
-    fraction, root = settings.val_share, settings.data and settings.data.expanduser()
+    fraction, root = settings.val_fraction, settings.data and settings.data.expanduser()
     from_train = train or fraction is not None
     if settings.dataset.startswith("hfds/") or (root and settings.dataset != "folder"):
         split = settings.train_split if from_train else settings.val_split

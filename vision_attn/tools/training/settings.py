@@ -57,7 +57,7 @@ class PlainErrors(type):
 #: Descriptions of the values of flags whose default is None or empty.
 HINTS = {
     "data": hint("FOLDER"),
-    "val_share": hint("FRACTION", "default: 0.1 if there is no validation folder"),
+    "val_fraction": hint("FRACTION", "default: 0.1 if there is no validation folder"),
     "img_size": hint("PIXELS", "default: size of a small data set, or of the model"),
     "mean": hint("R G B", "default: mean of the model"),
     "std": hint("R G B", "default: std of the model"),
@@ -101,7 +101,7 @@ class Settings(metaclass=PlainErrors):
     download: bool = False  # Download a torchvision data set that is not in --data.
     train_split: str = "train"  # Training split of a timm data set.
     val_split: str = "validation"  # Validation split of a timm data set.
-    val_share: Fraction | None = None  # Fraction of each class held out for validation.
+    val_fraction: Fraction | None = None  # Fraction of each class held out for validation.
     img_size: Count | None = None  # Height and width of the input images in pixels.
     mean: tuple[float, float, float] | None = None  # Mean of each channel, for pixels in 0…1.
     std: tuple[Positive, Positive, Positive] | None = None  # Standard deviation of each channel, for pixels in 0…1.
