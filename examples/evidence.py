@@ -28,7 +28,8 @@ attention with positions with the same block and `qk_norm="match"`.
 the first or the last stage: attention (in windows of 8×8 in the first stage), a convolution, squeeze-and-excitation as
 a residual block, or a normalized shortcut. Two epochs, seeds 0 to 4; all pairs are compared.
 
-Verdicts are based on 95 % Games–Howell intervals over all pairs of a table.
+In the recorded runs of **positions** and **adapters**, the new classifier is initialized at random; ``vision-attn
+train`` initializes it with zeros. Verdicts are based on 95 % Games–Howell intervals over all pairs of a table.
 """
 
 import argparse

@@ -427,7 +427,10 @@ def test_pretrained_weights_for_other_classes_have_a_new_head(monkeypatch):
     settings = Settings(
         data="images", model="resnet20", pretrained=True, freeze_backbone=True, insert="layer3", device="cpu"
     )
-    assert build_network(settings, SOURCE, quiet).new_head == ("fc.*",)
+    network = build_network(settings, SOURCE, quiet)
+    assert network.new_head == ("fc.*",)
+    assert not any(parameter.any() for parameter in network.model.fc.parameters())
+    assert all(parameter.any() for name, parameter in network.model.named_parameters() if name.endswith("conv1.weight"))
 
 
 def test_a_trained_network_is_evaluated_with_its_size_statistics_and_classes(base, image_folder, tmp_path):

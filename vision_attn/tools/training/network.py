@@ -80,6 +80,8 @@ def build_network(
             # After the insertion, because the file may contain weights of the blocks.
             weights = settings.weights.expanduser()
             log(str(load_checkpoint(model, weights, skip=new_head, rename=settings.rename or ())))
+        for pattern in new_head:
+            zero_classifier_(model.get_submodule(pattern.removesuffix(".*")))
     size = config["input_size"]
     try:
         with quiet_eval(model):
@@ -104,6 +106,18 @@ def configure_(model: nn.Module, settings: Settings, source: Source) -> dict[str
         config |= {"crop_pct": 1.0, "crop_mode": "center"}
     vars(model)["pretrained_cfg"] = config
     return config
+
+
+def zero_classifier_(classifier: nn.Module) -> None:
+    """Set a linear classifier to zero, so that all classes are equally probable before training.
+
+    timm's initialization depends on the network, and the initial loss can be several times that of equal probabilities.
+
+    Source: Dosovitskiy et al., *An Image is Worth 16x16 Words*, 2021, section 3.2, https://arxiv.org/abs/2010.11929
+    """
+    if isinstance(classifier, nn.Linear | nn.Conv2d):  # layers in front of it would not be trained if all were zero
+        for parameter in classifier.parameters():
+            nn.init.zeros_(parameter)
 
 
 def insert_blocks_(model: nn.Module, settings: Settings, config: dict[str, Any]) -> InsertionReport:
