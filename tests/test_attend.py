@@ -40,7 +40,7 @@ def test_causal_and_grouped_query_attention_equal_torch(impl):
     allowed = torch.rand(2, 1, 7, 7) < 0.7
     expected = attend(q, k, v, impl="bmm", mask=allowed & torch.ones(7, 7, dtype=torch.bool).tril())
     close(attend(q, k, v, impl=impl, mask=allowed, causal=True), expected)
-    with pytest.raises(ValueError, match=r"q must .*heads of k and v; got 6 and 4"):
+    with pytest.raises(ValueError, match=r"q must .*heads of k and v, got 6 and 4"):
         attend(q, *heads((2, 4, 5, 4), (2, 4, 5, 4)), impl=impl)
 
 

@@ -305,8 +305,8 @@ def test_keys_of_a_context_and_of_a_pooled_feature_map(impl):
     [
         ({"context_channels": 8}, None, "must .*context_channels=8"),
         ({"context_channels": 8}, (2, 16, 3, 3), r"must .*\(batch, 8, height, width\)"),
-        ({}, (2, 16, 3), r"must .*\(batch, 16, height, width\); got \(2, 16, 3\)"),
-        ({}, (1, 16, 3, 3), "must .*batch size of x, 2; got 1"),
+        ({}, (2, 16, 3), r"must .*\(batch, 16, height, width\), got \(2, 16, 3\)"),
+        ({}, (1, 16, 3, 3), "must .*batch size of x, 2, got 1"),
         ({"pattern": "rows"}, (2, 16, 3, 3), r"must .*size of x .*3, 3.* and .*4, 5"),
         ({"causal": True}, (2, 16, 3, 3), "must .*size of x"),
         ({"position": va.RelPosTable(4)}, (2, 16, 3, 3), "must .*size of x"),

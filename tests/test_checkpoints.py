@@ -203,7 +203,7 @@ def test_the_report_separates_new_missing_unexpected_and_mismatched_keys(state, 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([torch.zeros(1)], "must contain a dictionary of tensors; got list"),
+        ([torch.zeros(1)], "must contain a dictionary of tensors, got list"),
         ({"epoch": 3, "names": ["a"]}, "contains no weights.*got epoch, names"),
         ({"other.gamma": torch.zeros(1)}, "another architecture: .* weight, bias; .* other.gamma"),
         ({"bias": torch.ones(3), "weight": torch.zeros(3, 2).to_sparse()}, "reference to 'torch._utils._rebuild_sp"),

@@ -31,11 +31,11 @@ from vision_attn.tools.training.settings import Settings
 
 def test_all_pairs_have_games_howell_intervals_starting_with_the_last_variant():
     draw, spreads = np.random.default_rng(0).normal, {45: 0.3, 45.4: 0.7, 46: 1.5}
-    scores = {f"arm {i}": draw(mean, spreads[mean], 6 + i).tolist() for i, mean in enumerate(spreads)}
+    scores = {f"block {i}": draw(mean, spreads[mean], 6 + i).tolist() for i, mean in enumerate(spreads)}
     found = compare_scores(scores)
-    assert [one.arms for one in found] == [("arm 2", "arm 0"), ("arm 2", "arm 1"), ("arm 1", "arm 0")]
+    assert [one.variants for one in found] == [("block 2", "block 0"), ("block 2", "block 1"), ("block 1", "block 0")]
     for one in found:
-        first, second = (np.array(scores[arm]) for arm in one.arms)
+        first, second = (np.array(scores[variant]) for variant in one.variants)
         parts = [values.var(ddof=1) / len(values) for values in (first, second)]
         freedom = sum(parts) ** 2 / sum(part**2 / (len(v) - 1) for part, v in zip(parts, (first, second), strict=True))
         half = stats.studentized_range.ppf(0.95, 3, freedom) * np.sqrt(sum(parts) / 2)

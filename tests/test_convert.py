@@ -381,7 +381,7 @@ def test_the_block_attends_to_padding_like_swin():
     assert torch.equal(block.attention_weights(x), block.attention_weights(padded))
     rolled_first = convert.from_layer(SOURCES["timm_swin"](), pattern=va.Window((3, 5), shift=1))
     for kind, options in ((block, {"mask": torch.ones(35, 35) > 0}), (block, {"context": x}), (rolled_first, {})):
-        with pytest.raises(ValueError, match=r"x must .*; got 5×7"):
+        with pytest.raises(ValueError, match=r"x must .*, got 5×7"):
             kind(x, **options)
 
 

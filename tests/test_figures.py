@@ -75,7 +75,7 @@ def test_a_video_has_a_panel_for_each_frame_of_the_map():
     both = figures.attention_figure(video, attention, query=[0, 1], reduction="none")
     assert len(both.axes) == 4 * (1 + 4 * 4) + 1
     assert [axis.get_title(loc="left") for axis in both.axes[4:6]] == ["head 0, frame 7", "head 1, frame 1"]
-    with pytest.raises(ValueError, match=r"images must be .*; got \(2, 3, 16, 32\) for a map with 3 axes"):
+    with pytest.raises(ValueError, match=r"images must be .*, got \(2, 3, 16, 32\) for a map with 3 axes"):
         figures.attention_figure(video[:, :, 0], attention)
 
 

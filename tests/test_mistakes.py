@@ -28,7 +28,7 @@ def fail(channels):
     ("make", "message"),
     [
         (lambda: insert(num_head=4), r"'num_head'\. Did you mean 'num_heads'"),
-        (lambda: insert("cbma"), r"block must be .*cbam.*; got 'cbma'"),
+        (lambda: insert("cbma"), r"block must be .*cbam.*, got 'cbma'"),
         (lambda: insert(nn.ReLU()), "block must be .* got an instance of ReLU"),
         (lambda: insert("ese", reduction=4), "unknown option reduction: expected one of add_maxpool"),
         # The window size does not divide the feature map.

@@ -75,7 +75,7 @@ def test_dropout_applies_to_features_and_drop_path_to_residual_branches(name):
 
 @pytest.mark.parametrize("make", [lambda: CifarResNet(21), lambda: CifarResNet(20, "C"), lambda: WideResNet(20, 4)])
 def test_bad_arguments_are_rejected(make):
-    with pytest.raises(ValueError, match=r"^(depth|option) must be .*; got (21|'C'|20)$"):
+    with pytest.raises(ValueError, match=r"^(depth|option) must be .*, got (21|'C'|20)$"):
         make()
 
 

@@ -96,7 +96,7 @@ def test_a_block_rejects_a_pruned_number_of_channels():
     """Test that a convolution at a site is pruned although its block is ignored (Torch-Pruning#503)."""
     model = with_blocks(names="layer3.1.conv1")
     prune_channels(model, *va.inserted_blocks(model).values())
-    with pytest.raises(ValueError, match=rf"\(batch, {CHANNELS}, height, width\); got \(1, 1"):
+    with pytest.raises(ValueError, match=rf"\(batch, {CHANNELS}, height, width\), got \(1, 1"):
         model(torch.randn(SHAPE))
 
 

@@ -24,8 +24,8 @@ SEVERAL_VARIANTS_PER_ROW = {"Fine-tuning from ImageNet weights", "Adapters on a 
 def comparisons(file):
     """Yield the scores by variant, the differences, and the number of decimals on the page for each comparison."""
     recorded = json.loads(file.read_text())
-    if "arms" in recorded:
-        scores = {name: [*arm["scores"].values()] for name, arm in recorded["arms"].items()}
+    if "variants" in recorded:
+        scores = {name: [*variant["scores"].values()] for name, variant in recorded["variants"].items()}
         yield scores, recorded["differences"], 1
         return
     for title, differences in recorded["differences"].items():
@@ -57,7 +57,7 @@ def test_differences_of_a_file_follow_from_its_scores(file):
     for scores, differences, _ in comparisons(file):
         assert len(differences) == len(scores) * (len(scores) - 1) // 2
         for difference in differences:
-            one, other = (scores[name] for name in difference["arms"])
+            one, other = (scores[name] for name in difference["variants"])
             assert difference["mean"] == pytest.approx(mean(one) - mean(other))
             if difference["p"] is None:  # scores that do not vary
                 assert variance(one) + variance(other) == pytest.approx(0)
@@ -106,7 +106,7 @@ class Numbers:
             interval = format_interval(low, high, decimals)
             self.any_interval |= {interval, format_interval(-high, -low, decimals)}
             if i < len(scores) - 1:  # the last variant minus another one
-                self.by_variant[difference["arms"][1]].add(interval)
+                self.by_variant[difference["variants"][1]].add(interval)
                 self.significant |= {interval} if difference["verdict"] != "no significant difference" else set()
 
 
@@ -161,7 +161,7 @@ def verdicts(files, one, other):
         for scores, differences, decimals in comparisons(file):
             shown = {name: format_mean(found, decimals) for name, found in scores.items()}
             for difference in differences:
-                if [shown[name] for name in difference["arms"]] == [one, other]:
+                if [shown[name] for name in difference["variants"]] == [one, other]:
                     yield difference["verdict"]
 
 

@@ -70,7 +70,7 @@ def test_the_feature_map_is_found_in_any_container_and_other_items_are_kept(form
     after = model(x)
     assert type(after) is type(before)
     if form == "tokens":
-        with pytest.raises(ValueError, match=r"'0' expects a grid of 6×10 tokens; got 36 tokens"):
+        with pytest.raises(ValueError, match=r"'0' expects a grid of 6×10 tokens, got 36 tokens"):
             model(torch.randn(1, 3, 6, 6))
     expected = tensors(model[0].form(va.inserted_blocks(model)["0"](model[0].conv(x))))
     for new, wanted in zip(tensors(after), expected, strict=True):
@@ -350,7 +350,7 @@ def test_the_same_number_of_tokens_in_another_grid_is_rejected():
     model, images = tiny_vit(img_size=224, dynamic_img_size=True), torch.randn(1, 3, 112, 448)
     before = model(images)
     va.insert_(model, names="blocks.0", num_heads=3)
-    with pytest.raises(ValueError, match=r"a grid of 14×14 tokens; got 7×28 for images of 112×448"):
+    with pytest.raises(ValueError, match=r"a grid of 14×14 tokens, got 7×28 for images of 112×448"):
         copy.deepcopy(model)(images)
     model(torch.randn(2, 3, 224, 224))
     va.remove_(model)

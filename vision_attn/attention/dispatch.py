@@ -85,7 +85,7 @@ def repeat_kv(q: Tensor, k: Tensor) -> Tensor:
     if n == m:
         return k
     if n % m:
-        raise ValueError(f"the heads of q must be a multiple of the heads of k and v; got {n} and {m}")
+        raise ValueError(f"the heads of q must be a multiple of the heads of k and v, got {n} and {m}")
     return k.unsqueeze(2).expand(-1, -1, n // m, -1, -1).flatten(1, 2)
 
 

@@ -46,12 +46,12 @@ def register_impl(name: str, function: Callable[..., Tensor]) -> None:
     torch.Size([2, 4, 49, 8])
     """
     if not isinstance(name, str) or not name or name in IMPLEMENTATIONS:
-        raise ValueError(f"name must be new, not one of {', '.join(map(repr, IMPLEMENTATIONS))}; got {name!r}")
+        raise ValueError(f"name must be new, not one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {name!r}")
     try:
         inspect.signature(function).bind(None, None, None, scale=1.0, mask=None, causal=False, dropout=0.0)
     except TypeError as error:
         raise ValueError(
-            f"function must accept (q, k, v, *, scale, mask, causal, dropout); got {function!r}"
+            f"function must accept (q, k, v, *, scale, mask, causal, dropout), got {function!r}"
         ) from error
 
     def with_groups(q: Tensor, k: Tensor, v: Tensor, *, mask: masks.Mask, **options: float) -> Tensor:
@@ -109,7 +109,7 @@ def attend(
         same = {"k": (0, 3), "v": (0, 1, 2)}.get(name, ())
         if x.dim() != 4 or not x.is_floating_point() or any(x.shape[axis] != like.shape[axis] for axis in same):
             expected = "(batch, heads, tokens, width), k with q's batch and width, v with k's heads and tokens"
-            raise ValueError(f"{name} must be floating-point with shape {expected}; got {x.dtype} {tuple(x.shape)}")
+            raise ValueError(f"{name} must be floating-point with shape {expected}, got {x.dtype} {tuple(x.shape)}")
     if mask is not None:
         masks.check_mask(mask, q.shape[0], q.shape[1], q.shape[2:3], k.shape[2:3])
     if 0 in (q.shape[0], q.shape[2], k.shape[2]):  # some implementations do not support empty tensors

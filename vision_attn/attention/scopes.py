@@ -30,7 +30,7 @@ def scope(model: nn.Module, kind: str, values: Mapping[Any, Any]) -> Iterator[No
     Inside it, a compiled model runs eagerly in this thread or task, because a compiled graph cannot read the values.
     """
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
-        raise ValueError("model must run in this thread; got nn.DataParallel on several GPUs. Pass model.module.")
+        raise ValueError("model must run in this thread, got nn.DataParallel on several GPUs. Pass model.module.")
     entered = {(kind, module): value for module, value in values.items()}
     STANCE.enter()
     SCOPES.set((*SCOPES.get(), entered))

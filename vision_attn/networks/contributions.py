@@ -143,7 +143,7 @@ def split_batch(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor]
         return list(batch), None
     if not tensors or len(batch) != 2:
         what = "a tensor of images, or a pair of images and labels"
-        raise ValueError(f"batch must be {what}; got {type(batch).__name__}")
+        raise ValueError(f"batch must be {what}, got {type(batch).__name__}")
     return batch[0], batch[1]
 
 
@@ -195,7 +195,7 @@ def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> Abst
     sites = list(found) if sites is None else as_list("sites", sites, "names of blocks", single=str)
     for site in sites:
         if site not in found:
-            raise ValueError(f"sites must be among {', '.join(map(repr, found)) or 'none'}; got {site!r}")
+            raise ValueError(f"sites must be among {', '.join(map(repr, found)) or 'none'}, got {site!r}")
     return scope(model, "output", {found[site]: lambda x, y: x for site in sites})
 
 

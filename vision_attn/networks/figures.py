@@ -89,11 +89,11 @@ def attention_figure(
     check_type("images", images, Tensor, "a tensor (b, channels, height, width)")
     if len(attention.weights) != len(images) or (titles and len(titles) != len(images)):
         counts = f"{len(images)} images, {len(attention.weights)} maps and {len(titles)} titles"
-        raise ValueError(f"images must have one map and at most one title each; got {counts}")
+        raise ValueError(f"images must have one map and at most one title each, got {counts}")
     axes = len(attention.map_size)
     if axes not in (2, 3) or images.dim() != 2 + axes:
         shape = "(b, channels, height, width), or (b, channels, t, height, width) for a map with three axes"
-        raise ValueError(f"images must be {shape}; got {tuple(images.shape)} for a map with {axes} axes")
+        raise ValueError(f"images must be {shape}, got {tuple(images.shape)} for a map with {axes} axes")
     check_number("brightest", brightest, above=1)
     queries = check_indices("query", query, len(attention.query_positions))
     weights = attention.weights[:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)

@@ -250,7 +250,7 @@ def example_for(model: nn.Module, input_size: int | Sequence[int] | None, exampl
         input_size = (*own.size[:-2], *[input_size] * len(own.size[-2:]))
     if example_input is not None or len(input_size) != len(own.size) or min(input_size) < 1:
         expected = "a side length or a height and width in pixels, without example_input"
-        raise ValueError(f"input_size must be {expected}; got {input_size!r}")
+        raise ValueError(f"input_size must be {expected}, got {input_size!r}")
     return make_example(model, (*own.shape[:2], *input_size))
 
 

@@ -138,7 +138,7 @@ class Recording:
             inside = (0 <= at < length for at, length in zip(point, self.image_size, strict=False))
             if len(point) != len(self.image_size) or not all(inside):
                 expected = f"points {POINT[len(self.image_size)]}, in pixels of an image of {self.image_size}"
-                raise ValueError(f"queries must be {expected}; got {tuple(point)}")
+                raise ValueError(f"queries must be {expected}, got {tuple(point)}")
 
     def record(
         self, path: str, module: Attention, swap: Swap | None, heads: list[int], inputs: AttentionInputs
@@ -214,7 +214,7 @@ def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[
     if not found:
         unconverted = shorten(name for path, name in others.items() if path in chosen)
         available = f"Available: {', '.join(modules)}" + (f". {unconverted}: {NOT_CONVERTED}" if unconverted else "")
-        raise ValueError(f"sites must be or contain attention modules; got {sites!r}. {available}")
+        raise ValueError(f"sites must be or contain attention modules, got {sites!r}. {available}")
     return found
 
 
@@ -234,7 +234,7 @@ def parse_points(queries: Iterable[Point] | str | None) -> list[Point] | None:
     except (TypeError, ValueError, OverflowError):
         points = []
     if not points or not all(math.isfinite(at) for point in points for at in point):
-        raise ValueError(f"queries must be points (y, x), or 'all' or None for all positions; got {queries!r}")
+        raise ValueError(f"queries must be points (y, x), or 'all' or None for all positions, got {queries!r}")
     return points
 
 
@@ -242,7 +242,7 @@ def check_indices(name: str, value: int | Iterable[int] | None, count: int) -> l
     """Return indices of heads or queries as a list; all indices when None. Raise for indices out of range."""
     indices = list(range(count)) if value is None else as_list(name, value, "integers", single=Integral)
     if not indices or not all(isinstance(one, Integral) and 0 <= int(one) < count for one in indices):
-        raise ValueError(f"{name} must be between 0 and {count - 1}; got {value}")
+        raise ValueError(f"{name} must be between 0 and {count - 1}, got {value}")
     return [int(one) for one in indices]  # torch would interpret True and False as masks.
 
 

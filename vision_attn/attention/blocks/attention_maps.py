@@ -80,4 +80,4 @@ def check_queries(queries: Tensor, size: Sequence[int]) -> None:
     integers = isinstance(queries, Tensor) and queries.dim() == 1 and queries.dtype in (torch.int32, torch.int64)
     if not integers or not ((queries >= 0) & (queries < tokens)).all():
         expected = f"a 1-d integer tensor with values from 0 to {tokens - 1}, or None for all tokens"
-        raise ValueError(f"queries must be {expected}; got {queries}")
+        raise ValueError(f"queries must be {expected}, got {queries}")

@@ -195,18 +195,18 @@ class Attention(ConfigurableImpl):
         """Raise for an invalid mask or context; return the size of the keys' feature map."""
         if context is None and self.context_channels is not None:
             expected = f"feature maps, because the block was created with context_channels={self.context_channels}"
-            raise ValueError(f"context must be {expected}; got None")
+            raise ValueError(f"context must be {expected}, got None")
         if context is not None:
             channels = self.context_channels or self.channels
             if not isinstance(context, Tensor) or context.dim() != x.dim() or context.shape[1] != channels:
                 raise shape_error("context", context, channels, self.rank)
             if context.shape[0] != x.shape[0]:
-                raise ValueError(f"context must have the batch size of x, {x.shape[0]}; got {context.shape[0]}")
+                raise ValueError(f"context must have the batch size of x, {x.shape[0]}, got {context.shape[0]}")
             is_relative = self.position is not None and self.position.is_relative
             needs_size = not self.resolved_pattern.is_global or self.causal or is_relative
             if needs_size and context.shape[2:] != x.shape[2:]:
                 cause = "with a pattern other than 'full', causal=True or relative positions"
-                raise ValueError(f"context must have the size of x {cause}; got {context.shape[2:]} and {x.shape[2:]}")
+                raise ValueError(f"context must have the size of x {cause}, got {context.shape[2:]} and {x.shape[2:]}")
         keys_size = self.keys_size(x, context)
         if mask is not None:
             check_mask(mask, x.shape[0], self.num_heads, x.shape[2:], keys_size)

@@ -62,13 +62,13 @@ class AugmentedConv2d(Configurable):
         check_new(device, dtype, in_channels=in_channels, out_channels=out_channels, num_heads=num_heads)
         check_counts(kernel_size=kernel_size, stride=stride, key_channels=key_channels, value_channels=value_channels)
         if kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, so that both outputs have the same size; got {kernel_size}")
+            raise ValueError(f"kernel_size must be odd, so that both outputs have the same size, got {kernel_size}")
         for name in {"key_dim", "value_dim", "out_channels", "context_channels"} & attention.keys():
             raise ValueError(f"AugmentedConv2d does not support {name}: pass key_channels and value_channels")
         check_divides("num_heads", num_heads, "key_channels", key_channels)
         check_divides("num_heads", num_heads, "value_channels", value_channels)
         if value_channels >= out_channels:
-            raise ValueError(f"value_channels must be fewer than out_channels={out_channels}; got {value_channels}")
+            raise ValueError(f"value_channels must be fewer than out_channels={out_channels}, got {value_channels}")
         self.stride = stride
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv_channels, padding = out_channels - value_channels, kernel_size // 2

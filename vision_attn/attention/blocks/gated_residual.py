@@ -23,7 +23,7 @@ FINITE: WeakSet[nn.Module] = WeakSet()
 def check_same_channels(channels: int, out_channels: int | None = None, **attention: Any) -> None:
     """Raise if ``out_channels`` differs from the channels of the feature map to which a residual block adds."""
     if out_channels not in (None, channels):
-        raise ValueError(f"out_channels must equal channels={channels} in a residual block; got {out_channels!r}")
+        raise ValueError(f"out_channels must equal channels={channels} in a residual block, got {out_channels!r}")
 
 
 def refuse_normalized_zeros(owner: nn.Module, layer: nn.Module) -> None:

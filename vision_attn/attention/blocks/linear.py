@@ -179,7 +179,7 @@ class LinearAttention2d(ConfigurableImpl):
         if mask is not None:
             check_mask(mask, x.shape[0], self.num_heads, (1,), x.shape[2:])
             if mask.dtype != torch.bool:
-                raise ValueError(f"mask must be bool (True = may attend){FOR_LINEAR}; got {mask.dtype}")
+                raise ValueError(f"mask must be bool (True = may attend){FOR_LINEAR}, got {mask.dtype}")
             mask = broadcast_mask(mask).mT
         if 0 in x.shape:  # einx does not support empty tensors
             return self.proj(torch.zeros_like(x))

@@ -40,7 +40,7 @@ def on_feature_maps(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def shape_error(name: str, x: Any, channels: int, rank: int) -> ValueError:
     """Return the error for an argument that is not a batch of feature maps ``(b, channels, …)`` with ``rank`` axes."""
     got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-    return ValueError(f"{name} must be feature maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {got}")
+    return ValueError(f"{name} must be feature maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}), got {got}")
 
 
 class Pointwise:

@@ -32,7 +32,7 @@ def check_arguments(a: Any, pattern: AnyPattern) -> tuple[int, int, int, int]:
 
     def refuse(name: str, is_broken: bool, rule: str) -> None:
         if is_broken:
-            raise ValueError(f"{name} {rule}; got {name}={getattr(a, name)!r}")
+            raise ValueError(f"{name} {rule}, got {name}={getattr(a, name)!r}")
 
     layer_norm, match = isinstance(a.qk_norm, bool), a.qk_norm == "match"
     refuse("qk_norm", not (layer_norm or match or a.qk_norm == "cosine"), "must be False, True, 'cosine' or 'match'")

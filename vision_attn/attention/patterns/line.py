@@ -56,7 +56,7 @@ class Rearrangement:
         """
 
         def refuse(why: str) -> ValueError:
-            return ValueError(f"pattern must be an einx expression of the form {FORM}; got {text!r}: {why}")
+            return ValueError(f"pattern must be an einx expression of the form {FORM}, got {text!r}: {why}")
 
         sides = text.split("->")
         if len(sides) != 2:
@@ -80,7 +80,7 @@ class Rearrangement:
             if name not in names:
                 raise refuse(f"{name}={size!r} was given, but {name!r} does not occur in the expression")
             if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_COUNT:
-                raise refuse(f"the size of {name!r} must be an integer >= 1; got {size!r}")
+                raise refuse(f"the size of {name!r} must be an integer >= 1, got {size!r}")
         for axis in axes:
             unknown = [name for name in axis if name not in sizes]
             if len(unknown) > 1:

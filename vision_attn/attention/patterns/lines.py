@@ -44,7 +44,7 @@ class LinePattern(AnyPattern):
         line, given, names = self.line, dict(self.line.sizes), self.line.axes[axis]
         multiple = product([given.get(name, 1) for name in names])
         if all(name in given for name in names) and length > multiple:
-            raise ValueError(f"x must have at most {multiple} positions on axis {axis + 2} for {self}; got {length}")
+            raise ValueError(f"x must have at most {multiple} positions on axis {axis + 2} for {self}, got {length}")
         padded = length if multiple == 1 else length + -length % multiple
         # A graph that is exported with a symbolic length must not depend on its value.
         any_length = torch.compiler.is_exporting() and not isinstance(length, int)
@@ -110,12 +110,12 @@ class Pattern(LinePattern):
 
     def __init__(self, expression: str, /, **sizes: int) -> None:
         if not isinstance(expression, str):
-            raise ValueError(f"Pattern: expression must be a str, as in 'b n d h w -> (b h) n w d'; got {expression!r}")
+            raise ValueError(f"Pattern: expression must be a str, as in 'b n d h w -> (b h) n w d', got {expression!r}")
         vars(self).update(text=expression, sizes=tuple(sizes.items()), line=Rearrangement.parse(expression, sizes))
 
     def for_rank(self, rank: int) -> Pattern:
         if rank != self.rank:
-            raise ValueError(f"pattern must be for feature maps with {rank} axes; got {self}, which is for {self.rank}")
+            raise ValueError(f"pattern must be for feature maps with {rank} axes, got {self}, which is for {self.rank}")
         return self
 
     def __repr__(self) -> str:
@@ -132,7 +132,7 @@ class Axial(AnyPattern):
     def for_rank(self, rank: int) -> Pattern:
         names = AXES[-rank:]
         if self.axes is not None and rank < -min(self.axes):
-            raise ValueError(f"pattern {self.name!r} requires a feature map with {-min(self.axes)} axes; got {rank}")
+            raise ValueError(f"pattern {self.name!r} requires a feature map with {-min(self.axes)} axes, got {rank}")
         tokens = [names[axis] for axis in self.axes] if self.axes else names
         groups = " ".join(["b", *(name for name in names if name not in tokens)])
         return Pattern(f"b n d {' '.join(names)} -> ({groups}) n ({' '.join(tokens)}) d")
@@ -172,9 +172,9 @@ class Window(LinePattern):
         check_lengths("Window", "shift", self.shift, least=0)
         sides, shifts = same_length(self.size, self.shift)
         if len(sides) != len(shifts):
-            raise ValueError(f"Window: size and shift must have the same length; got {self.size} and {self.shift}")
+            raise ValueError(f"Window: size and shift must have the same length, got {self.size} and {self.shift}")
         if any(by >= side for side, by in zip(sides, shifts, strict=True)):
-            raise ValueError(f"Window: shift must be smaller than size; got size={self.size} and shift={self.shift}")
+            raise ValueError(f"Window: shift must be smaller than size, got size={self.size} and shift={self.shift}")
 
     @property
     def line(self) -> Rearrangement:  # type: ignore[override]
@@ -228,4 +228,4 @@ def resolve_pattern(pattern: str | AnyPattern) -> AnyPattern:
     if isinstance(pattern, AnyPattern):
         return pattern
     kinds = "a Window, Grid, Halo, Neighborhood or Pattern, or an einx expression"
-    raise ValueError(f"pattern must be one of {', '.join(map(repr, PATTERNS))}, {kinds}; got {pattern!r}")
+    raise ValueError(f"pattern must be one of {', '.join(map(repr, PATTERNS))}, {kinds}, got {pattern!r}")

@@ -59,9 +59,9 @@ class Neighborhood(AnyPattern):
             check_lengths("Neighborhood", name, getattr(self, name))
         kernels, strides = same_length(self.kernel_size, self.stride)
         if any(stride > kernel for kernel, stride in zip(kernels, strides, strict=False)):
-            raise ValueError(f"Neighborhood: stride must be at most kernel_size={self.kernel_size}; got {self.stride}")
+            raise ValueError(f"Neighborhood: stride must be at most kernel_size={self.kernel_size}, got {self.stride}")
         if {*map(type, self.causal if isinstance(self.causal, tuple) else (self.causal,))} != {bool}:
-            raise ValueError(f"Neighborhood: causal must be a bool, or a tuple of bools; got {self.causal!r}")
+            raise ValueError(f"Neighborhood: causal must be a bool, or a tuple of bools, got {self.causal!r}")
 
     @property
     def window_shape(self) -> tuple[int | None, ...]:

@@ -94,7 +94,7 @@ def check_lengths(owner: str, name: str, value: object, least: int = 1) -> None:
     """Raise unless the value is an integer >= ``least``, or a tuple of such integers."""
     values = value if isinstance(value, tuple) else (value,)
     if not values or any(isinstance(n, bool) or not isinstance(n, int) or not least <= n <= MAX_COUNT for n in values):
-        raise ValueError(f"{owner}: {name} must be an integer >= {least}, or a tuple of such integers; got {value!r}")
+        raise ValueError(f"{owner}: {name} must be an integer >= {least}, or a tuple of such integers, got {value!r}")
 
 
 def same_length(*values: int | tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -107,5 +107,5 @@ def for_axes(owner: str, name: str, value: Any, rank: int) -> tuple[Any, ...]:
     """Convert a value to a tuple with one element per axis; raise if a tuple has another length."""
     values = value if isinstance(value, tuple) else (value,) * rank
     if len(values) != rank:
-        raise ValueError(f"{owner}: {name} must have one value for each of the {rank} axes; got {value!r}")
+        raise ValueError(f"{owner}: {name} must have one value for each of the {rank} axes, got {value!r}")
     return values

@@ -39,7 +39,7 @@ class ConditionalPos:
 
     def __post_init__(self) -> None:
         if type(self.kernel_size) is not int or self.kernel_size < 1 or self.kernel_size % 2 == 0:
-            raise ValueError(f"ConditionalPos: kernel_size must be an odd positive integer; got {self.kernel_size!r}")
+            raise ValueError(f"ConditionalPos: kernel_size must be an odd positive integer, got {self.kernel_size!r}")
 
     def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
         return ConditionalEncoding(self, shape, device, dtype)

@@ -32,7 +32,7 @@ def table_lengths(config: RelativePosition, shape: AttentionShape) -> tuple[int,
         if attends and fixed is None and length is None:
             raise ValueError(f"{owner}: feat_size must be given, because the groups of the pattern have no fixed size")
         if attends and fixed is not None and length not in (None, fixed):
-            raise ValueError(f"{owner}: feat_size must be None or {pattern.window_shape} for this pattern; got {given}")
+            raise ValueError(f"{owner}: feat_size must be None or {pattern.window_shape} for this pattern, got {given}")
         lengths.append((fixed or length or 1) if attends else 1)
     return tuple(lengths)
 

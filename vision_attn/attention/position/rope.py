@@ -58,9 +58,9 @@ class Rope2d:
 
     def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
         if shape.rank != 2:
-            raise ValueError(f"Rope2d: the feature map must have two axes; got {shape.rank}")
+            raise ValueError(f"Rope2d: the feature map must have two axes, got {shape.rank}")
         if shape.key_dim % 4:
-            raise ValueError(f"Rope2d: key_dim must be a multiple of 4, two channels per axis; got {shape.key_dim}")
+            raise ValueError(f"Rope2d: key_dim must be a multiple of 4, two channels per axis, got {shape.key_dim}")
         return RotaryEncoding(self)
 
 

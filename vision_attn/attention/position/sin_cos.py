@@ -48,7 +48,7 @@ class SinCos:
 
     def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
         if shape.channels % (2 * shape.rank):
-            raise ValueError(f"SinCos: channels must be a multiple of {2 * shape.rank}; got {shape.channels}")
+            raise ValueError(f"SinCos: channels must be a multiple of {2 * shape.rank}, got {shape.channels}")
         return SinCosEncoding(self)
 
 

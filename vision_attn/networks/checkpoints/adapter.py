@@ -129,7 +129,7 @@ def load_adapter_(
     refuse_without_values(model)
     if blocks := inserted_blocks(model):
         sites = shorten(map(repr, blocks))
-        raise ValueError(f"model must have no inserted blocks; got blocks at {sites}. Call va.remove_(model) first")
+        raise ValueError(f"model must have no inserted blocks, got blocks at {sites}. Call va.remove_(model) first")
     path = Path(path)
     adapter = read_adapter(path)
     makers = file_format.find_makers(adapter, path, block)

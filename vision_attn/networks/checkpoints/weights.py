@@ -91,7 +91,7 @@ def find_entry(file: CheckpointFile, *, ema: bool) -> str:
         return entry
     what = "averaged weights for ema=True" if ema else "weights"
     expected = f"expected a state dict, alone or under {', '.join(filter(None, entries))}"
-    raise CheckpointError(f"{file.path} contains no {what}: {expected}; got {shorten(map(str, file.content))}")
+    raise CheckpointError(f"{file.path} contains no {what}: {expected}, got {shorten(map(str, file.content))}")
 
 
 def is_state_dict(value: object) -> bool:
@@ -131,7 +131,7 @@ def rename_keys(names: Mapping[str, str], rename: Rename, keys: Iterable[str]) -
             names = {key: re.sub(pattern, replacement, name) for key, name in names.items()}
     except (LookupError, TypeError, ValueError, re.error) as error:
         expected = f"pairs of a regular expression and its replacement, or one of {', '.join(map(repr, PRESETS))}"
-        raise ValueError(f"rename must be {expected}; got {rename!r} ({error})") from error
+        raise ValueError(f"rename must be {expected}, got {rename!r} ({error})") from error
     return dict(names)
 
 

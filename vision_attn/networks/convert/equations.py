@@ -107,7 +107,7 @@ def attention_pattern(attention_axes: Sequence[int] | None, rank: int) -> str | 
     Pattern('b n d t h w -> (b h) n (t w) d')
     """
     if rank - 2 not in range(1, len(AXES) + 1):
-        raise ValueError(f"rank must be 3, 4 or 5, for one to three axes of positions; got {rank!r}")
+        raise ValueError(f"rank must be 3, 4 or 5, for one to three axes of positions, got {rank!r}")
     if attention_axes is None:
         return "full"
     axes = [axis + rank if axis < 0 else axis for axis in attention_axes]
@@ -123,5 +123,5 @@ def attention_pattern(attention_axes: Sequence[int] | None, rank: int) -> str | 
 
 def letters_for(count: int) -> str:
     if count > len(string.ascii_lowercase):
-        raise ValueError(f"an equation has at most {len(string.ascii_lowercase)} axes; got {count}")
+        raise ValueError(f"an equation has at most {len(string.ascii_lowercase)} axes, got {count}")
     return string.ascii_lowercase[:count]

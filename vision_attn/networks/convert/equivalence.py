@@ -87,7 +87,7 @@ def get_dropout(module: Any, path: str) -> float:
     if isinstance(part, (int, float)):
         return part
     if type(part) not in (nn.Dropout, nn.Identity, type(None)):
-        raise ValueError(f"{type(module).__name__}.{path} must be nn.Dropout or nn.Identity; got {part}")
+        raise ValueError(f"{type(module).__name__}.{path} must be nn.Dropout or nn.Identity, got {part}")
     return getattr(part, "p", 0.0)
 
 

@@ -60,12 +60,12 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
     if pattern is not None:
         if row.groups is None or not isinstance(pattern, (Window, Grid)):
             expected = "None, or a Window or Grid if the input of the layer is groups of a feature map"
-            raise ValueError(f"pattern must be {expected}; got {pattern!r}")
+            raise ValueError(f"pattern must be {expected}, got {pattern!r}")
         options["pattern"] = pattern
     if row.axes == "b t c":
         options["rank"] = 2 if rank is None else rank
     elif rank is not None:
-        raise ValueError(f"rank must be None for {kind.__name__}, because its class determines the rank; got {rank}")
+        raise ValueError(f"rank must be None for {kind.__name__}, because its class determines the rank, got {rank}")
 
     def compute(copied: Any, x: Tensor, *args: Any) -> Any:
         block = row.make_block(copied).to(row.dtype)
@@ -151,7 +151,7 @@ def convert_block(block: Attention, layer: Any, names: dict[str, str], *supporte
     """
     options = {name: x for name, x in block.get_config().items() if name not in ("num_heads", *supported)}
     if options.pop("pattern") != "full" or options or block.proj_drop.p * ("proj_drop" not in supported):
-        raise ValueError(f"block must have full attention and no options that the layer does not support; got {block}")
+        raise ValueError(f"block must have full attention and no options that the layer does not support, got {block}")
 
     def convert(block: Attention) -> Any:
         tensors = {

@@ -205,7 +205,7 @@ class Row:
             options[name] = getattr(layer, x) if isinstance(x, str) else x(layer) if callable(x) else x
         options |= given
         if (rank := options.pop("rank")) not in ATTENTION:
-            raise ValueError(f"rank must be 1, 2 or 3, for Attention1d, Attention2d or Attention3d; got {rank!r}")
+            raise ValueError(f"rank must be 1, 2 or 3, for Attention1d, Attention2d or Attention3d, got {rank!r}")
         first, out, heads = weights.get("qkv") or weights["q"], weights["proj"], options["num_heads"]
         rows, kv_heads, e = len(first.weight), options.get("num_kv_heads", heads), out.weight.shape[1] // heads
         block: Attention = options.pop("kind", ATTENTION[rank])(

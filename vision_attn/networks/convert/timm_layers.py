@@ -172,7 +172,7 @@ class PaddedAttention2d(Attention2d):
         rolled = self.rolls_first and getattr(self.pattern, "shift", 0) not in (0, (0, 0))
         if mask is not None or context is not None or rolled:
             got = f"{x.shape[-2]}×{x.shape[-1]} with a shift, a mask or a context"
-            raise ValueError(f"x must have a size divisible by the window {rows}×{columns}; got {got}. Pad x first")
+            raise ValueError(f"x must have a size divisible by the window {rows}×{columns}, got {got}. Pad x first")
         return F.pad(x, (0, right, 0, below))
 
 

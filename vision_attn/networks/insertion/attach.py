@@ -163,7 +163,7 @@ def build_block(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.
         why = f"{describe_error(error)}{suggest_argument(error, make)}"
         raise kind(f"the block at {site!r} cannot be built for {record.channels} channels: {why}") from error
     if not isinstance(block, nn.Module) or RECORD in vars(block):
-        raise ValueError(f"block must return a new module for each site; got {type(block).__name__}")
+        raise ValueError(f"block must return a new module for each site, got {type(block).__name__}")
     block.train(target.training)
     return add_record(block, record, like)
 

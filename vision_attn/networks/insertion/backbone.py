@@ -75,7 +75,7 @@ class Example:
         """The first image tensor: images, volumes, audio, or the input of a generator."""
         tensors = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
         if not tensors:
-            raise ValueError(f"model must be called with images as tensors; got {self}")
+            raise ValueError(f"model must be called with images as tensors, got {self}")
         return max(float_tensors(tensors) or tensors, key=Tensor.dim)  # Integer images have no float tensor.
 
     @cached_property
@@ -133,7 +133,7 @@ def make_example(model: nn.Module, example_input: Any = None) -> Example:
     counts = [isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in shape]
     if not all(counts) or len(shape) not in range(2, 6) or len(shape) == 1 + axes > 2:
         what = "images, their shape, or a tuple or dictionary of arguments that contains images"
-        raise ValueError(f"example_input must be {what}; got {format_value(example_input)}")
+        raise ValueError(f"example_input must be {what}, got {format_value(example_input)}")
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     # The images are random, because a network without biases maps zeros to zeros.
     images = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu")

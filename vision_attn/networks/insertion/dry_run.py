@@ -59,7 +59,7 @@ class DryRun:
 
     def __init__(self, model: nn.Module, example_input: Any = None, layout: str | None = None) -> None:
         if layout is not None and not LAYOUT.fullmatch(layout):
-            raise ValueError(f"layout must be of the form 'b c h w', 'b h w c' or 'b (1 + h w) c'; got {layout!r}")
+            raise ValueError(f"layout must be of the form 'b c h w', 'b h w c' or 'b (1 + h w) c', got {layout!r}")
         self.model = model
         self.example: Example = make_example(model, example_input)
         self.layout = layout

@@ -175,7 +175,7 @@ def check_grid(network: nn.Module, args: tuple[object, ...], kwargs: dict[str, o
 def grid_error(record: InsertedBlock, got: str) -> ValueError:
     """Return the error for tokens of another grid than the grid of a block."""
     remedy = "Insert the block with an example_input of the size that you use"
-    return ValueError(f"the block at {record.site!r} expects a grid of {record.size} tokens; got {got}. {remedy}")
+    return ValueError(f"the block at {record.site!r} expects a grid of {record.size} tokens, got {got}. {remedy}")
 
 
 def is_site(module: nn.Module) -> bool:

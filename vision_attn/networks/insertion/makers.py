@@ -58,7 +58,7 @@ def get_maker(block: Maker | str | None, axes: int = 2) -> Maker:
     if isinstance(block, str | nn.Module) or not callable(block):
         names = ", ".join(("attention", *BLOCKS, *TIMM_BLOCKS))
         got = repr(block) if isinstance(block, str) else f"an instance of {type(block).__name__}"
-        raise ValueError(f"block must be a class or function that returns a module, or one of {names}; got {got}")
+        raise ValueError(f"block must be a class or function that returns a module, or one of {names}, got {got}")
     return block
 
 
@@ -124,7 +124,7 @@ def build_timm_layer(
     unused = {*BOTTLENECK_ARGUMENTS, *({"feat_size"} - known.keys())}  # Only blocks with position tables use the size.
     kwargs = {name: value for name, value in kwargs.items() if name not in unused}
     if "stride" not in known and (stride := kwargs.pop("stride", 1)) != 1:
-        what = f"block must have the argument stride, because timm passes stride={stride}; got {block}"
+        what = f"block must have the argument stride, because timm passes stride={stride}, got {block}"
         raise ValueError(f"{what}. Use timm_layer(StridedAttention2d, …)")
     return block(channels, device=device, dtype=dtype, **options, **kwargs)
 

@@ -43,7 +43,7 @@ def parse_sites(words: Sequence[str]) -> dict[str, Any]:
     """
     numbers = [word for word in words if re.fullmatch(r"-?\d+", word)]
     if numbers and len(numbers) < len(words):
-        raise ValueError(f"insert must be indices of stages or names of modules, not both; got {' '.join(words)}")
+        raise ValueError(f"insert must be indices of stages or names of modules, not both, got {' '.join(words)}")
     return {"stages": [int(word) for word in numbers]} if numbers else {"names": words} if words else {}
 
 
@@ -51,7 +51,7 @@ def select_sites(dry_run: DryRun, stages: Stages, names: Globs, where: Where, ex
     """Return the paths of the modules that are selected by stage, name or function, and not excluded."""
     given = [name for name, x in (("stages", stages), ("names", names), ("where", where)) if x is not None]
     if len(given) != 1:
-        raise ValueError(f"pass exactly one of stages, names and where; got {' and '.join(given) or 'none'}")
+        raise ValueError(f"pass exactly one of stages, names and where, got {' and '.join(given) or 'none'}")
     # A block that replaced a module is a site, for which an error is raised later. Modules inside blocks are not sites.
     blocks = inserted_blocks(dry_run.model)
     inside = {id(module) for block in blocks.values() for module in block.modules()}
@@ -86,7 +86,7 @@ def check_list(argument: str, value: Any, kinds: tuple[type, ...]) -> list[Any]:
     what = "an index, a name, or a list of both" if int in kinds else "a glob, a compiled regular expression, or a list"
     items = as_list(argument, value, what, single=kinds)
     if not items or not all(isinstance(item, kinds) for item in items):
-        raise ValueError(f"{argument} must be {what}; got {format_value(value)}")
+        raise ValueError(f"{argument} must be {what}, got {format_value(value)}")
     return items
 
 

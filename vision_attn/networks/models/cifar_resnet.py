@@ -133,9 +133,9 @@ class CifarResNet(CifarNetwork):
 
     def __init__(self, depth: int, option: str = "B", **options: Any) -> None:
         if depth < 8 or (depth - 2) % 6:
-            raise ValueError(f"depth must be 6n + 2: 20, 32, 44, 56, …; got {depth}")
+            raise ValueError(f"depth must be 6n + 2: 20, 32, 44, 56, …, got {depth}")
         if option not in ("A", "B"):
-            raise ValueError(f"option must be 'A' (padded shortcuts) or 'B' (projected shortcuts); got {option!r}")
+            raise ValueError(f"option must be 'A' (padded shortcuts) or 'B' (projected shortcuts), got {option!r}")
         self.classifier_name = "linear" if option == "A" else "fc"
         block = partial(basic_block, option=option)
         super().__init__((16, 32, 64), (depth - 2) // 6, block, norm_first=False, **options)
@@ -194,7 +194,7 @@ class WideResNet(CifarNetwork):
 
     def __init__(self, depth: int, width: int, *, block_drop_rate: float = 0.0, **options: Any) -> None:
         if depth < 10 or (depth - 4) % 6:
-            raise ValueError(f"depth must be 6n + 4: 16, 22, 28, 40, …; got {depth}")
+            raise ValueError(f"depth must be 6n + 4: 16, 22, 28, 40, …, got {depth}")
         widths, block = (16 * width, 32 * width, 64 * width), partial(WideBlock, drop_rate=block_drop_rate)
         super().__init__(widths, (depth - 4) // 6, block, norm_first=True, **options)
 

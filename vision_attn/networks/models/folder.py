@@ -129,11 +129,11 @@ def save_model(
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if not isinstance(architecture, str) or not timm.is_model(architecture):
         remedy = "For other networks, save the blocks with va.save_adapter"
-        raise ValueError(f"architecture must be a model name of timm; got {architecture!r}. {remedy}")
+        raise ValueError(f"architecture must be a model name of timm, got {architecture!r}. {remedy}")
     if classes is None and len(vars(model).get("classes") or ()) == model.num_classes:
         classes = vars(model)["classes"]
     if classes is not None and len(classes) != model.num_classes:
-        raise ValueError(f"classes must be the names of the {model.num_classes} classes; got {len(classes)} names")
+        raise ValueError(f"classes must be the names of the {model.num_classes} classes, got {len(classes)} names")
     arguments, blocks = get_arguments(model.state_dict()), file_format.blocks_to_save(model)
     state = {plain_key(key): gather(value) for key, value in model.state_dict().items()}
     # The complete configuration, because timm before 1.0.31 uses it instead of the configuration of the model.
@@ -276,7 +276,7 @@ def create(config: Mapping[str, Any]) -> nn.Module:
     channels = arguments.get("in_chans", kept["input_size"][0])
     kept["input_size"] = (channels, *kept["input_size"][1:])
     if not 0 < math.prod(kept["input_size"]) <= MAX_INPUT_NUMEL or len(kept["input_size"]) != 3:
-        raise ValueError(f"input_size must be (channels, height, width) of an image; got {kept['input_size']}")
+        raise ValueError(f"input_size must be (channels, height, width) of an image, got {kept['input_size']}")
     for name in ("mean", "std"):
         if len(kept[name]) != channels:
             kept[name] = (sum(kept[name]) / len(kept[name]),) * channels

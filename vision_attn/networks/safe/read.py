@@ -115,7 +115,7 @@ def read_one(path: Path, by_name: bool) -> CheckpointFile:
         if by_name:
             verify_hash(file, path)
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} must contain a dictionary of tensors; got {type(content).__name__}")
+        raise CheckpointError(f"{path} must contain a dictionary of tensors, got {type(content).__name__}")
     return CheckpointFile(path, content, metadata)
 
 

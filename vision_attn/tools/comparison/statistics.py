@@ -31,7 +31,7 @@ class Difference:
     ``low``, ``high`` and ``p`` are None if scores do not vary or a variant has only one score.
     """
 
-    arms: tuple[str, str]
+    variants: tuple[str, str]
     mean: float
     low: float | None = None
     high: float | None = None
@@ -69,11 +69,11 @@ def compare_scores(scores: Scores, *, less: bool = False) -> list[Difference]:
     >>> print(f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f}), p = {found.p:.3f}: {found.verdict}")
     2.03 (-0.01 to 4.08), p = 0.051: no significant difference
     """
-    arms = list(scores)
-    pairs = [(later, earlier) for later in reversed(range(len(arms))) for earlier in range(later)]
+    names = list(scores)
+    pairs = [(later, earlier) for later in reversed(range(len(names))) for earlier in range(later)]
     means = [float(np.mean(values)) for values in scores.values()]
     if min(map(len, scores.values())) < 2:
-        return [Difference((arms[one], arms[other]), means[one] - means[other], less=less) for one, other in pairs]
+        return [Difference((names[one], names[other]), means[one] - means[other], less=less) for one, other in pairs]
     with np.errstate(divide="ignore", invalid="ignore"):  # two variants with constant scores
         result = stats.tukey_hsd(*scores.values(), equal_var=False)
         interval = result.confidence_interval(CONFIDENCE)
@@ -81,7 +81,7 @@ def compare_scores(scores: Scores, *, less: bool = False) -> list[Difference]:
     for one, other in pairs:
         numbers = (interval.low[one, other], interval.high[one, other], result.pvalue[one, other])
         low, high, p = map(float, numbers) if all(map(math.isfinite, numbers)) else (None, None, None)
-        found.append(Difference((arms[one], arms[other]), means[one] - means[other], low, high, p, less))
+        found.append(Difference((names[one], names[other]), means[one] - means[other], low, high, p, less))
     return found
 
 
@@ -96,7 +96,7 @@ def difference_parts(differences: Sequence[Difference]) -> list[str | Table]:
     for one in differences:
         interval = "—" if one.low is None else f"{one.low:+.2f} to {one.high:+.2f}"
         chance = "—" if one.p is None else "< 0.001" if one.p < 0.0005 else f"{one.p:.3f}"
-        rows.append((" − ".join(one.arms), f"{one.mean:+.2f}", interval, chance, one.verdict))
+        rows.append((" − ".join(one.variants), f"{one.mean:+.2f}", interval, chance, one.verdict))
     known = [one.low is not None for one in differences]
     notes = [LEGEND] if all(known) else [LEGEND, UNKNOWN]
     return [Table(rows, left=(0, 4)), *notes] if any(known) else [UNKNOWN]
@@ -113,7 +113,7 @@ def difference_figure(differences: Mapping[str, Sequence[Difference]]) -> Figure
             axis.plot([one.mean if end is None else end for end in (one.low, one.high)], [row, row], color=color)
             axis.plot(one.mean, row, "o", color=color)
         axis.axvline(0, color="black", linewidth=0.7)
-        axis.set_yticks(range(len(found)), [" − ".join(one.arms) for one in found])
+        axis.set_yticks(range(len(found)), [" − ".join(one.variants) for one in found])
         axis.set_xlabel(f"difference in {name}, 95 % interval")
         axis.set_ylim(len(found) - 0.5, -0.5)
     return picture
