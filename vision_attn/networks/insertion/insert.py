@@ -196,7 +196,7 @@ def replace_(
             make = StridedAttention2d
             options = {"groups": old.groups, **options} if old.groups > 1 else options
         blocks.append(new_block(dry_run, make, x, "instead", options, y))
-    report = make_report(blocks, "inserted as replacements", dry_run, warn=True)
+    report = make_report(blocks, "inserted by replacement", dry_run, warn=True)
     with attach.attach_blocks_(model, blocks):
         _, cost = dry_run.measure()
     removed = (new + before - after for new, before, after in zip(report.added, dry_run.cost, cost, strict=True))

@@ -92,7 +92,7 @@ class InsertionReport(Report):
 
     #: records in the order of their sites
     blocks: tuple[InsertedBlock, ...]
-    #: ``"inserted"``, ``"inserted as replacements"`` or ``"removed"``
+    #: ``"inserted"``, ``"inserted by replacement"`` or ``"removed"``
     verb: str = "inserted"
     #: cost of the network before insertion; None if it was not measured
     model_cost: Cost | None = None
