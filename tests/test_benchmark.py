@@ -57,7 +57,10 @@ def test_tables_are_printed_and_written_to_the_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *(pytest.param(x, "float32", marks=[pytest.mark.slow] * x.startswith("compiled")) for x in SHAPES),
+        *(
+            pytest.param(x, "float32", marks=[pytest.mark.slow] * bool(re.search("compiled|backbone", x)))
+            for x in SHAPES
+        ),
         ("positions", "bfloat16"),
     ],
 )

@@ -164,10 +164,14 @@ IMPLIED = {
 }
 
 
+#: Capabilities that are slow to test, because they compile or export a block for several sizes.
+GRAPHS = {name for name, check in CAPABILITIES.items() if "compile" in check.__name__ or "any_batch" in check.__name__}
+
+
 @pytest.mark.parametrize(
     ("name", "impls"),
     [
-        *((name, CPU_IMPLS) for name in CAPABILITIES),
+        *(pytest.param(name, CPU_IMPLS, marks=[pytest.mark.slow] * (name in GRAPHS)) for name in CAPABILITIES),
         *(pytest.param(name, ("flex",), marks=pytest.mark.slow) for name in CAPABILITIES),
     ],
 )
@@ -200,7 +204,7 @@ OPTIONS = {
 }
 BLOCKS = ("AttentionBlock2d", "LinearAttention2d", "TransformerBlock2d", "StridedAttention2d")
 NAMES = (*OPTIONS, *BLOCKS)
-#: Blocks that are compiled and exported in every test run. The others are tested before a release.
+#: Blocks that are compiled and exported in the slow tests. The others are tested before a release.
 ALWAYS = ("rows, convolution", "TransformerBlock2d")
 
 
@@ -214,7 +218,9 @@ def test_every_pattern_position_and_block_runs_in_vmap_and_is_traced(name):
     is_traced_by_fx(block_by_name(name))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.thorough) for n in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ALWAYS else pytest.mark.thorough) for n in NAMES]
+)
 def test_every_block_is_compiled_and_exported_with_any_size(name):
     block = block_by_name(name)
     compiles_with_its_backward_pass(block)
@@ -233,7 +239,7 @@ def test_every_implementation_is_compiled_to_machine_code():
 # --- a network with blocks --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["tiny", "test_convnext"])
+@pytest.mark.parametrize("family", [pytest.param("tiny", marks=pytest.mark.slow), "test_convnext"])
 def test_a_network_with_blocks_is_compiled_and_recomputes_its_activations(family):
     model, x = timm.create_model(family, num_classes=5).eval(), torch.randn(2, 3, 64, 64)
     va.insert_(model, stages=[-2, -1], gate_init=0.5, num_heads=4, example_input=x)

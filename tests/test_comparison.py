@@ -170,6 +170,7 @@ def measured(variant, seed, shift, scale=1):
     return {"parameters": len(variant), "right %": score, "real px": scale * (100 - score), "loss": score}
 
 
+@pytest.mark.slow
 def test_trials_report_means_deviations_and_intervals(tmp_path, monkeypatch, capsys):
     how = {"seeds": (0, 1, 2), "output": tmp_path, "jobs": 1, "shift": 0.5}
     variants = {"plain": {}, "block": {"scale": 2}}
@@ -195,6 +196,7 @@ def test_trials_report_means_deviations_and_intervals(tmp_path, monkeypatch, cap
         trials(measured, ["plain"], **{**how, "seeds": (1, 1)})
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_parent(monkeypatch):
     parents, killed = iter((7, 7, 1)), []
     for name, function in {"getppid": lambda: next(parents), "kill": lambda *how: killed.append(how)}.items():
@@ -203,6 +205,7 @@ def test_a_worker_ends_with_its_parent(monkeypatch):
     assert killed == [(os.getpid(), signal.SIGTERM)]
 
 
+@pytest.mark.slow
 def test_compare_without_data_compares_on_recall(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recall, "BATCH", 2)
     monkeypatch.setattr(demo, "compare_on_recall", partial(demo.compare_on_recall, steps=1))

@@ -45,7 +45,7 @@ def one_device(device):
 
 
 @pytest.mark.parametrize("device", ["cuda", "meta"])
-@pytest.mark.parametrize("impl", ["auto", *CPU_IMPLS])
+@pytest.mark.parametrize("impl", ["auto", *(pytest.param(impl, marks=pytest.mark.slow) for impl in CPU_IMPLS)])
 def test_blocks_keep_to_one_device(device, impl):
     some = PATTERNS[::3] if impl == "auto" else ["full"]
     crossed = [*((pattern, None) for pattern in PATTERNS), *((one, position) for one in some for position in POSITIONS)]

@@ -268,6 +268,7 @@ def query(tab):
     return re.search(r"query (row \d+, column \d+|register 1)", status(tab))[1]
 
 
+@pytest.mark.slow
 def test_a_click_locks_the_query_until_another_click_or_escape(opened):
     tab = opened(1000)
     box = tab.locator("#view").bounding_box()
@@ -295,6 +296,7 @@ def test_a_click_locks_the_query_until_another_click_or_escape(opened):
     assert "query row 4, column 6 of 4×6" in tab.get_attribute("#view", "aria-label")
 
 
+@pytest.mark.slow
 def test_touch_gestures_on_a_phone(opened):
     tab = opened(390, has_touch=True)
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
@@ -316,6 +318,7 @@ def test_touch_gestures_on_a_phone(opened):
     assert 0 <= box["y"] < box["y"] + box["height"] < button.bounding_box()["y"]  # the map is visible above the head
 
 
+@pytest.mark.slow
 def test_the_page_and_figures_have_the_same_color_scale(opened):
     tab, shares = opened(1000), np.array([0, 0.5, 1, 1.1, 1.5, 2, 4, 9, 16, 22])
     found = np.array(tab.evaluate(f"{shares.tolist()}.map(colorOf)"))
@@ -329,6 +332,7 @@ def test_the_page_and_figures_have_the_same_color_scale(opened):
     assert (found[5:, 3] == round(255 * OPAQUE)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "unit"), [("distance", "px"), ("width", "%")])
 def test_heads_are_sorted_by_distance_and_width(opened, page, order, unit):
     model, images, _ = page
@@ -343,6 +347,7 @@ def test_heads_are_sorted_by_distance_and_width(opened, page, order, unit):
     assert float(number) == pytest.approx(expected[labels[0]], abs=0.051)
 
 
+@pytest.mark.slow
 def test_two_maps_are_compared_and_restored_from_the_address(opened):
     tab = opened(1000)
     tab.click("#split")
@@ -369,6 +374,7 @@ def test_two_maps_are_compared_and_restored_from_the_address(opened):
         assert status(opened(390, nonsense)).startswith("3.attn, mean, query row 3, column 4 of 4×6")
 
 
+@pytest.mark.slow
 def test_a_button_saves_the_maps_as_png(opened):
     tab = opened(1000)
     for panes in (1, 2):
@@ -381,6 +387,7 @@ def test_a_button_saves_the_maps_as_png(opened):
         tab.click("#split")
 
 
+@pytest.mark.slow
 def test_tokens_are_selected_and_a_note_is_shown(opened, tmp_path):
     model, image = create_model("test_vit", img_size=32, reg_tokens=1).eval(), torch.rand(1, 3, 32, 32)
     for block in model.blocks:

@@ -118,6 +118,7 @@ def test_other_runtimes_reproduce_the_network(tmp_path, suffix):
         assert {file.name for file in tmp_path.iterdir()} == {f"net{ending}" for ending in (suffix, *form.weights)}
 
 
+@pytest.mark.slow
 def test_only_dynamic_dimensions_can_vary(tmp_path):
     images = {"batch": torch.rand(3, 3, 16, 24), "size": torch.rand(1, 3, 21, 37), None: torch.rand(1, 3, 16, 24)}
     for dynamic in ((), ("batch",), ("size",), ("batch", "size")):
@@ -156,6 +157,7 @@ def test_files_of_a_format_are_replaced_atomically(tmp_path, monkeypatch):
         export_model(small_network(), paths[0])
 
 
+@pytest.mark.slow
 def test_attention_that_a_runtime_does_not_support_is_exported_as_matrix_products(tmp_path, monkeypatch):
     form = FORMATS[".pt2"]
 
@@ -170,6 +172,7 @@ def test_attention_that_a_runtime_does_not_support_is_exported_as_matrix_product
     assert_computes(report.path, small_network(), torch.rand(3, 3, 16, 24))
 
 
+@pytest.mark.slow
 def test_the_reported_int8_accuracy_is_that_of_the_file(tmp_path, image_folder):
     model, path = small_network(), tmp_path / "net.onnx"
     model.classes = ("red", "blue", "green")  # in another order than the folders

@@ -26,7 +26,11 @@ def images(batch, side=8):
     return torch.randn(batch, 16, side, side, generator=torch.Generator().manual_seed(batch))
 
 
-@pytest.mark.parametrize("pattern", [*PATTERNS, va.Window(4)], ids=str)
+@pytest.mark.parametrize(
+    "pattern",
+    [va.Window(4), "full", *(pytest.param(x, marks=pytest.mark.slow) for x in PATTERNS if x != "full")],
+    ids=str,
+)
 def test_exports_and_traces_run_at_other_batch_sizes_with_operations_that_converters_support(pattern):
     """Gradients are enabled. Converters of traces support permute and logical_and, but not movedim and &."""
     block = layer(pattern)
@@ -56,6 +60,7 @@ def test_the_trace_based_onnx_exporter_reproduces_the_block_without_dropout(opti
     torch.testing.assert_close(torch.from_numpy(found), block(images(2)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["einx", "bmm", "auto"])
 @torch.no_grad()
 def test_a_compiled_block_accepts_other_sizes(impl):

@@ -73,7 +73,7 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     ("options", "warned"),
     [
         ({}, True),
-        ({"block": va.TransformerBlock2d, "mlp_ratio": 1}, True),
+        pytest.param({"block": va.TransformerBlock2d, "mlp_ratio": 1}, True, marks=pytest.mark.slow),
         ({"kv_stride": 4}, False),
         ({"pattern": va.Window(8)}, False),
     ],

@@ -139,6 +139,7 @@ def cifar_images(real_data, name, folder, config):
     return DataLoader(ImageFolder(folder / name / "test", transform), batch_size=500)
 
 
+@pytest.mark.slow
 def test_the_recall_network_has_the_accuracy_on_its_card():
     model = timm.create_model("recall_attention", pretrained=True)
     card = (weights_folder() / "recall_attention" / "README.md").read_text()
@@ -211,6 +212,7 @@ def test_the_augmented_resnet_has_the_papers_widths():
         on_meta("aa_resnet50", output_stride=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["botnet50", "aa_resnet50"])
 def test_features_of_timm_work(name, tmp_path):
     torch.manual_seed(0)

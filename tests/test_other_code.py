@@ -306,6 +306,7 @@ def test_copies_pickles_and_replicas_run_their_own_blocks():
     assert vars(replicas[model.layer2[1].bn2])[LOCATION] is replicas[only_block(model)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*deprecated", "ignore::torch.jit.TracerWarning")
 def test_blocks_stored_in_the_parent_are_compiled_and_exported():
     torch.manual_seed(0)

@@ -42,6 +42,7 @@ def test_a_runtime_returns_the_output_of_torch(runtime, name):
         assert difference is None if runtime == "core-ml" else difference < runtimes.TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["Window(4, shift=2)", "Halo(4, 1)", "Neighborhood(3)", "RelPosTable, Window(4)", "Rope2d"]
 )

@@ -193,6 +193,7 @@ def in_another_thread(model, *names):
             left.set()
 
 
+@pytest.mark.slow
 def test_contexts_of_threads_that_overlap_leave_compiled_models_compiled(model):
     calls, others, first = [], ExitStack(), va.capture(model)
     compiled = torch.compile(model, backend=lambda graph, inputs: calls.append(1) or graph.forward)
@@ -204,6 +205,7 @@ def test_contexts_of_threads_that_overlap_leave_compiled_models_compiled(model):
     assert calls
 
 
+@pytest.mark.slow
 def test_a_compiled_model_runs_in_eager_inside_and_compiled_in_another_thread(model):
     runs, stop = [], threading.Event()
 
@@ -234,6 +236,7 @@ def test_a_compiled_model_runs_in_eager_inside_and_compiled_in_another_thread(mo
     assert runs.count(threading.get_ident()) == before + 1
 
 
+@pytest.mark.slow
 def test_a_model_is_compiled_and_exported_while_another_thread_is_inside(model):
     x = IMAGES[0]
     with in_another_thread(model, "capture", "disabled"):

@@ -108,9 +108,14 @@ def command_line(settings):
     ("number", "options"),
     [
         (signal.SIGINT, {"attention_lr": 0.01, "layer_decay": 0.7, "model": "test_resnet", "drop_path": 0.2}),
-        (signal.SIGTERM, {"opt": "sgd", "grad_accum_steps": 2, "ema": None, "aa": "rand-m9", "workers": 1}),
-        (signal.SIGTERM, {"crop": "resized", "mixup": 0.2, "cutmix": 1.0, "reprob": 0.5, "opt": "muon"}),
-        (signal.SIGTERM, {"weights": "base.pth", "reset_head": True, "freeze_backbone": True}),
+        *(
+            pytest.param(signal.SIGTERM, options, marks=pytest.mark.slow)
+            for options in (
+                {"opt": "sgd", "grad_accum_steps": 2, "ema": None, "aa": "rand-m9", "workers": 1},
+                {"crop": "resized", "mixup": 0.2, "cutmix": 1.0, "reprob": 0.5, "opt": "muon"},
+                {"weights": "base.pth", "reset_head": True, "freeze_backbone": True},
+            )
+        ),
     ],
     ids=["ctrl-c", "workers", "mixed", "frozen"],
 )
@@ -132,6 +137,7 @@ def test_an_interrupted_run_is_resumed_bitwise(base, number, options, tmp_path, 
     assert_same_result(base.output, output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["state", "model"])
 def test_a_run_killed_while_it_writes_is_resumed_bitwise(base, place, tmp_path, monkeypatch):
     """The killed process leaves an incomplete state, or the best network without a state of its epoch."""
@@ -315,6 +321,7 @@ def test_a_full_disk_loses_nothing(base, tmp_path, monkeypatch, capsys):
     assert_same_result(base.output, tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_the_scale_of_the_loss_is_resumed(base, tmp_path, monkeypatch):
     def scaling(settings):
         """Scale as float16 does on CUDA, in float32 on the CPU: the scale doubles every second step."""

@@ -57,7 +57,10 @@ LONG = {"insert_and_finetune", "einx_vs_bmm", "quickstart"}
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem in LONG)) for path in WALKTHROUGHS],
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.thorough if path.stem in LONG else pytest.mark.slow)
+        for path in WALKTHROUGHS
+    ],
 )
 def test_it_runs_and_writes_the_files_that_it_reports(path, tmp_path, image_folder):
     (tmp_path / "flowers").symlink_to(image_folder)  # the images of the quickstart
