@@ -17,7 +17,7 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 import vision_attn as va
 from vision_attn.attention.blocks.attention_maps import attn_hook
-from vision_attn.attention.kernels import with_four_axes
+from vision_attn.attention.kernels import to_4d_mask
 from vision_attn.attention.position.rel_pos_decomposed import DecomposedBias
 from vision_attn.networks.convert import from_layer
 
@@ -79,7 +79,7 @@ class LowerBound(nn.Module):
         if bias is not None and bias.rel_logits(q) is None:
             mask = bias.apply(q, k, self.scale, mask)[3]
         if mask is not None:
-            q, k, v, mask = with_four_axes(q, k, v, mask)
+            q, k, v, mask = to_4d_mask(q, k, v, mask)
         state = {key: value.detach() for key, value in block.state_dict().items()}
         inputs = x.detach().movedim(1, -1), torch.randn_like(x).movedim(1, -1)
         weights = [state[key] for key in ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")]

@@ -46,7 +46,7 @@ PAGES = {
         "Attention maps and figures",
         "Compute attention maps and draw them ([guide](../see.md)).",
         """
-        capture explore networks.maps.Maps networks.maps.AttentionMap networks.figures.attention_figure
+        capture explore networks.maps.AttentionMaps networks.maps.AttentionMap networks.figures.attention_figure
         networks.figures.save_figure networks.figures.Figure
         """,
     ),
@@ -83,7 +83,7 @@ PAGES = {
     ),
 }
 #: Classes that only the library creates: the pages do not show how to create them.
-RETURNED = ("Inspection", "Contribution", "Maps", "AttentionMap")
+RETURNED = ("Inspection", "Contribution", "AttentionMaps", "AttentionMap")
 
 DOCTEST_OPTION = r"  # doctest: .*"
 GENERATED = "<!-- Generated from the docstrings by docs/api_reference.py. -->"

@@ -391,7 +391,7 @@ check("Attention2d, one row", block(from_numpy(row[:, :, None])), expected.mT[:,
 check("Attention2d, h×w", block(from_numpy(rows)), expected.mT.reshape(b, c, h, w))
 check("Attention2d, h×w, weights of each head", block.attention_weights(from_numpy(rows)), weights)
 state = {name: value.numpy() for name, value in block.state_dict().items()}
-check("reference, h×w", reference.attention_map(rows, state, n, causal=True), expected.mT.reshape(b, c, h, w))
+check("reference, h×w", reference.attention_output(rows, state, n, causal=True), expected.mT.reshape(b, c, h, w))
 transformer = va.TransformerBlock2d(c, n, mlp_ratio=2, norm_first=False, activation="relu", causal=True)
 y = load_from(transformer, encoder)(from_numpy(rows))
 check("TransformerBlock2d, h×w", y, transformer_block(x, encoder_p, n, causal).mT.reshape(b, c, h, w))

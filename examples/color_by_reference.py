@@ -179,7 +179,7 @@ def draw_picture(file, steps):
     for row, inputs, left in zip(axes, *canvases(3, False, torch.Generator().manual_seed(1)), strict=True):
         position = F.avg_pool2d(left[1:].square().sum(0, keepdim=True), STRIDE).argmax().item()
         y, x = (STRIDE * index + STRIDE // 2 for index in divmod(position, HALF // STRIDE))
-        with torch.no_grad(), va.capture(models["matching"], queries=[(y, x)], reduce="mean") as maps:
+        with torch.no_grad(), va.capture(models["matching"], queries=[(y, x)], reduction="mean") as maps:
             colored = [torch.cat([left[:1], model(inputs[None])[0]]) for model in models.values()]
         rgb = [torch.einsum("oc,chw->hwo", YCBCR.inverse(), image) for image in (inputs, *colored, left, inputs)]
         weights = F.interpolate(maps["both.inserted.attn"].weights[0], scale_factor=STRIDE, mode="bilinear")[0, 0]

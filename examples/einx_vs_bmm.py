@@ -607,7 +607,7 @@ for name, (einx_edit, bmm_edit) in EDITS.items():
 # expression of windows together with its sizes.
 
 # %%
-line = resolve_pattern(va.Window(7)).for_rank(2).line
+line = resolve_pattern(va.Window(7)).expand_to_rank(2).rearrangement
 assert line.einx == WINDOW
 assert torch.equal(eval(line.torch, {"maps": maps, **sizes}), groups)
 print(f"\nva.Window(7)      {line.einx}\nin torch          {line.torch}")
@@ -638,7 +638,7 @@ custom_block.load_state_dict(state, strict=True)
 with torch.no_grad():
     expected = custom_block.proj(attend_einx(custom_block.qkv(map_2d), n, CUSTOM, g=2, s=3))
     assert_close(custom_block(map_2d), expected)
-line = custom_block.resolved_pattern.line
+line = custom_block.resolved_pattern.rearrangement
 print(f"the exercise      {line.einx}\nin torch          {line.torch}")
 
 # %% [markdown]

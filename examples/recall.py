@@ -149,7 +149,7 @@ def initialization_figure(steps):
         step = training(model, steps, seed=0)
         for count in range(steps + 1):
             if count in drawn:
-                with capture(model, queries=[(36, 20)], reduce="mean") as maps, quiet_eval(model):
+                with capture(model, queries=[(36, 20)], reduction="mean") as maps, quiet_eval(model):
                     model(image)
                 axis = next(axes)
                 axis.imshow(next(iter(maps.values())).weights[0, 0, 0].numpy(), extent=(0, 96, 96, 0), vmin=0)

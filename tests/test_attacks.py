@@ -18,7 +18,7 @@ from torch import nn
 import vision_attn as va
 from vision_attn.attention.implementations import attend
 from vision_attn.networks.figures import attention_figure
-from vision_attn.networks.maps import AttentionMap, Maps
+from vision_attn.networks.maps import AttentionMap, AttentionMaps
 
 
 def test_flipped_bits_are_detected(tmp_path):
@@ -100,7 +100,7 @@ def capture(*arguments, **options):
     va.capture(nn.Sequential(va.Attention2d(8, 2)), *arguments, **options).__enter__()
 
 
-MAPS = Maps({"0": AttentionMap(torch.ones(1, 1, 1, 1, 1), ((0, 0),), (1, 1))})
+MAPS = AttentionMaps({"0": AttentionMap(torch.ones(1, 1, 1, 1, 1), ((0, 0),), (1, 1))})
 QKV = [torch.rand(1, 2, 4, 4)] * 3
 IMAGE = torch.rand(1, 3, 4, 4)
 #: Argument -> calls that reject a number or a string for it.

@@ -13,7 +13,7 @@ from torch import nn
 import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.networks import recording
-from vision_attn.networks.maps import AttentionMap, Maps
+from vision_attn.networks.maps import AttentionMap, AttentionMaps
 
 
 def network():
@@ -103,7 +103,7 @@ def test_sites_are_selected_and_heads_are_reduced():
         ("layer3", "max", ("max of 2 heads",), chosen.amax(1, keepdim=True)),
     ]
     for sites, reduce, heads, expected in cases:
-        with va.capture(model, points, sites=sites, reduce=reduce, heads=[3, 1]) as maps:
+        with va.capture(model, points, sites=sites, reduction=reduce, heads=[3, 1]) as maps:
             model(x)
         assert maps[last].heads == heads
         torch.testing.assert_close(maps[last].weights, expected)
@@ -134,7 +134,7 @@ def test_large_maps_are_rejected(monkeypatch):
     monkeypatch.setattr(recording, "MAX_BYTES", 600_000)
     with pytest.raises(ValueError, match=r"'1' .*allow_large"), va.capture(model, "all"):
         model(x)
-    for options in ({"queries": [(0, 0)]}, {"allow_large": True}, {"reduce": "mean"}, {"sites": "1"}):
+    for options in ({"queries": [(0, 0)]}, {"allow_large": True}, {"reduction": "mean"}, {"sites": "1"}):
         with va.capture(model, **options) as maps:
             model(x)
         assert maps
@@ -164,7 +164,7 @@ def test_wrong_arguments_are_rejected():
         model.forward_features(x)
     for arguments, message in (
         ({"queries": "each"}, "queries"),
-        ({"reduce": "sum"}, "reduce"),
+        ({"reduction": "sum"}, "reduction"),
         ({"heads": [4]}, "heads .* between 0 and 3"),
         ({"sites": "layer1"}, "sites .*'layer1'.* layer2"),
     ):
@@ -211,17 +211,17 @@ def test_rollout_across_blocks_and_feature_map_sizes():
     # The mean over heads is (0, 1) for the first query and uniform for the second.
     first = seen([[[0, 1], [0, 1]], [[0, 1], [1, 0]]], (1, 2), cells)
     second = seen([[[1, 0], [1, 0]]], (1, 2), cells)
-    found = Maps({"a": first, "b": second}).rollout()
+    found = AttentionMaps({"a": first, "b": second}).rollout()
     # A_1 = [[½, ½], [¼, ¾]] and A_2 = [[1, 0], [½, ½]], their product A_2 A_1.
     torch.testing.assert_close(found["a"].weights[0, 0, :, 0], torch.tensor([[0.5, 0.5], [0.25, 0.75]]))
     torch.testing.assert_close(found["b"].weights[0, 0, :, 0], torch.tensor([[0.5, 0.5], [0.375, 0.625]]))
-    assert Maps({"b": second}).rollout(residual=0)["b"].weights[0, 0, :, 0].tolist() == [[1, 0], [1, 0]]
+    assert AttentionMaps({"b": second}).rollout(residual=0)["b"].weights[0, 0, :, 0].tolist() == [[1, 0], [1, 0]]
     # One position covers both positions of the first block, with weight ½ each.
     small = seen([[[1]]], (1, 1), [(0, 0)])
-    found = Maps({"a": first, "s": small}).rollout()["s"].weights.flatten()
+    found = AttentionMaps({"a": first, "s": small}).rollout()["s"].weights.flatten()
     torch.testing.assert_close(found, torch.tensor([0.375, 0.625]))
     # For a query that may not attend to any position, only the shortcut remains.
     closed = seen([[[0, 0], [0, 0]]], (1, 2), cells)
-    assert Maps({"c": closed}).rollout()["c"].weights[0, 0, :, 0].tolist() == [[1, 0], [0, 1]]
+    assert AttentionMaps({"c": closed}).rollout()["c"].weights[0, 0, :, 0].tolist() == [[1, 0], [0, 1]]
     with pytest.raises(ValueError, match="'a' has 1 of 2"):
-        Maps({"a": seen([[[1, 0]]], (1, 2), [(0, 0)])}).rollout()
+        AttentionMaps({"a": seen([[[1, 0]]], (1, 2), [(0, 0)])}).rollout()

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.networks.checkpoints.file_format import Saved, write_saved
-from vision_attn.networks.checkpoints.specification import get_arguments
+from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.checkpoints.weights import PRESETS
 from vision_attn.networks.insertion import inserted_keys
 from vision_attn.tools.training.network import build_network
@@ -312,9 +312,9 @@ def test_blocks_with_equal_shapes_and_other_options_are_rejected(form, options, 
         va.load_checkpoint(model, path)
     assert_same(model.state_dict(), before)
     report = va.load_checkpoint(model, path, strict=False)
-    assert (len(report.differing), report.unchecked) == (1, ())
+    assert (len(report.config_mismatches), report.unchecked) == (1, ())
     report = va.load_checkpoint(with_block(), path)
-    assert (report.differing, report.unchecked) == ((), ())
+    assert (report.config_mismatches, report.unchecked) == ((), ())
 
 
 def test_a_single_block_is_compared_and_a_missing_configuration_is_reported(tmp_path):

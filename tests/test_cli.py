@@ -18,7 +18,7 @@ from vision_attn import errors
 from vision_attn.networks.models import create_model, folder
 from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools import cli
-from vision_attn.tools.cli.commands import settings_from
+from vision_attn.tools.cli.commands import parse_settings
 from vision_attn.tools.cli.visualize import open_network
 from vision_attn.tools.training.settings import Settings, write_settings
 
@@ -261,13 +261,13 @@ def test_flags_override_the_settings_of_another_run(tmp_path):
     other = Settings(data="images", insert=("layer3", "layer2"), lr=0.3, class_weights=True, seed=3, output="x")
     (tmp_path / "settings.yaml").write_bytes(write_settings(other))
     line = ["--config", str(tmp_path / "settings.yaml"), "--insert", "layer1", "--no-class-weights", "--lr", "None"]
-    found = settings_from(line, "vision-attn train")
+    found = parse_settings(line, "vision-attn train")
     assert (found.insert, found.lr, found.class_weights, found.seed) == (("layer1",), None, False, 3)
     assert found.output is None
-    found = settings_from(["--resume", str(tmp_path), "--epochs", "40", "-o", "x"], "vision-attn train")
+    found = parse_settings(["--resume", str(tmp_path), "--epochs", "40", "-o", "x"], "vision-attn train")
     assert (found.resume, found.lr, found.epochs, str(found.output)) == (str(tmp_path), 0.3, 40, "x")
-    assert settings_from([f"--config={tmp_path / 'settings.yaml'}"], "vision-attn train").lr == 0.3
-    assert settings_from(["--resume", "auto"], "vision-attn train").resume == "auto"
+    assert parse_settings([f"--config={tmp_path / 'settings.yaml'}"], "vision-attn train").lr == 0.3
+    assert parse_settings(["--resume", "auto"], "vision-attn train").resume == "auto"
 
 
 def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_path):
@@ -337,7 +337,7 @@ def test_a_network_is_explored_by_name_with_an_adapter_or_swapped_attention(caps
     model = create_model("resnet20", num_classes=10)
     va.insert_(model, names="layer3", num_heads=2, gate_init=1.0, example_input=(1, 3, 32, 32))
     adapter = tmp_path / "adapter.safetensors"
-    va.save_adapter(model, adapter, about={"classes": [*"abcdefghij"], "input_size": [3, 24, 24]})
+    va.save_adapter(model, adapter, metadata={"classes": [*"abcdefghij"], "input_size": [3, 24, 24]})
     torch.manual_seed(0)
     found = open_network("resnet20", False, adapter)
     assert (found.classes[:2], list(va.inserted_blocks(found))) == (("a", "b"), ["layer3.2"])

@@ -25,7 +25,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 import vision_attn as va
 from vision_attn.networks import convert
 from vision_attn.networks.convert import ConversionError, other_layers
-from vision_attn.networks.convert.row import TABLE, find_row
+from vision_attn.networks.convert.conversion import CONVERSIONS, find_conversion
 from vision_attn.networks.convert.timm_layers import PaddedAttention2d
 from vision_attn.text import markdown
 
@@ -203,7 +203,7 @@ for kind in (partial(tm.volo.Attention, 8, 2), partial(tm.hieradet_sam2.MultiSca
     add(kind, channels_last)
 add(partial(tm.twins.LocallyGroupedAttn, 8, 2, ws=2), sized)
 hugging = partial(transformers_layer, hidden_size=8, num_attention_heads=2)
-for path, row in TABLE.items():
+for path, row in CONVERSIONS.items():
     if row in (other_layers.TRANSFORMERS, other_layers.CLIP) and "swin" not in path:
         add(partial(hugging, path.removeprefix("transformers.models.")), on_tokens)
 monai = partial(layer_of, "monai.networks.blocks.selfattention.SABlock", 8, 2)
@@ -286,21 +286,23 @@ def test_parity_and_detection_of_a_wrong_order(make, variant, part, run, shapes,
 
 def reverse_rows(monkeypatch, layer):
     """Reverse the rows of the weights that are read from a class of layers, without a change of shape."""
-    path, _, row = find_row(layer)
+    path, _, row = find_conversion(layer)
 
     def weights(layer):
         found = row.weights(layer)
         return {n: x._replace(weight=x.weight.flip(0)) if n in ("q", "qkv", "kv") else x for n, x in found.items()}
 
-    monkeypatch.setitem(TABLE, path, replace(row, weights=weights))
+    monkeypatch.setitem(CONVERSIONS, path, replace(row, weights=weights))
 
 
 def test_every_row_of_the_table_is_tested():
     tried, elsewhere = set(), ("keras.", "natten.", "ultralytics.")  # tested below
     for make, variant, part, *_ in CASES:
         with suppress(pytest.skip.Exception):  # the library is not installed
-            tried.add(find_row(make(**variant).get_submodule(part))[0])
-    assert tried == {path for path in TABLE if find_spec(path.partition(".")[0]) and not path.startswith(elsewhere)}
+            tried.add(find_conversion(make(**variant).get_submodule(part))[0])
+    assert tried == {
+        path for path in CONVERSIONS if find_spec(path.partition(".")[0]) and not path.startswith(elsewhere)
+    }
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning", "ignore:return_lse:FutureWarning")
@@ -353,7 +355,7 @@ def test_a_batch_norm_is_folded_with_its_eps():
 
 def test_the_documented_table_matches_the_code():
     lines = {}
-    for path, row in sorted(TABLE.items()):
+    for path, row in sorted(CONVERSIONS.items()):
         refused = ", ".join(f"`{name}`" for name in (*row.unsupported, *row.swap_only)) or "—"
         lines.setdefault(refused, []).append(f"`{path}`")
     rows = [(", ".join(paths), refused) for refused, paths in lines.items()]

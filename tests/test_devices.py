@@ -84,7 +84,7 @@ def test_capture_copies_nothing_from_one_device_to_another(pattern):
     with FakeTensorMode(), torch.device("cuda"):
         model, x = nn.Sequential(va.AttentionBlock2d(16, 4, pattern=pattern)), torch.empty(2, 16, *SIZE)
         for queries, heads, reduce in ((None, None, None), ([(0, 0), (3, 4)], [0, 2], None), ([(1, 1)], [3, 0], "max")):
-            with va.capture(model, queries, heads=heads, reduce=reduce) as maps, torch.no_grad(), one_device("cuda"):
+            with va.capture(model, queries, heads=heads, reduction=reduce) as maps, torch.no_grad(), one_device("cuda"):
                 model(x)
             count = 1 if reduce else len(heads or range(4))
             assert maps["0.attn"].weights.shape == (2, count, len(queries or range(42)), *SIZE)

@@ -85,12 +85,12 @@ def test_weights_near_an_even_share_are_transparent():
         figure = figures.attention_figure(image, AttentionMap(weights, ((0, 0),), (32, 32)))
         assert (overlays(figure)[0][1] == 0).all()
     even[..., 0, :] *= torch.tensor([1.1, 1.5, 0.2, 2.0])
-    for brightest, top in ((16.0, 0.25), (2.0, 1.0)):  # The scale does not depend on the largest weight.
-        figure = figures.attention_figure(image, AttentionMap(even, ((0, 0),), (32, 32)), brightest=brightest)
+    for vmax, top in ((16.0, 0.25), (2.0, 1.0)):  # The scale does not depend on the largest weight.
+        figure = figures.attention_figure(image, AttentionMap(even, ((0, 0),), (32, 32)), vmax=vmax)
         np.testing.assert_allclose(overlays(figure)[0][1][0], [0.11, 0.468, 0, 0.8], atol=1e-3)
         shown = figure.axes[1].images[1]
         assert shown.norm(2.0) == pytest.approx(top)
-        assert figure.axes[-1].get_ylim() == pytest.approx((1, brightest))
+        assert figure.axes[-1].get_ylim() == pytest.approx((1, vmax))
 
 
 def test_figures_are_written_as_png_svg_or_pdf(tmp_path):
@@ -104,6 +104,6 @@ def test_figures_are_written_as_png_svg_or_pdf(tmp_path):
 
 
 def test_wrong_arguments_are_rejected():
-    for name, value in (("titles", ["one"]), ("query", [0, -1]), ("query", []), ("brightest", 1), ("reduction", "sum")):
+    for name, value in (("titles", ["one"]), ("query", [0, -1]), ("query", []), ("vmax", 1), ("reduction", "sum")):
         with pytest.raises(ValueError, match=name):
             figures.attention_figure(torch.rand(2, 3, 32, 32), seen(), **{name: value})

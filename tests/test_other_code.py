@@ -431,7 +431,7 @@ def test_optimizer_checks_ignore_copies_and_keep_no_network_alive():
     del model, optimizer
     gc.collect()
     assert [part() for part in seen] == [None] * len(seen)
-    assert untrained.PATIENCE < 12
+    assert untrained.MAX_MISSED_UPDATES < 12
 
 
 @pytest.mark.parametrize(

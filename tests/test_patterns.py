@@ -26,13 +26,17 @@ def test_documented_expressions_match_the_code():
     for name, (pattern, *_) in CASES.items():
         if isinstance(pattern, va.Neighborhood | va.Halo):
             continue
-        line = resolve_pattern(pattern).for_rank(2).line
+        line = resolve_pattern(pattern).expand_to_rank(2).rearrangement
         found[name] = line.einx
         # Without padding and shifts, every pattern is a plain reshape.
         plain = va.Window(pattern.size) if isinstance(pattern, va.Window) else pattern
-        layout = Grouping(resolve_pattern(plain).for_rank(2), (12, 12), (12, 12), torch.device("cpu")).query_layout
-        expected = einx.id(line.einx, x, **layout.line.sizes)
-        assert torch.equal(eval(line.torch, {"maps": x, "b": 2, "n": 3, "d": 4, **layout.line.sizes}), expected)
+        layout = Grouping(
+            resolve_pattern(plain).expand_to_rank(2), (12, 12), (12, 12), torch.device("cpu")
+        ).query_layout
+        expected = einx.id(line.einx, x, **layout.rearrangement.sizes)
+        assert torch.equal(
+            eval(line.torch, {"maps": x, "b": 2, "n": 3, "d": 4, **layout.rearrangement.sizes}), expected
+        )
     documented = {
         "full": "b n d h w -> b n (h w) d",
         "rows": "b n d h w -> (b h) n w d",
@@ -44,7 +48,7 @@ def test_documented_expressions_match_the_code():
 
 
 def test_neighborhoods_at_the_border():
-    large = Grouping(va.Neighborhood(31, dilation=3).for_rank(2), (7, 7), (7, 7), torch.device("cpu"))
+    large = Grouping(va.Neighborhood(31, dilation=3).expand_to_rank(2), (7, 7), (7, 7), torch.device("cpu"))
     assert large.key_layout.index().numel() <= 15 * 15  # few more keys than positions on the feature map
     for pattern, keys in ((va.Neighborhood(31), 35), (va.Neighborhood(7, dilation=64), 1), (va.Neighborhood(3), 9)):
         weights = va.Attention2d(8, 2, pattern=pattern).attention_weights(torch.randn(1, 8, 5, 7))
@@ -174,7 +178,7 @@ def test_patterns_have_a_repr_that_is_code_and_support_equality_hash_and_pickle(
     pattern = eval(f"va.{code}")
     assert repr(pattern) == code
     for other in (eval(f"va.{code}"), pickle.loads(pickle.dumps(pattern))):
-        assert (other, hash(other), other.for_rank(2)) == (pattern, hash(pattern), pattern.for_rank(2))
+        assert (other, hash(other), other.expand_to_rank(2)) == (pattern, hash(pattern), pattern.expand_to_rank(2))
     assert va.Pattern("b n d h w -> b n (w h) d") == va.Pattern(
         "b n d h w -> b n (h w) d"
     )  # the order of tokens is irrelevant

@@ -25,7 +25,7 @@ from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.patterns import resolve_pattern
 from vision_attn.networks import convert, figures
 from vision_attn.networks.convert import equations
-from vision_attn.networks.convert.row import TABLE
+from vision_attn.networks.convert.conversion import CONVERSIONS
 from vision_attn.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,7 +105,7 @@ def test_the_code_runs_and_prints_the_output_on_the_page(path, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     Path("flowers").symlink_to(image_folder)  # the images of the quickstart
     monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))
-    for table in (IMPLEMENTATIONS, TABLE):  # the page for contributors adds entries
+    for table in (IMPLEMENTATIONS, CONVERSIONS):  # the page for contributors adds entries
         for name in ("matmul", "page.Theirs"):
             monkeypatch.setitem(table, name, None)
             del table[name]
@@ -135,7 +135,7 @@ def test_the_tables_of_patterns_positions_and_arguments_match_the_code():
     rows = re.findall(r"^\| `([^`]+)` \| `(b n d [^`]+)` \| `(maps[^`]+)` \|", page("patterns"), flags=re.MULTILINE)
     assert len(rows) == 6
     for pattern, einx_line, torch_line in rows:
-        line = resolve_pattern(eval(pattern, {"va": vision_attn})).for_rank(2).line
+        line = resolve_pattern(eval(pattern, {"va": vision_attn})).expand_to_rank(2).rearrangement
         assert (line.einx, line.torch) == (einx_line, torch_line)
     encodings = [word for word in first_cells(page("patterns"), "| `position=` |") if word.startswith("va.")]
     assert len(encodings) == 6
@@ -185,7 +185,7 @@ def parse(name, *words):
         return
     if name == "compare":
         _, words = tyro.cli(cli.commands.Comparison, args=words, return_unknown_args=True)
-    cli.commands.settings_from([*words[name == "evaluate" :]], name)
+    cli.commands.parse_settings([*words[name == "evaluate" :]], name)
 
 
 def test_the_commands_can_be_parsed():

@@ -108,7 +108,9 @@ def make_map(case, channels, dtype=torch.float64, channels_last=False):
 
 def define(x, block, known, state=None):
     """Return the output of the definition for batched or unbatched arrays."""
-    y = reference.attention_map(x if x.ndim == 4 else x[None], get_arrays(block) if state is None else state, **known)
+    y = reference.attention_output(
+        x if x.ndim == 4 else x[None], get_arrays(block) if state is None else state, **known
+    )
     return y if x.ndim == 4 else y[0]
 
 

@@ -68,7 +68,7 @@ def test_differences_of_a_file_follow_from_its_scores(file):
             p_at_limits = tail_probability(one, other, (high - low) / 2, len(scores))
             assert p == pytest.approx(difference["p"], rel=1e-3, abs=1e-6)
             assert p_at_limits == pytest.approx(0.05, rel=1e-3)
-            better, worse = ("worse", "better") if difference.get("less", False) else ("better", "worse")
+            better, worse = ("worse", "better") if difference.get("lower_is_better", False) else ("better", "worse")
             assert difference["verdict"] == (better if low > 0 else worse if high < 0 else "no significant difference")
 
 

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrizations
 import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.networks.checkpoints import load_adapter_, save_adapter
-from vision_attn.networks.checkpoints.specification import from_code, to_code
+from vision_attn.networks.checkpoints.option_code import from_code, to_code
 from vision_attn.networks.insertion import inserted_keys, records
 from vision_attn.tools.comparison.controls import ConvBlock2d
 
@@ -86,7 +86,7 @@ def test_blocks_are_restored_and_completely_removed(place, tmp_path):
     assert_same(other.state_dict(), model.state_dict())
     assert records(other) == records(model)
     assert set(report.loaded) == inserted_keys(model)
-    assert not report.differing
+    assert not report.changed_tensors
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(other(x), model(x))
     assert not torch.equal(other(x), small_network()(x))
@@ -139,7 +139,7 @@ def test_another_network_is_rejected_before_it_is_changed(what, adapter):
         assert not va.inserted_blocks(model)
     if differing:
         report = load_adapter_(model, adapter, strict=False)
-        assert (len(report.differing), report.compared) == (differing, 67)
+        assert (len(report.changed_tensors), report.num_compared) == (differing, 67)
         assert f"{differing} of 67 tensors" in str(report)
         assert va.inserted_blocks(model)["layer3.0"].gate.dtype == model.conv1.weight.dtype
         va.remove_(model)
@@ -149,7 +149,7 @@ def test_another_network_is_rejected_before_it_is_changed(what, adapter):
 def test_counters_of_batches_and_the_memory_format_are_not_compared(adapter):
     model = small_network().to(memory_format=torch.channels_last)
     model.bn1.num_batches_tracked.add_(7)
-    assert not load_adapter_(model, adapter).differing
+    assert not load_adapter_(model, adapter).changed_tensors
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -278,7 +278,7 @@ def test_adapters_fit_networks_with_and_without_wrappers(at, tmp_path):
         assert save_adapter(wrap(network_with_block(at)), again).read_bytes() == path.read_bytes()
         other = wrap(small_network())
         report = load_adapter_(other, path)
-        assert (set(report.loaded), report.differing) == (inserted_keys(model), ())
+        assert (set(report.loaded), report.changed_tensors) == (inserted_keys(model), ())
         plain = {re.sub(r"_orig_mod\.|^module\.", "", key): value for key, value in other.state_dict().items()}
         assert_same(plain, model.state_dict())
         assert save_adapter(other, again).read_bytes() == path.read_bytes()
@@ -568,7 +568,7 @@ def test_the_configuration_of_a_folder_is_checked_and_downloads_nothing(saved, c
             va.load_model(tmp_path)
 
 
-SPECIFICATIONS = [
+CONFIG_CLASSES = [
     *(va.Window((4, 8), 3), va.Grid((2, 3, 4)), va.Halo(8, 3), va.Neighborhood(7), va.Neighborhood(7, (3, 5), 2, True)),
     *(va.AbsPos(7), va.RelPosDecomposed(), va.RelPosTable((7, 9)), va.Rope2d(1e4, (2, 4)), va.SinCos(2.5)),
     *(va.ConditionalPos(3), va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7)),
@@ -577,7 +577,7 @@ PLAIN = [None, True, -7, 10**30, 1e-300, -0.5, "é'\"\\\n\0", (), (1,), [[]], {"
 
 
 def test_values_are_restored_from_their_code_and_others_refused_by_name():
-    for value in (*SPECIFICATIONS, *PLAIN, {"pattern": SPECIFICATIONS, "more": tuple(PLAIN)}):
+    for value in (*CONFIG_CLASSES, *PLAIN, {"pattern": CONFIG_CLASSES, "more": tuple(PLAIN)}):
         again = from_code(to_code("option", value))
         assert (again, repr(again), type(again)) == (value, repr(value), type(value))
     numbers = (float("nan"), torch.float32, torch.zeros(2), torch.Size((2, 2)), 1j)

@@ -19,7 +19,7 @@ from timm.data import Mixup
 import vision_attn as va
 from vision_attn.errors import DataError, TrainingError
 from vision_attn.networks.models import create_model
-from vision_attn.tools.training.data import Source, seed_all
+from vision_attn.tools.training.data import DataSplit, seed_all
 from vision_attn.tools.training.evaluation import Evaluation
 from vision_attn.tools.training.folder import curves_figure, numbered_folder
 from vision_attn.tools.training.loop import Trainer
@@ -36,7 +36,7 @@ def noise(count, *classes, side=16):
     """Return a data set of noise in memory, in which image i has class i modulo the number of classes."""
     pixels = np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
     targets = [index % len(classes) for index in range(count)]
-    return Source("noise", classes, SimpleNamespace(data=pixels, targets=targets), range(count))
+    return DataSplit("noise", classes, SimpleNamespace(data=pixels, targets=targets), range(count))
 
 
 SOURCE = noise(32, "blue", "green", "red")
@@ -225,7 +225,7 @@ def test_a_run_stops_early_without_improvement(base, monkeypatch):
         return replace(found, top1=next(scores)), predictions
 
     monkeypatch.setattr(Evaluation, "__call__", evaluated)
-    monkeypatch.setattr(Evaluation, "without_blocks", lambda *given: None)
+    monkeypatch.setattr(Evaluation, "compare_without_blocks", lambda *given: None)
     base = replace(base, epochs=9, batch_size=36, early_stopping=2)
     assert run_training(base, log=lines.append).best.top1 == 50.0
     run_training(replace(base, resume="auto"), log=lines.append)  # a resumed run does not continue
@@ -256,7 +256,7 @@ def test_the_moving_average_warms_up_and_is_saved(base):
     one, other = averaged["fc.weight"], trainer.model.fc.weight
     assert 0 < (one - other).norm() < (one - begin).norm()
     assert trainer.ema.get_decay(10**6) == 0.999
-    assert_same(trainer.get_plain_network().state_dict(), averaged)
+    assert_same(trainer.get_network_to_save().state_dict(), averaged)
 
 
 def test_the_optimizer_has_the_name_and_numbers_of_the_settings(base):
@@ -363,7 +363,7 @@ def test_mixed_precision_saves_a_plain_network(base):
     trainer, seen = make_trainer(base, amp="bfloat16", channels_last=True), []
     trainer.model.layer1.register_forward_hook(lambda module, args, output: seen.extend([*args, output]))
     trainer.step(*batch(2), 0, 0)
-    assert trainer.get_plain_network()(batch(2)[0]).dtype == torch.float32
+    assert trainer.get_network_to_save()(batch(2)[0]).dtype == torch.float32
     assert seen[0].is_contiguous(memory_format=torch.channels_last)
     assert seen[1].dtype == torch.bfloat16
     assert {value.dtype for value in trainer.model.parameters()} == {torch.float32}

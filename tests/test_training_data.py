@@ -20,7 +20,7 @@ from torchvision.transforms import v2
 from vision_attn.errors import DataError
 from vision_attn.tools import cli
 from vision_attn.tools.training import data as module
-from vision_attn.tools.training.data import Decoded, InMemory, open_data, open_image, open_images, seed_all
+from vision_attn.tools.training.data import DecodedImages, InMemory, open_data, open_image, open_images, seed_all
 from vision_attn.tools.training.loop import crop_and_flip
 from vision_attn.tools.training.settings import Settings
 
@@ -182,9 +182,9 @@ def test_timms_readers_read_every_image(image_folder):
     """Readers of Hugging Face's data sets behave the same way, but need another package."""
     found = create_dataset("", str(image_folder), "train")
     found.reader.label_key, found.reader.dataset = "label", {"label": [label for _, label in found.reader.samples]}
-    by_timm = module.Source("by timm", ("blue", "green", "red"), found, range(72))
+    by_timm = module.DataSplit("by timm", ("blue", "green", "red"), found, range(72))
     ours = open_data(Settings(data=image_folder), train=True)
-    one, other = (Decoded(source, module.eval_transform(CONFIG), seed=0, workers=0) for source in (by_timm, ours))
+    one, other = (DecodedImages(source, module.eval_transform(CONFIG), seed=0, workers=0) for source in (by_timm, ours))
     assert sorted(int(one[i][0].sum()) for i in range(72)) == sorted(int(other[i][0].sum()) for i in range(72))
 
 
@@ -203,13 +203,14 @@ def test_small_sets_that_do_not_vary_are_kept_in_memory(image_folder, monkeypatc
     settings, (small, large) = Settings(data=image_folder, workers=0), ((3, 64, 64), (3, 65, 65))
     # Photographs are cropped in each epoch and small images once, unless the settings override this.
     for crop, size, kind in (
-        (None, small, InMemory), (None, large, Decoded), ("pad", large, InMemory), ("resized", small, Decoded),
+        (None, small, InMemory), (None, large, DecodedImages),
+        ("pad", large, InMemory), ("resized", small, DecodedImages),
     ):  # fmt: skip
         assert isinstance(images_of(replace(settings, crop=crop), train=True, input_size=size), kind)
     memory = images_of(settings)
     monkeypatch.setattr(module, "MAX_IN_MEMORY", 24 * 3 * 24 * 24 - 1)
     loader, rows = images_of(settings), torch.randperm(24).split(10)
-    assert (type(memory), type(loader)) == (InMemory, Decoded)
+    assert (type(memory), type(loader)) == (InMemory, DecodedImages)
     for one, other in zip(memory.batches(rows), loader.batches(rows), strict=True):
         assert all(map(torch.equal, one, other))
 

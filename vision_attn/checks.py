@@ -42,7 +42,7 @@ def check_divides(name: str, value: int, total_name: str, total: int) -> None:
         raise ValueError(f"{name} must divide {total_name}, got {total_name}={total} and {name}={value}. {choice}")
 
 
-def check_flags(**flags: bool) -> None:
+def check_bools(**flags: bool) -> None:
     """Raise for the first argument that is neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -69,7 +69,7 @@ def check_choice(name: str, value: object, choices: Iterable[str], context: str 
         raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}{context}, got {value!r}")
 
 
-def check_new(device: Any, dtype: Any, **sizes: int) -> None:
+def check_factory_args(device: Any, dtype: Any, **sizes: int) -> None:
     """Raise unless the sizes are positive integers, the dtype is a floating-point type and the device exists."""
     for name, value in sizes.items():
         check_count(name, value)

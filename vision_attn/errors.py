@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vision_attn.text import escaped
+from vision_attn.text import escape_control_characters
 
 
 class VisionAttnError(Exception):
@@ -31,7 +31,7 @@ class SiteError(VisionAttnError, ValueError):
 class CheckpointError(VisionAttnError, RuntimeError):
     """Raised if a file cannot be read as a checkpoint, or does not match the model. The model is unchanged.
 
-    The arguments are the lines of the message. Text from the file is escaped.
+    The arguments are the lines of the message. Control characters in text from the file are escaped.
 
     >>> import tempfile, pathlib
     >>> from vision_attn.networks.safe import read_checkpoint
@@ -44,7 +44,7 @@ class CheckpointError(VisionAttnError, RuntimeError):
     """
 
     def __str__(self) -> str:
-        return "\n".join(map(escaped, self.args))
+        return "\n".join(map(escape_control_characters, self.args))
 
 
 class ConversionError(VisionAttnError, RuntimeError):

@@ -86,10 +86,10 @@ class Report:
         return "".join(part._repr_html_() if isinstance(part, Table) else paragraph(part) for part in self.parts())
 
 
-def escaped(text: object) -> str:
+def escape_control_characters(text: object) -> str:
     r"""Escape control characters in text from a file.
 
-    >>> escaped("conv1\x1b[2J.weight")
+    >>> escape_control_characters("conv1\x1b[2J.weight")
     'conv1\\x1b[2J.weight'
     """
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(text))
@@ -102,5 +102,5 @@ def shorten(keys: Iterable[str], limit: int = 6) -> str:
     'conv1, bn1, … (2 more)'
     """
     keys = tuple(keys)
-    shown = ", ".join(map(escaped, keys[:limit]))
+    shown = ", ".join(map(escape_control_characters, keys[:limit]))
     return f"{shown}, … ({len(keys) - limit} more)" if len(keys) > limit else shown

@@ -11,8 +11,8 @@ from torch import Tensor
 from vision_attn.attention import masks
 from vision_attn.attention.dispatch import attend_auto, repeat_kv, without_autocast
 from vision_attn.attention.flex import attend_flex, attend_inputs_flex
-from vision_attn.attention.kernels import BMM, EINX, Kernel, attend_einsum, attend_sdpa, with_four_axes
-from vision_attn.checks import check_choice, check_flags, check_number, check_probability, check_type
+from vision_attn.attention.kernels import BMM, EINX, Kernel, attend_einsum, attend_sdpa, to_4d_mask
+from vision_attn.checks import check_bools, check_choice, check_number, check_probability, check_type
 
 IMPLEMENTATIONS: dict[str, Kernel] = {
     "einx": EINX,
@@ -57,7 +57,7 @@ def register_impl(name: str, function: Callable[..., Tensor]) -> None:
     def with_groups(q: Tensor, k: Tensor, v: Tensor, *, mask: masks.Mask, **options: float) -> Tensor:
         if mask is None:
             return function(q, k, v, mask=None, **options)
-        *heads, mask = with_four_axes(q, k, v, mask)
+        *heads, mask = to_4d_mask(q, k, v, mask)
         return function(*heads, mask=mask, **options).reshape(*q.shape[:3], v.shape[3])
 
     IMPLEMENTATIONS[name] = replace(BMM, attend=with_groups)
@@ -100,7 +100,7 @@ def attend(
     torch.Size([2, 4, 49, 8])
     """
     check_choice("impl", impl, IMPLEMENTATIONS)
-    check_flags(causal=causal)
+    check_bools(causal=causal)
     check_probability("dropout", dropout)
     if scale is not None:
         check_number("scale", scale)

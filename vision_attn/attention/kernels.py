@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vision_attn.attention.masks import Mask, add_mask, split_mask, upcast
 from vision_attn.attention.patterns.layout import TokenLayout
-from vision_attn.attention.patterns.line import AXES, BoundRearrangement
+from vision_attn.attention.patterns.rearrangement import AXES, BoundRearrangement
 
 #: Number of keys from which padding the values for flash attention is worth its cost.
 FLASH_FROM_KEYS = 2048
@@ -66,8 +66,8 @@ def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
     """Partition a feature map ``(b, c, *size)`` into groups, ``(b·groups, c, *group_size)``."""
     if layout.is_identity:
         return x
-    if layout.line is not None:
-        return kernel.partition(x, layout.line)
+    if layout.rearrangement is not None:
+        return kernel.partition(x, layout.rearrangement)
     x = x.flatten(2).transpose(1, 2)
     if layout.zero_padded:
         x = F.pad(x, (0, 0, 0, 1))
@@ -79,8 +79,8 @@ def from_groups(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
     """Reverse :func:`to_groups`: ``(b·groups, c, *group_size)`` to a feature map ``(b, c, *size)``."""
     if layout.is_identity:
         return y
-    if layout.line is not None:
-        return kernel.reverse(y, layout.line)
+    if layout.rearrangement is not None:
+        return kernel.reverse(y, layout.rearrangement)
     y = y.flatten(2).transpose(1, 2).reshape(-1, layout.groups * layout.tokens, y.shape[1])
     return y.index_select(1, layout.inverse_index).transpose(1, 2).unflatten(2, layout.size)
 
@@ -194,7 +194,7 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
     inputs = q, k, v
     if mask is not None:
         mask = mask if mask.dtype in (torch.bool, q.dtype) else cast_mask(mask, q.dtype)
-        q, k, v, mask = with_four_axes(q, k, v, mask)
+        q, k, v, mask = to_4d_mask(q, k, v, mask)
     elif causal and scale <= 0:  # the kernel would multiply its -inf by the scale
         q, scale = scale * q, 1.0
     sdpa = F.scaled_dot_product_attention if on_cpu else sdpa_on_gpu
@@ -247,7 +247,7 @@ def align(x: Tensor, width: int, step: int) -> Tensor:
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def with_four_axes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def to_4d_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Convert a mask with five axes to four axes, for kernels without groups, and adapt queries, keys and values.
 
     If groups have different masks, either the mask is repeated over the batch, or groups become heads, so that the mask

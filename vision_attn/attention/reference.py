@@ -156,7 +156,7 @@ def neighborhood(length: int, kernel: int, dilation: int = 1, stride: int = 1, c
     return Relation(allowed, step[None, :] - step[:, None], kernel)
 
 
-def with_zeros(x: np.ndarray, size: Sequence[int], pattern: Sequence[Relation]) -> np.ndarray:
+def zero_pad(x: np.ndarray, size: Sequence[int], pattern: Sequence[Relation]) -> np.ndarray:
     """Pad tokens ``(…, j)`` of a feature map with the zero keys of a pattern around the feature map."""
     padded = np.pad(x.reshape(*x.shape[:-1], *size), [(0, 0)] * (x.ndim - 1) + [axis.zeros for axis in pattern])
     return padded.reshape(*x.shape[:-1], -1)
@@ -234,7 +234,7 @@ def conv1x1(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.nd
     return y if bias is None else y + bias.reshape(-1, *(1,) * (x.ndim - 1))
 
 
-def attention_map(
+def attention_output(
     x: np.ndarray,
     state: dict[str, np.ndarray],
     num_heads: int,
@@ -274,7 +274,7 @@ def attention_map(
         The output, ``(b, out, h, w)``, in float64.
 
     >>> state = {"qkv.weight": np.ones((12, 4, 1, 1)), "proj.weight": np.ones((4, 4, 1, 1))}
-    >>> attention_map(np.ones((2, 4, 3, 5)), state, num_heads=2).shape
+    >>> attention_output(np.ones((2, 4, 3, 5)), state, num_heads=2).shape
     (2, 4, 3, 5)
     """
     x = x.astype(np.float64)
@@ -293,7 +293,7 @@ def attention_map(
     allowed = np.all([axis.allowed[query][:, key] for axis, query, key in pairs], axis=0)
     mask = np.zeros(()) if mask is None else np.where(mask, 0.0, -np.inf) if mask.dtype == bool else mask
     mask = mask + np.where(np.tri(tokens, dtype=bool), 0.0, -np.inf if causal else 0.0)
-    mask = with_zeros(np.broadcast_to(mask, (b, n, tokens, tokens)), size, pattern)
+    mask = zero_pad(np.broadcast_to(mask, (b, n, tokens, tokens)), size, pattern)
     # Each pair has a row in the table of each axis. Offsets outside the table belong to masked pairs and are clipped.
     extents = [axis.extent for axis in pattern]
     rows = [np.clip(by, 1 - extent, extent - 1) + extent - 1 for by, extent in zip(offsets, extents, strict=True)]
@@ -339,7 +339,7 @@ def attention_map(
             if position == "rotary":
                 scaled = positions * np.divide(feat_size or size, size)[:, None]
                 q, k = rotate(q, scaled, temperature), rotate(k, scaled, temperature)
-            k, v = (with_zeros(part.T, size, pattern).T for part in (k, values[kv_head]))
+            k, v = (zero_pad(part.T, size, pattern).T for part in (k, values[kv_head]))
             bias = position_bias(q, head) + mask[image, head]
             heads.append(attention(q, k, v, scale, np.where(allowed, bias, -np.inf)).T)
         y = np.concatenate(heads).reshape(n * e, *size)

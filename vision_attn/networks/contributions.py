@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list
-from vision_attn.networks.insertion import inserted_blocks, plain_network, quiet_eval, replaced_modules
+from vision_attn.networks.insertion import inserted_blocks, quiet_eval, replaced_modules, unwrap_model
 from vision_attn.text import Report, Table
 
 #: The note of a report if the loss is lower without the blocks.
@@ -150,7 +150,7 @@ def split_batch(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor]
 def compute_scores(model: nn.Module, images: Tensor | list[Tensor]) -> Tensor | None:
     """Return the scores ``(b, classes, …)`` of a model, or None if the output contains no scores."""
     try:
-        output = plain_network(model)(images)
+        output = unwrap_model(model)(images)
     except TypeError as error:
         expected = "a batch of images, or a pair of images and labels, for a model with one input"
         raise ValueError(f"batch must be {expected}. The model does not run on it ({error})") from error
@@ -163,7 +163,7 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks with a residual branch by site or path: inserted blocks, and gated blocks of the network."""
     replaced = replaced_modules(model)
     found = {site: block for site, block in inserted_blocks(model).items() if site not in replaced}
-    for path, module in plain_network(model).named_modules():
+    for path, module in unwrap_model(model).named_modules():
         if isinstance(module, GatedResidual) and module not in found.values():
             found[path] = module
     return found

@@ -49,7 +49,7 @@ def attention_figure(
     *,
     query: int | Iterable[int] = 0,
     reduction: str = "mean",
-    brightest: float = 16.0,
+    vmax: float = 16.0,
     titles: Sequence[str] = (),
     width: float = 7.0,
 ) -> Figure:
@@ -67,7 +67,7 @@ def attention_figure(
             in the title, and the indices are drawn on the images.
         reduction: combination of the heads: ``"mean"``, ``"max"``, or ``"none"`` for one panel per head. To select
             heads, pass ``heads`` to :func:`vision_attn.capture`.
-        brightest: upper end of the color scale, as a multiple of uniform attention.
+        vmax: upper end of the color scale, as a multiple of uniform attention.
         titles: a title for each image.
         width: width of the figure in inches.
 
@@ -76,7 +76,7 @@ def attention_figure(
 
     Raises:
         ValueError: the numbers of images, maps or titles differ, images and maps have different axes, the query does
-            not exist, ``reduction`` is invalid, or ``brightest`` is not above 1.
+            not exist, ``reduction`` is invalid, or ``vmax`` is not above 1.
 
     >>> import torch
     >>> attention = AttentionMap(torch.rand(2, 8, 1, 7, 7), query_positions=((3, 3),), image_size=(28, 28))
@@ -94,10 +94,10 @@ def attention_figure(
     if axes not in (2, 3) or images.dim() != 2 + axes:
         shape = "(b, channels, height, width), or (b, channels, t, height, width) for a map with three axes"
         raise ValueError(f"images must be {shape}, got {tuple(images.shape)} for a map with {axes} axes")
-    check_number("brightest", brightest, above=1)
+    check_number("vmax", vmax, above=1)
     queries = check_indices("query", query, len(attention.query_positions))
     weights = attention.weights[:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)
-    label, panels = reduced(weights.transpose(1, 2).flatten(0, 1), attention.heads, reduction)
+    label, panels = reduce_heads(weights.transpose(1, 2).flatten(0, 1), attention.heads, reduction)
     panels = panels * panels[0, 0].numel()  # as multiples of uniform attention
     if axes == 2:  # An image becomes a volume with one frame.
         images, panels = images[:, :, None], panels[:, :, None]
@@ -105,7 +105,7 @@ def attention_figure(
     if axes == 3:
         label = [f"frame {at}" if len(label) == 1 else f"{text}, frame {at}" for text in label for at in frames]
     panels = panels.flatten(1, 2)
-    norm = LogNorm(1, brightest, clip=True)
+    norm = LogNorm(1, vmax, clip=True)
     if len(queries) > 1:
         above = titles or ["query"] * len(images)
         titles = [f"{title} {number} {attention.query_positions[number]}" for title in above for number in queries]
@@ -148,7 +148,7 @@ def attention_figure(
     return figure
 
 
-def reduced(weights: Tensor, heads: Sequence[str], reduction: str) -> tuple[Sequence[str], Tensor]:
+def reduce_heads(weights: Tensor, heads: Sequence[str], reduction: str) -> tuple[Sequence[str], Tensor]:
     """Return the titles of the panels of a row, and their weights ``(b, panels, h, w)``."""
     check_choice("reduction", reduction, ("mean", "max", "none"))
     if reduction == "none":

@@ -16,13 +16,13 @@ from torch.func import functional_call
 
 from vision_attn.attention.patterns import Window
 from vision_attn.checks import check_count, check_counts
-from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted_blocks, plain_network
+from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted_blocks, unwrap_model
 from vision_attn.networks.insertion.backbone import Example, end_of_sequential, make_example
+from vision_attn.networks.insertion.block_factories import fitting_heads
 from vision_attn.networks.insertion.costs import Cost, describe_added, percent
 from vision_attn.networks.insertion.dry_run import DryRun
 from vision_attn.networks.insertion.hooks import RECORD
 from vision_attn.networks.insertion.insert import new_block
-from vision_attn.networks.insertion.makers import fitting_heads
 from vision_attn.networks.insertion.sites import find_stages
 from vision_attn.text import Report, Table
 
@@ -56,7 +56,7 @@ class Proposal:
     sites: tuple[Site, ...]
     #: arguments of :func:`vision_attn.insert_`: ``stages`` and options that differ from the default block
     arguments: Mapping[str, Any]
-    why: str
+    reason: str
 
     def call(self, example_input: object = None) -> str:
         """Format the call, with ``example_input`` if it is given."""
@@ -134,7 +134,7 @@ class Inspection(Report):
         """Format a proposal: the sites, the reason, the call and the cost."""
         names = " and ".join(f"{site.site} ({site.size})" for site in proposal.sites)
         cost = describe_added(proposal.added, self.model_cost)
-        return f"- {names}: {proposal.why}\n  {proposal.call(self.example_input)}\n  {cost}"
+        return f"- {names}: {proposal.reason}\n  {proposal.call(self.example_input)}\n  {cost}"
 
 
 def format_arguments(options: Mapping[str, Any]) -> str:
@@ -187,7 +187,7 @@ def inspect_model(
     """
     check_count("batch_size", batch_size)
     check_counts(num_heads=num_heads)
-    network = plain_network(create_network(model) if isinstance(model, str) else model)
+    network = unwrap_model(create_network(model) if isinstance(model, str) else model)
     example = example_for(network, input_size, example_input)
     run = DryRun(network, example)
     paths = find_stages(run)
@@ -259,13 +259,13 @@ def propose(
 ) -> list[Proposal]:
     """Propose late stages of a suitable size, and windows at a larger stage, at stages without a block."""
 
-    def proposal(chosen: Sequence[Site], why: str, **further: Any) -> Proposal:
+    def proposal(chosen: Sequence[Site], reason: str, **further: Any) -> Proposal:
         heads = fitting_heads(math.gcd(*(site.channels for site in chosen)), num_heads)
         arguments = {**({} if heads == 8 else {"num_heads": heads}), **options, **further}
         # The last two stages get negative indices.
         stages = [site.stage - count if site.stage >= count - 2 else site.stage for site in chosen]
         sites = tuple(estimate(site.site, arguments) for site in chosen)
-        return Proposal(sites, {"stages": stages, **arguments}, why)
+        return Proposal(sites, {"stages": stages, **arguments}, reason)
 
     late = [site for site in free if MIN_SIDE <= math.sqrt(site.tokens) <= MAX_SIDE][-2:]
     large = [site for site in free if math.sqrt(site.tokens) > MAX_SIDE and len(site.map_size) == 2][-1:]
@@ -275,8 +275,8 @@ def propose(
     if large and not options:
         # The window size divides the feature map; if none does, the most common size is used, with padding.
         window = next((side for side in WINDOWS if not any(length % side for length in large[0].map_size)), WINDOWS[0])
-        why = f"finer detail, in windows because full attention on {large[0].tokens:,} positions is too expensive"
-        found.append(proposal(large, why, pattern=Window(window)))
+        reason = f"finer detail, in windows because full attention on {large[0].tokens:,} positions is too expensive"
+        found.append(proposal(large, reason, pattern=Window(window)))
     return found
 
 

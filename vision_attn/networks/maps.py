@@ -101,10 +101,10 @@ class AttentionMap:
         return 1 - torch.stack(rows, 1) / torch.tensor(2.0).log()
 
 
-class Maps(dict[str, AttentionMap]):
+class AttentionMaps(dict[str, AttentionMap]):
     """Attention maps of a forward pass by module path, in the order in which the modules run.
 
-    >>> Maps()["layer4"]
+    >>> AttentionMaps()["layer4"]
     Traceback (most recent call last):
     KeyError: "there is no attention map of 'layer4' (captured: none): the module did not run in the forward pass"
     """
@@ -119,7 +119,7 @@ class Maps(dict[str, AttentionMap]):
         reason = self.reasons.get(path, "the module did not run in the forward pass")
         raise KeyError(f"there is no attention map of {path!r} (captured: {captured}): {reason}")
 
-    def rollout(self, *, residual: float = 0.5) -> Maps:
+    def rollout(self, *, residual: float = 0.5) -> AttentionMaps:
         """Compute attention rollout: the attention of each block, traced back to the feature map of the first block.
 
         ::
@@ -145,12 +145,12 @@ class Maps(dict[str, AttentionMap]):
         https://arxiv.org/abs/2005.00928
 
         >>> first = AttentionMap(torch.full((1, 2, 4, 2, 2), 1 / 4), ((0, 0), (0, 1), (1, 0), (1, 1)), (8, 8))
-        >>> Maps({"first": first}).rollout()["first"].weights[0, 0, 0]
+        >>> AttentionMaps({"first": first}).rollout()["first"].weights[0, 0, 0]
         tensor([[0.6250, 0.1250],
                 [0.1250, 0.1250]])
         """
         check_probability("residual", residual)
-        found = Maps()
+        found = AttentionMaps()
         rolled: Tensor | None = None
         first: tuple[int, ...] = ()
         previous: tuple[int, ...] = ()

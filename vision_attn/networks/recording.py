@@ -19,13 +19,13 @@ from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.dispatch import AttentionInputs
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list, check_choice, product
-from vision_attn.networks.convert.placement import Place, place_on_map, running_calls
 from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention
 from vision_attn.networks.convert.timm_layers import PaddedAttention2d
-from vision_attn.networks.insertion import plain_network
+from vision_attn.networks.convert.token_positions import TokenPositions, locate_tokens, running_calls
+from vision_attn.networks.insertion import unwrap_model
 from vision_attn.networks.insertion.backbone import Example
 from vision_attn.networks.insertion.sites import Names, match_names
-from vision_attn.networks.maps import AttentionMap, Maps
+from vision_attn.networks.maps import AttentionMap, AttentionMaps
 from vision_attn.text import shorten
 
 #: Size in bytes of the maps of one forward pass above which ``allow_large=True`` is required.
@@ -47,9 +47,9 @@ def capture(
     *,
     sites: Names | Iterable[Names] | None = None,
     heads: int | Iterable[int] | None = None,
-    reduce: str | None = None,
+    reduction: str | None = None,
     allow_large: bool = False,
-) -> Iterator[Maps]:
+) -> Iterator[AttentionMaps]:
     """Record the attention maps of every forward pass inside a ``with`` block.
 
     The weights of the selected queries are computed in at least float32 from the inputs of the attention kernel:
@@ -69,7 +69,7 @@ def capture(
             every position of each feature map.
         sites: capture only attention at or in these modules: a path, glob or compiled regular expression, or a list.
         heads: capture only the heads with these indices.
-        reduce: combine the heads into one map, ``"mean"`` or ``"max"``.
+        reduction: combine the heads into one map, ``"mean"`` or ``"max"``.
         allow_large: allow more than 1 GiB for the maps of a forward pass.
 
     Yields:
@@ -90,13 +90,15 @@ def capture(
     >>> maps["1.attn"].weights.shape
     torch.Size([1, 2, 2, 8, 8])
     """
-    if reduce is not None:
-        check_choice("reduce", reduce, REDUCTIONS, " or None")
-    points, network = parse_points(queries), plain_network(model)
-    modules = modules_at(network, sites)
+    if reduction is not None:
+        check_choice("reduction", reduction, REDUCTIONS, " or None")
+    points, network = parse_points(queries), unwrap_model(model)
+    modules = select_modules(network, sites)
     ranks = [module.rank for module, swap in modules.values() if swap is None or module.rank > 1]
     kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
-    recording = Recording(network, points, max(ranks or kernels or [0]), reduce, math.inf if allow_large else MAX_BYTES)
+    recording = Recording(
+        network, points, max(ranks or kernels or [0]), reduction, math.inf if allow_large else MAX_BYTES
+    )
     hooks = {
         module: partial(recording.record, path, module, swap, check_indices("heads", heads, module.num_heads))
         for path, (module, swap) in modules.items()
@@ -118,10 +120,10 @@ class Recording:
     points: list[Point] | None
     #: number of axes of the image; 0 for all axes of the input
     axes: int
-    reduce: str | None
+    reduction: str | None
     #: maximum size of the maps in bytes
     limit: float
-    maps: Maps = field(default_factory=Maps)
+    maps: AttentionMaps = field(default_factory=AttentionMaps)
     used: int = 0
     image_size: tuple[int, ...] = ()
     images: int = 0
@@ -152,13 +154,13 @@ class Recording:
                 self.start(args, kwargs)
         if not self.image_size:
             raise RuntimeError("a part of the model was called inside va.capture. Call the model itself: model(images)")
-        found: Place | str = Place(inputs.grouping.query_layout.size, inputs.grouping.key_layout.size)
+        found: TokenPositions | str = TokenPositions(inputs.grouping.query_layout.size, inputs.grouping.key_layout.size)
         if swap is not None:
             sizes = vars(calls[0][0])[MAP_SIZES]
-            found = place_on_map(swap, inputs, sizes, calls, self.images, self.image_size)
+            found = locate_tokens(swap, inputs, sizes, calls, self.images, self.image_size)
         elif isinstance(module, PaddedAttention2d):
             unpadded = tuple(calls[0][1][0].shape[-2:] if calls[0][1] else calls[0][2]["x"].shape[-2:])
-            found = Place(unpadded, unpadded)
+            found = TokenPositions(unpadded, unpadded)
         if isinstance(found, str):
             self.maps.reasons[path] = found
             return
@@ -166,19 +168,19 @@ class Recording:
         grouping = outer or inputs.grouping
         padded = grouping.query_layout.size
         positions = find_positions(self.points, size, self.image_size)
-        heads_at_once = 1 if self.reduce else len(heads)
+        heads_at_once = 1 if self.reduction else len(heads)
         elements = len(inputs.q) // grouping.groups * heads_at_once * len(positions) * product(keys)
         self.used += elements * max(4, inputs.q.element_size())
         if self.used > self.limit:
             needed = f"the attention maps up to {path!r} need {self.used / 2**30:.2f} GiB"
-            raise ValueError(f"{needed}. Pass queries, sites, heads or reduce to capture less, or allow_large=True")
-        merged = self.reduce and len(heads) > 1
-        names = [f"{self.reduce} of {len(heads)} heads"] if merged else [f"head {head}" for head in heads]
+            raise ValueError(f"{needed}. Pass queries, sites, heads or reduction to capture less, or allow_large=True")
+        merged = self.reduction and len(heads) > 1
+        names = [f"{self.reduction} of {len(heads)} heads"] if merged else [f"head {head}" for head in heads]
 
         def compute_weights(tokens: Tensor | None) -> Tensor:
             each = (weights_on_map(inputs, tokens, group, grouping=outer)[..., prefix:] for group in groups)
-            weights = fold(REDUCTIONS[self.reduce or "mean"], each)
-            weights = weights / len(heads) if self.reduce == "mean" else weights
+            weights = fold(REDUCTIONS[self.reduction or "mean"], each)
+            weights = weights / len(heads) if self.reduction == "mean" else weights
             return weights.unflatten(-1, grouping.key_layout.size)[(..., *map(slice, keys))]
 
         # The indices are created on the device of the network, because a copy from the CPU would synchronize the GPU.
@@ -199,7 +201,7 @@ def gather(x: Tensor, indices: Iterable[Any]) -> Tensor:
     return torch.stack([x[index] for index in indices])
 
 
-def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, tuple[Attention, Swap | None]]:
+def select_modules(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, tuple[Attention, Swap | None]]:
     """Return the attention at the sites, each with its :class:`Swap` if it was converted by ``swap_``, else None."""
     named = dict(model.named_modules())
     modules = {path: (block, vars(named[path]).get("swapped")) for path, block in attention_modules(model).items()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention_maps import check_queries, weights_on_map
 from vision_attn.attention.blocks.config import ConfigurableImpl
-from vision_attn.attention.blocks.projection import POINTWISE, Conv, on_feature_maps, shape_error, to_memory_format_of
+from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unbatched, shape_error, to_memory_format_of
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, qk_norms
 from vision_attn.attention.blocks.rules import check_arguments
 from vision_attn.attention.dispatch import AttentionInputs, attend_in_groups
@@ -64,7 +64,7 @@ class Attention(ConfigurableImpl):
     ) -> None:
         given = SimpleNamespace(**locals())
         super().__init__()
-        self.resolved_pattern: AnyPattern = resolve_pattern(pattern).for_rank(self.rank)
+        self.resolved_pattern: AnyPattern = resolve_pattern(pattern).expand_to_rank(self.rank)
         self.check_impl(impl)
         m, d, e, self.out_channels = check_arguments(given, self.resolved_pattern)
         self.num_kv_heads, self.key_dim, self.value_dim = m, d, e
@@ -105,7 +105,7 @@ class Attention(ConfigurableImpl):
             tied = (self.qkv, self.qkv) if self.context_channels is None else (self.q, self.kv)
             init_qk_tied_(*tied, self.num_heads, self.num_kv_heads, self.key_dim)
 
-    @on_feature_maps
+    @accepts_unbatched
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Compute attention; the steps are the same for every pattern, position encoding and implementation.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.attention import Attention2d
 from vision_attn.attention.blocks.config import Configurable
 from vision_attn.attention.position import RelPosDecomposed
-from vision_attn.checks import check_count, check_counts, check_divides, check_new
+from vision_attn.checks import check_count, check_counts, check_divides, check_factory_args
 
 
 class AugmentedConv2d(Configurable):
@@ -59,7 +59,7 @@ class AugmentedConv2d(Configurable):
         **attention: Any,
     ) -> None:
         super().__init__()
-        check_new(device, dtype, in_channels=in_channels, out_channels=out_channels, num_heads=num_heads)
+        check_factory_args(device, dtype, in_channels=in_channels, out_channels=out_channels, num_heads=num_heads)
         check_counts(kernel_size=kernel_size, stride=stride, key_channels=key_channels, value_channels=value_channels)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, so that both outputs have the same size, got {kernel_size}")

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention import Attention1d, Attention2d, Attention3d
 from vision_attn.attention.blocks.attention_nd import Attention
-from vision_attn.attention.blocks.projection import ChannelNorm, on_feature_maps
+from vision_attn.attention.blocks.projection import ChannelNorm, accepts_unbatched
 from vision_attn.attention.scopes import scoped_output
-from vision_attn.checks import check_new, check_number
+from vision_attn.checks import check_factory_args, check_number
 
 #: Parameters that ``torch.nn.utils.spectral_norm`` and ``weight_norm`` add to a layer.
 NORMALIZED = {"weight_orig", "weight_g"}
@@ -50,7 +50,7 @@ class GatedResidual(nn.Module):
 
     def __init__(self, channels: int, gate_init: float | None, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
-        check_new(device, dtype, channels=channels)
+        check_factory_args(device, dtype, channels=channels)
         gate = 1.0 if gate_init is None else gate_init
         check_number("gate_init", gate)
         self.zero_init: bool = gate_init is None
@@ -114,7 +114,7 @@ class AttentionBlock(GatedResidual):
         super().zero_init_last()
         self.attn.init_match()
 
-    @on_feature_maps
+    @accepts_unbatched
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Normalize, attend, and add to the input.
 

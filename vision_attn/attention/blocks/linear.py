@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks.config import ConfigurableImpl
-from vision_attn.attention.blocks.projection import Pointwise2d, on_feature_maps, to_memory_format_of
+from vision_attn.attention.blocks.projection import Pointwise2d, accepts_unbatched, to_memory_format_of
 from vision_attn.attention.dispatch import without_autocast
 from vision_attn.attention.kernels import BMM, EINX
 from vision_attn.attention.masks import broadcast_mask, check_mask, unmask_empty_rows, upcast
-from vision_attn.checks import check_choice, check_divides, check_flags, check_new, check_probability
+from vision_attn.checks import check_bools, check_choice, check_divides, check_factory_args, check_probability
 
 #: Names of the kernel's feature maps.
 FEATURE_MAPS = ("softmax", "elu", "none")
@@ -146,9 +146,9 @@ class LinearAttention2d(ConfigurableImpl):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_new(device, dtype, channels=channels, num_heads=num_heads)
+        check_factory_args(device, dtype, channels=channels, num_heads=num_heads)
         check_divides("num_heads", num_heads, "channels", channels)
-        check_flags(qkv_bias=qkv_bias)
+        check_bools(qkv_bias=qkv_bias)
         check_probability("proj_drop", proj_drop)
         self.check_impl(impl)
         check_choice("feature_map", feature_map, FEATURE_MAPS)
@@ -160,7 +160,7 @@ class LinearAttention2d(ConfigurableImpl):
         self.proj: Pointwise2d = Pointwise2d(channels, channels, 1, device=device, dtype=dtype)
         self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
-    @on_feature_maps
+    @accepts_unbatched
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Compute linear attention on feature maps.
 

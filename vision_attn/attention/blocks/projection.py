@@ -20,7 +20,7 @@ Conv = nn.modules.conv._ConvNd
 AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
 
 
-def on_feature_maps(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate a ``forward`` method to check its input, accept unbatched feature maps, and be one torch.fx node."""
 
     @wraps(forward)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from vision_attn.attention.patterns import AnyPattern, Neighborhood
-from vision_attn.checks import check_counts, check_divides, check_flags, check_new, check_number, check_probability
+from vision_attn.checks import (
+    check_bools,
+    check_counts,
+    check_divides,
+    check_factory_args,
+    check_number,
+    check_probability,
+)
 
 
 def check_arguments(a: Any, pattern: AnyPattern) -> tuple[int, int, int, int]:
@@ -14,10 +21,12 @@ def check_arguments(a: Any, pattern: AnyPattern) -> tuple[int, int, int, int]:
     Returns:
         ``num_kv_heads``, ``key_dim``, ``value_dim`` and ``out_channels``, with the defaults filled in.
     """
-    check_new(a.device, a.dtype, channels=a.channels, num_heads=a.num_heads, groups=a.groups, kv_stride=a.kv_stride)
+    check_factory_args(
+        a.device, a.dtype, channels=a.channels, num_heads=a.num_heads, groups=a.groups, kv_stride=a.kv_stride
+    )
     check_counts(key_dim=a.key_dim, value_dim=a.value_dim, num_kv_heads=a.num_kv_heads)
     check_counts(out_channels=a.out_channels, context_channels=a.context_channels)
-    check_flags(qkv_bias=a.qkv_bias, proj_bias=a.proj_bias, causal=a.causal, output_gate=a.output_gate)
+    check_bools(qkv_bias=a.qkv_bias, proj_bias=a.proj_bias, causal=a.causal, output_gate=a.output_gate)
     check_probability("attn_drop", a.attn_drop)
     check_probability("proj_drop", a.proj_drop)
     check_number("scale", 1.0 if a.scale is None else a.scale)
@@ -30,18 +39,18 @@ def check_arguments(a: Any, pattern: AnyPattern) -> tuple[int, int, int, int]:
     check_divides("groups", a.groups, "num_heads · key_dim", n * d)
     check_divides("groups", a.groups, "out_channels", out_channels)
 
-    def refuse(name: str, is_broken: bool, rule: str) -> None:
+    def reject(name: str, is_broken: bool, rule: str) -> None:
         if is_broken:
             raise ValueError(f"{name} {rule}, got {name}={getattr(a, name)!r}")
 
     layer_norm, match = isinstance(a.qk_norm, bool), a.qk_norm == "match"
-    refuse("qk_norm", not (layer_norm or match or a.qk_norm == "cosine"), "must be False, True, 'cosine' or 'match'")
+    reject("qk_norm", not (layer_norm or match or a.qk_norm == "cosine"), "must be False, True, 'cosine' or 'match'")
     same = "must be 1 with num_kv_heads, context_channels, or different key_dim and value_dim"
-    refuse("groups", a.groups > 1 and ((m, e) != (n, d) or context is not None), same)
-    refuse("causal", a.causal and (a.kv_stride > 1 or context is not None), "must be False with kv_stride or context")
-    refuse("causal", a.causal and isinstance(pattern, Neighborhood), "must be False: use Neighborhood(causal=True)")
-    refuse("qk_norm", match and a.causal, "must not be 'match' with causal=True: the mean includes later positions")
+    reject("groups", a.groups > 1 and ((m, e) != (n, d) or context is not None), same)
+    reject("causal", a.causal and (a.kv_stride > 1 or context is not None), "must be False with kv_stride or context")
+    reject("causal", a.causal and isinstance(pattern, Neighborhood), "must be False: use Neighborhood(causal=True)")
+    reject("qk_norm", match and a.causal, "must not be 'match' with causal=True: the mean includes later positions")
     tied = f"must not be 'match' with context_channels={context}: queries and keys need inputs of equal width"
-    refuse("qk_norm", match and context not in (None, a.channels), tied)
-    refuse("pattern", a.kv_stride > 1 and not pattern.is_global, f"must be 'full' with kv_stride={a.kv_stride}")
+    reject("qk_norm", match and context not in (None, a.channels), tied)
+    reject("pattern", a.kv_stride > 1 and not pattern.is_global, f"must be 'full' with kv_stride={a.kv_stride}")
     return m, d, e, out_channels

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.attention import Attention2d
 from vision_attn.attention.blocks.config import Configurable
 from vision_attn.attention.blocks.gated_residual import check_same_channels
-from vision_attn.attention.blocks.projection import ChannelNorm, Pointwise2d, on_feature_maps, to_memory_format_of
-from vision_attn.checks import check_choice, check_flags, check_new, check_number, check_probability
+from vision_attn.attention.blocks.projection import ChannelNorm, Pointwise2d, accepts_unbatched, to_memory_format_of
+from vision_attn.checks import check_bools, check_choice, check_factory_args, check_number, check_probability
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
@@ -64,10 +64,10 @@ class TransformerBlock2d(Configurable):
         **attention: Any,
     ) -> None:
         super().__init__()
-        check_new(device, dtype, channels=channels)
+        check_factory_args(device, dtype, channels=channels)
         check_number("mlp_ratio", mlp_ratio, above=0)
         check_number("eps", eps, above=0)
-        check_flags(norm_first=norm_first, bias=bias)
+        check_bools(norm_first=norm_first, bias=bias)
         check_choice("activation", activation, ACTIVATIONS)
         check_probability("mlp_drop", mlp_drop)
         check_same_channels(channels, **attention)
@@ -84,7 +84,7 @@ class TransformerBlock2d(Configurable):
         self.fc2: Pointwise2d = Pointwise2d(hidden, channels, 1, bias=bias, **factory)
         self.mlp_drop: nn.Dropout = nn.Dropout(mlp_drop)
 
-    @on_feature_maps
+    @accepts_unbatched
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Apply attention, then the MLP, each with a residual connection.
 

@@ -6,8 +6,8 @@ other inside their group only. A :class:`Grouping` is a pattern for feature maps
 Letters: ``b`` batch, ``n`` heads, ``d`` width of a head, ``t h w`` the axes of the feature map.
 """
 
+from vision_attn.attention.patterns.expression_patterns import PATTERNS, Grid, Pattern, Window, resolve_pattern
 from vision_attn.attention.patterns.grouping import Grouping, GroupingCache
 from vision_attn.attention.patterns.halo import Halo
-from vision_attn.attention.patterns.lines import PATTERNS, Grid, Pattern, Window, resolve_pattern
 from vision_attn.attention.patterns.neighborhood import Neighborhood
 from vision_attn.attention.patterns.pattern import AnyPattern

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from vision_attn.attention.masks import Mask, broadcast_mask, combine_masks, unmask_empty_rows
 from vision_attn.attention.patterns.layout import Size, TokenLayout, inverse_index, is_fixed, outer, padding_last
-from vision_attn.attention.patterns.line import AXES, Rearrangement
 from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisTiles
+from vision_attn.attention.patterns.rearrangement import AXES, Rearrangement
 from vision_attn.checks import product
 
 #: Maximum number of groupings in the cache of a block.
@@ -36,7 +36,9 @@ class Grouping:
             keys = [split(axis, length, device).keys for axis, length in enumerate(keys_size)]
             axes = [axis._replace(keys=layout) for axis, layout in zip(axes, keys, strict=True)]
         names = AXES[-pattern.rank :]
-        line = Rearrangement(tuple((name,) for name in names), (), names) if pattern_as_mask else pattern.line
+        rearrangement = (
+            Rearrangement(tuple((name,) for name in names), (), names) if pattern_as_mask else pattern.rearrangement
+        )
         #: True if every query may attend to every key of the feature map.
         self.is_global: bool = pattern.is_global
         #: True if the feature map is one group and the pattern is a mask.
@@ -46,7 +48,7 @@ class Grouping:
 
         def layout(size: Size, layouts: list[AxisLayout], zero_padded: bool = False) -> TokenLayout:
             is_identity = (pattern.is_global or pattern_as_mask) and all(axis.sizes is not None for axis in layouts)
-            return TokenLayout(size, layouts, line, is_identity=is_identity, zero_padded=zero_padded)
+            return TokenLayout(size, layouts, rearrangement, is_identity=is_identity, zero_padded=zero_padded)
 
         self.query_layout: TokenLayout = layout(size, [axis.queries for axis in axes])
         self.key_layout: TokenLayout = self.query_layout
@@ -172,7 +174,9 @@ class GroupingCache:
         if grouping is None:
             with outside_graph((*size, *keys_size)), torch.inference_mode(False):  # also valid in training
                 grouping = Grouping(self.pattern, size, keys_size, x.device)
-                is_reshape = grouping.key_layout is grouping.query_layout and grouping.query_layout.line is not None
+                is_reshape = (
+                    grouping.key_layout is grouping.query_layout and grouping.query_layout.rearrangement is not None
+                )
                 if prefer_mask and not grouping.is_global and not (unmasked and is_reshape):
                     grouping = Grouping(self.pattern, size, keys_size, x.device, pattern_as_mask=True)
             if plain and can_cache(grouping.axes[0].queries.positions):

@@ -13,8 +13,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from vision_attn.attention.patterns.line import BoundRearrangement, Rearrangement
 from vision_attn.attention.patterns.pattern import AxisLayout
+from vision_attn.attention.patterns.rearrangement import BoundRearrangement, Rearrangement
 from vision_attn.checks import product
 
 #: The lengths of the axes of a feature map.
@@ -25,7 +25,12 @@ class TokenLayout:
     """The partition of a feature map of queries, or of keys, into groups of tokens."""
 
     def __init__(
-        self, size: Size, axes: Sequence[AxisLayout], line: Rearrangement | None, is_identity: bool, zero_padded: bool
+        self,
+        size: Size,
+        axes: Sequence[AxisLayout],
+        rearrangement: Rearrangement | None,
+        is_identity: bool,
+        zero_padded: bool,
     ) -> None:
         self.size: tuple[int, ...] = tuple(size)
         self.axes = axes
@@ -36,9 +41,9 @@ class TokenLayout:
         self.group_size: tuple[int, ...] = tuple([axis.positions.shape[1] for axis in axes])
         self.tokens: int = product(self.group_size)
         sizes = [axis.sizes for axis in axes if axis.sizes is not None]
-        self.line: BoundRearrangement | None = None
-        if line is not None and len(sizes) == len(axes):
-            self.line = BoundRearrangement(line, sizes)
+        self.rearrangement: BoundRearrangement | None = None
+        if rearrangement is not None and len(sizes) == len(axes):
+            self.rearrangement = BoundRearrangement(rearrangement, sizes)
             return
         index, positions = self.index().flatten(), product(size)
         #: The position of each token, in the order of the groups. Padding has the index of an additional row of zeros,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from vision_attn.attention.patterns.line import Rearrangement
+from vision_attn.attention.patterns.rearrangement import Rearrangement
 from vision_attn.checks import MAX_COUNT
 
 
@@ -38,14 +38,16 @@ class AnyPattern:
     """
 
     #: The einx expression that partitions a feature map into groups. If it is None, tokens are gathered by index.
-    line: Rearrangement | None = None
+    rearrangement: Rearrangement | None = None
     #: True if keys outside the feature map are zeros that queries attend to. If False, they are masked.
     zero_padded: bool = False
 
-    def for_rank(self, rank: int) -> Any:
+    def expand_to_rank(self, rank: int) -> Any:
         """Return the pattern with one value for each of ``rank`` axes; raise if it has another number of axes."""
         pattern, owner = cast(Any, self), type(self).__name__
-        values = {field.name: for_axes(owner, field.name, getattr(self, field.name), rank) for field in fields(pattern)}
+        values = {
+            field.name: to_ntuple(owner, field.name, getattr(self, field.name), rank) for field in fields(pattern)
+        }
         return replace(pattern, **values)
 
     @property
@@ -103,7 +105,7 @@ def same_length(*values: int | tuple[int, ...]) -> list[tuple[int, ...]]:
     return [value if isinstance(value, tuple) else (value,) * rank for value in values]
 
 
-def for_axes(owner: str, name: str, value: Any, rank: int) -> tuple[Any, ...]:
+def to_ntuple(owner: str, name: str, value: Any, rank: int) -> tuple[Any, ...]:
     """Convert a value to a tuple with one element per axis; raise if a tuple has another length."""
     values = value if isinstance(value, tuple) else (value,) * rank
     if len(values) != rank:

@@ -12,7 +12,7 @@ from torch.nn.functional import interpolate
 
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.layout import is_fixed
-from vision_attn.attention.patterns.pattern import check_lengths, for_axes
+from vision_attn.attention.patterns.pattern import check_lengths, to_ntuple
 from vision_attn.attention.position.encoding import AXIS_NAMES, AttentionShape, Encoded, PositionEncoding
 
 
@@ -55,7 +55,7 @@ class AbsPosEncoding(PositionEncoding):
 
     def __init__(self, config: AbsPos, shape: AttentionShape, device: Any, dtype: Any) -> None:
         super().__init__(config)
-        lengths = for_axes("AbsPos", "feat_size", config.feat_size, shape.rank)
+        lengths = to_ntuple("AbsPos", "feat_size", config.feat_size, shape.rank)
         self.names: tuple[str, ...] = AXIS_NAMES[-shape.rank :]
         for name, length in zip(self.names, lengths, strict=True):
             table = torch.randn(length, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vision_attn.attention.patterns.layout import is_fixed
-from vision_attn.attention.patterns.pattern import check_lengths, for_axes
+from vision_attn.attention.patterns.pattern import check_lengths, to_ntuple
 from vision_attn.attention.position.encoding import AttentionShape
 
 
@@ -27,7 +27,7 @@ class RelativePosition:
 def table_lengths(config: RelativePosition, shape: AttentionShape) -> tuple[int, ...]:
     """Return the number of positions along each axis that a table covers; 1 for an axis without attention."""
     owner, pattern, lengths = type(config).__name__, shape.pattern, []
-    given = for_axes(owner, "feat_size", config.feat_size, shape.rank)
+    given = to_ntuple(owner, "feat_size", config.feat_size, shape.rank)
     for length, fixed, attends in zip(given, pattern.window_shape, pattern.attention_axes, strict=True):
         if attends and fixed is None and length is None:
             raise ValueError(f"{owner}: feat_size must be given, because the groups of the pattern have no fixed size")

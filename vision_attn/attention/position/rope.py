@@ -11,7 +11,7 @@ from torch import Tensor
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.layout import TokenLayout
-from vision_attn.attention.patterns.pattern import check_lengths, for_axes
+from vision_attn.attention.patterns.pattern import check_lengths, to_ntuple
 from vision_attn.attention.position.encoding import AttentionShape, Encoded, PositionEncoding
 from vision_attn.attention.position.sin_cos import frequencies
 from vision_attn.checks import check_number
@@ -54,7 +54,7 @@ class Rope2d:
         check_number("Rope2d: temperature", self.temperature, above=1)
         if self.feat_size is not None:
             check_lengths("Rope2d", "feat_size", self.feat_size)
-            for_axes("Rope2d", "feat_size", self.feat_size, 2)
+            to_ntuple("Rope2d", "feat_size", self.feat_size, 2)
 
     def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
         if shape.rank != 2:
@@ -91,7 +91,7 @@ class RotaryEncoding(PositionEncoding):
         for axis, (length, queries) in enumerate(zip(layout.size, reference, strict=True)):
             position = (torch.arange(length, **exact) + 0.5) * (queries / length) - 0.5
             if feat_size is not None:
-                position = position * (for_axes("Rope2d", "feat_size", feat_size, 2)[axis] / queries)
+                position = position * (to_ntuple("Rope2d", "feat_size", feat_size, 2)[axis] / queries)
             angle = position[:, None] * frequency
             angles.append((angle[:, None] if axis == 0 else angle[None]).expand(*layout.size, -1))
         by_position = torch.cat(angles, dim=-1).flatten(0, 1)

@@ -13,18 +13,25 @@ from torch import Tensor, nn
 from vision_attn.errors import CheckpointError
 from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints import file_format
-from vision_attn.networks.checkpoints.file_format import Saved, fingerprint, gather, plain_key
+from vision_attn.networks.checkpoints.file_format import Saved, fingerprint, gather, unwrap_key
 from vision_attn.networks.checkpoints.load import copy_all_, refuse_without_values
-from vision_attn.networks.insertion import InsertionReport, changeable, inserted_blocks, plain_network, records, remove_
+from vision_attn.networks.insertion import (
+    InsertionReport,
+    inserted_blocks,
+    records,
+    remove_,
+    require_modifiable,
+    unwrap_model,
+)
 from vision_attn.networks.safe import read_file
-from vision_attn.text import Report, Table, escaped, shorten
+from vision_attn.text import Report, Table, escape_control_characters, shorten
 
 
 @dataclass(frozen=True, repr=False)
 class AdapterReport(Report):
     """Report of the blocks and tensors that were loaded from an adapter; prints as a summary.
 
-    >>> report = AdapterReport("a.safetensors", InsertionReport(()), ("0.inserted.gate",), compared=2, differing=())
+    >>> report = AdapterReport("a.safetensors", InsertionReport(()), ("0.inserted.gate",), 2, changed_tensors=())
     >>> str(report).splitlines()[1]
     'all 2 tensors of the network match the network that the adapter was trained on'
     """
@@ -36,21 +43,25 @@ class AdapterReport(Report):
     #: keys of the loaded tensors
     loaded: tuple[str, ...]
     #: number of tensors of the network that were compared with the fingerprint in the adapter
-    compared: int
+    num_compared: int
     #: keys of tensors with other values or another dtype, which are accepted only with ``strict=False``
-    differing: tuple[str, ...]
+    changed_tensors: tuple[str, ...]
 
     def parts(self) -> list[str | Table]:
         trained = "the network that the adapter was trained on"
-        network = f"all {self.compared} tensors of the network match {trained}"
-        if self.differing:
-            count = f"{len(self.differing)} of {self.compared} tensors of the network"
-            network = f"{count} differ from {trained}: {shorten(self.differing)}"
-        return [f"{len(self.loaded)} tensors loaded from {escaped(self.path)}", network, *self.insertion.parts()]
+        network = f"all {self.num_compared} tensors of the network match {trained}"
+        if self.changed_tensors:
+            count = f"{len(self.changed_tensors)} of {self.num_compared} tensors of the network"
+            network = f"{count} differ from {trained}: {shorten(self.changed_tensors)}"
+        return [
+            f"{len(self.loaded)} tensors loaded from {escape_control_characters(self.path)}",
+            network,
+            *self.insertion.parts(),
+        ]
 
 
 def save_adapter(
-    model: nn.Module, path: str | Path, *, also: str | Iterable[str] = (), about: Mapping[str, Any] | None = None
+    model: nn.Module, path: str | Path, *, also: str | Iterable[str] = (), metadata: Mapping[str, Any] | None = None
 ) -> Path:
     """Save the inserted blocks of a network and a fingerprint of the other tensors.
 
@@ -62,7 +73,7 @@ def save_adapter(
         model: a model with inserted blocks.
         path: path of the file, which must end in ``.safetensors``.
         also: globs on additional keys to save: ``["fc.*"]`` for a new classifier.
-        about: additional metadata of plain values; training runs save their settings and classes.
+        metadata: additional metadata of plain values; training runs save their settings and classes.
 
     Returns:
         The path.
@@ -81,16 +92,18 @@ def save_adapter(
     >>> len(load_adapter_(model, file).loaded)
     7
     """
-    model = plain_network(model)
+    model = unwrap_model(model)
     refuse_without_values(model)
     blocks = file_format.blocks_to_save(model)
     if not blocks:
         raise ValueError("model has no inserted blocks to save. Call va.insert_ first, or use va.save_model")
-    state, block_keys = plain_state(model), set(map(plain_key, insertion.inserted_keys(model)))
+    state, block_keys = unwrap_state(model), set(map(unwrap_key, insertion.inserted_keys(model)))
     extra = insertion.match_keys("also", also, [key for key in state if key not in block_keys])
     tensors = {key: gather(state[key]) for key in state if key in block_keys or key in extra}
     base = fingerprint_network(state, exclude=block_keys | extra)
-    file_format.write_saved(Path(path), Saved(tensors, blocks, base, tuple(sorted(extra)), about=dict(about or {})))
+    file_format.write_saved(
+        Path(path), Saved(tensors, blocks, base, tuple(sorted(extra)), metadata=dict(metadata or {}))
+    )
     return Path(path)
 
 
@@ -122,24 +135,24 @@ def load_adapter_(
     >>> file = save_adapter(model, Path(tempfile.mkdtemp()) / "adapter.safetensors")
     >>> removed = remove_(model)
     >>> report = load_adapter_(model, file)
-    >>> report.insertion.blocks[0].site, report.compared
+    >>> report.insertion.blocks[0].site, report.num_compared
     ('0', 2)
     """
-    model = changeable(model)
+    model = require_modifiable(model)
     refuse_without_values(model)
     if blocks := inserted_blocks(model):
         sites = shorten(map(repr, blocks))
         raise ValueError(f"model must have no inserted blocks, got blocks at {sites}. Call va.remove_(model) first")
     path = Path(path)
     adapter = read_adapter(path)
-    makers = file_format.find_makers(adapter, path, block)
-    state = plain_state(model)
-    differing = compare_network(state, adapter, path, strict=strict)
+    factories = file_format.find_factories(adapter, path, block)
+    state = unwrap_state(model)
+    changed_tensors = compare_network(state, adapter, path, strict=strict)
     try:
         with torch.random.fork_rng(devices=[]):  # random initial values are replaced, so they must not advance the RNG
-            file_format.insert_saved_(model, adapter, makers)
-        state = plain_state(model)
-        shapes = {(plain_key(key), state[plain_key(key)].shape) for key in insertion.inserted_keys(model)}
+            file_format.insert_saved_(model, adapter, factories)
+        state = unwrap_state(model)
+        shapes = {(unwrap_key(key), state[unwrap_key(key)].shape) for key in insertion.inserted_keys(model)}
         if wrong := shapes ^ {(key, value.shape) for key, value in adapter.tensors.items() if key not in adapter.also}:
             raise CheckpointError(f"created and saved blocks differ in {shorten(sorted(dict(wrong)))}")
         report = InsertionReport(records(model))
@@ -150,7 +163,7 @@ def load_adapter_(
         if isinstance(error, Exception):
             raise CheckpointError(f"{path}: the blocks cannot be inserted into the model ({error})") from error
         raise
-    return AdapterReport(str(path), report, tuple(adapter.tensors), len(adapter.base or ()), differing)
+    return AdapterReport(str(path), report, tuple(adapter.tensors), len(adapter.base or ()), changed_tensors)
 
 
 def read_adapter(path: str | Path) -> Saved:
@@ -163,9 +176,9 @@ def read_adapter(path: str | Path) -> Saved:
     return saved
 
 
-def plain_state(model: nn.Module) -> dict[str, Tensor]:
+def unwrap_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a model with keys of the network without wrappers."""
-    return {plain_key(key): value for key, value in model.state_dict().items()}
+    return {unwrap_key(key): value for key, value in model.state_dict().items()}
 
 
 def fingerprint_network(state: Mapping[str, Tensor], exclude: Collection[str]) -> file_format.Fingerprint:
@@ -176,7 +189,7 @@ def fingerprint_network(state: Mapping[str, Tensor], exclude: Collection[str]) -
 
 def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, strict: bool) -> tuple[str, ...]:
     """Return the keys of tensors that differ from the fingerprint of an adapter; raise an error if ``strict``."""
-    sites = tuple(f"{block.site}." for block in adapter.blocks if block.at == "instead")
+    sites = tuple(f"{block.site}." for block in adapter.blocks if block.at == "replace")
     base, own = adapter.base or {}, fingerprint_network(state, {key for key in state if key.startswith(sites)})
     saved = base | fingerprint_network(adapter.tensors, adapter.tensors.keys() - set(adapter.also))
     here, there = ({name: shape for name, (shape, *_) in tensors.items()} for tensors in (own, saved))

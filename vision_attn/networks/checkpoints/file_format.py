@@ -9,7 +9,7 @@ blocks     a record of each inserted block: its site, its class, and its options
 arguments  for a network, the arguments of all attention blocks, inserted or not: ``{path: {argument: code}}``
 base       for an adapter, the fingerprint of its network: ``{name: [shape, dtype, hash]}``; for a network, null
 also       for an adapter, the names of tensors that replace tensors of the network
-about      additional plain values
+metadata   additional plain values
 file_hash  a hash of all entries above and the fingerprint of the tensors in the file
 =========  =========================================================================================================
 
@@ -33,12 +33,12 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks import use_impl
 from vision_attn.errors import CheckpointError
 from vision_attn.networks import insertion
-from vision_attn.networks.checkpoints.specification import Arguments, check_arguments, from_code, to_code
+from vision_attn.networks.checkpoints.option_code import Arguments, check_saved_arguments, from_code, to_code
 from vision_attn.networks.insertion import InsertedBlock
 from vision_attn.networks.insertion.attach import locate_block, replacement_options
-from vision_attn.networks.insertion.exact import unwrap
+from vision_attn.networks.insertion.block_factories import BLOCKS, TIMM_BLOCKS, get_block_factory, make_block
+from vision_attn.networks.insertion.exact import unwrap_exact_block
 from vision_attn.networks.insertion.hooks import REPLACED
-from vision_attn.networks.insertion.makers import BLOCKS, TIMM_BLOCKS, get_maker, make_block
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
 from vision_attn.text import shorten
@@ -65,13 +65,13 @@ class Saved:
     base: Fingerprint | None = None
     also: tuple[str, ...] = ()
     arguments: Arguments = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-def plain_key(key: str, wrappers: Collection[str] = WRAPPERS) -> str:
+def unwrap_key(key: str, wrappers: Collection[str] = WRAPPERS) -> str:
     """Return the path of a module or tensor in the network without wrappers.
 
-    >>> plain_key("layer3._orig_mod.0.conv1.weight")
+    >>> unwrap_key("layer3._orig_mod.0.conv1.weight")
     'layer3.0.conv1.weight'
     """
     return ".".join(part for part in key.split(".") if part not in wrappers)
@@ -134,8 +134,8 @@ def read_saved(file: CheckpointFile) -> Saved | None:
         also = tuple(map(str, entry["also"]))
         if not tensors.keys() >= set(also):
             raise ValueError("listed tensors are missing")
-        arguments, about = check_arguments(entry["arguments"]), dict(entry["about"])
-        return Saved(tensors, tuple(map(decode_block, entry["blocks"])), base, also, arguments, about)
+        arguments, metadata = check_saved_arguments(entry["arguments"]), dict(entry["metadata"])
+        return Saved(tensors, tuple(map(decode_block, entry["blocks"])), base, also, arguments, metadata)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged ({error}). Download or save it again") from error
 
@@ -179,19 +179,19 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
     for record in records:
         if record.block in (*BLOCKS, *TIMM_BLOCKS) and (reason := explain_change(record, blocks[record.site])):
             raise ValueError(f"the {record.block} at {record.site!r} cannot be saved: it {reason}")
-    return tuple(relocate(record, plain_key) for record in records)
+    return tuple(relocate(record, unwrap_key) for record in records)
 
 
 def explain_change(record: InsertedBlock, block: nn.Module) -> str:
     """Return how a block differs from a block built from its options, and a remedy; empty if there is no difference."""
     sizes = replacement_options(vars(block).get(REPLACED, block))
-    block = unwrap(block)
+    block = unwrap_exact_block(block)
     # Keys of torch.nn.utils.parametrizations, of the older spectral_norm and weight_norm, and of pruning.
     if added := [key for key in block.state_dict() if re.search(r"\bparametrizations\.|_(orig|g|v)$", key)]:
         remedy = "Remove it with torch.nn.utils.parametrize.remove_parametrizations or remove_spectral_norm first"
         return f"has a parametrization, such as spectral_norm or weight_norm ({shorten(added)}). {remedy}"
     try:
-        rebuilt = make_block(get_maker(record.block), record.channels, device="meta", **sizes, **record.options)
+        rebuilt = make_block(get_block_factory(record.block), record.channels, device="meta", **sizes, **record.options)
     except (TypeError, ValueError):
         rebuilt = nn.Identity()
     same = describe_modules(block) == describe_modules(rebuilt)
@@ -202,24 +202,24 @@ def explain_change(record: InsertedBlock, block: nn.Module) -> str:
 def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:
     """Return class and options of each module of a block, independent of compilation and sharding."""
     with use_impl(block, "bmm"):
-        modules = {plain_key(path): module for path, module in block.named_modules()}
+        modules = {unwrap_key(path): module for path, module in block.named_modules()}
         return {
             path: (module._get_name().removeprefix("FSDP"), module.extra_repr()) for path, module in modules.items()
         }
 
 
-def insert_saved_(model: nn.Module, saved: Saved, makers: Mapping[str, Callable[..., nn.Module]]) -> None:
+def insert_saved_(model: nn.Module, saved: Saved, factories: Mapping[str, Callable[..., nn.Module]]) -> None:
     """Insert blocks with the classes and options in a file, without their weights.
 
     Args:
         model: a network without inserted blocks.
         saved: content of the file.
-        makers: functions that build the blocks, by class name.
+        factories: functions that build the blocks, by class name.
     """
     # A compiled layer has two paths, with and without its wrapper. The wrapper does not run hooks.
-    paths = {plain_key(path): path for path, _ in model.named_modules(remove_duplicate=False)}
+    paths = {unwrap_key(path): path for path, _ in model.named_modules(remove_duplicate=False)}
     records = [relocate(record, lambda path: paths.get(path, path)) for record in saved.blocks]
-    insertion.attach_records_(model, records, makers)
+    insertion.attach_records_(model, records, factories)
 
 
 def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlock:
@@ -232,7 +232,7 @@ def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlo
     return replace(record, site=site, block_path=block_path)
 
 
-def find_makers(
+def find_factories(
     saved: Saved, path: Path, block: Callable[..., nn.Module] | None
 ) -> dict[str, Callable[..., nn.Module]]:
     """Return the functions that build the blocks of a file, by class name."""
@@ -243,7 +243,7 @@ def find_makers(
         raise CheckpointError(f"{path} contains {what}. Pass the class: block={foreign[0]}")
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
-    return {name: limit_shapes(get_maker(block if name in foreign else name), shapes) for name in names}
+    return {name: limit_shapes(get_block_factory(block if name in foreign else name), shapes) for name in names}
 
 
 def limit_shapes(

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from vision_attn.attention.position import PositionEncoding
-from vision_attn.checks import as_list, check_flags
+from vision_attn.checks import as_list, check_bools
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.file_format import plain_key
+from vision_attn.networks.checkpoints.file_format import unwrap_key
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, is_convertible, remedies
-from vision_attn.networks.checkpoints.specification import Arguments, compare_arguments, get_arguments
+from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
 from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
-from vision_attn.networks.insertion import keys_by_site, match_keys, plain_network, replaced_modules
+from vision_attn.networks.insertion import keys_by_site, match_keys, replaced_modules, unwrap_model
 from vision_attn.networks.safe import read_file
 from vision_attn.text import shorten
 
@@ -79,8 +79,8 @@ def load_checkpoint(
     >>> load_checkpoint(nn.Linear(2, 3, bias=False), file).loaded
     ('weight',)
     """
-    check_flags(strict=strict, ema=ema, adapt_input_conv=adapt_input_conv)
-    model = plain_network(model)
+    check_bools(strict=strict, ema=ema, adapt_input_conv=adapt_input_conv)
+    model = unwrap_model(model)
     refuse_without_values(model)
     target = Target(model, skip)
     tensors, arguments, source = find_weights(read_file(path), target.required, ema=ema, prefix=prefix, rename=rename)
@@ -88,7 +88,9 @@ def load_checkpoint(
     converted = convert_tensors(model, target.tensors, saved, adapt_input_conv)
     report = compare(target, saved, converted, arguments, source)
     fitting = (*report.loaded, *report.replaced)
-    if not fitting or (strict and (report.missing or report.unexpected or report.mismatched or report.differing)):
+    if not fitting or (
+        strict and (report.missing or report.unexpected or report.mismatched or report.config_mismatches)
+    ):
         raise explain_refusal(report, model, target, tensors)
     copy_all_([(target.tensors[key], converted.get(key, saved[key])) for key in fitting])
     return report
@@ -105,21 +107,21 @@ class Target:
     def __init__(self, model: nn.Module, skip: str | Iterable[str]) -> None:
         state_dict, removed = model.state_dict(), replaced_tensors(model)
         self.arguments: dict[str, Mapping[str, str]] = {
-            plain_key(path): arguments for path, arguments in get_arguments(state_dict).items()
+            unwrap_key(path): arguments for path, arguments in get_arguments(state_dict).items()
         }
         #: tensors of the model
-        self.state: dict[str, Any] = {plain_key(key): value for key, value in state_dict.items()}
+        self.state: dict[str, Any] = {unwrap_key(key): value for key, value in state_dict.items()}
         #: tensors of the model, and of the modules that were replaced by ``replace_``
         self.tensors: dict[str, Any] = (
             self.state | {key: value for part in removed for key, value in part.items()} | self.state
         )
-        blocks = [set(map(plain_key, keys)) for keys in keys_by_site(model).values()]
+        blocks = [set(map(unwrap_key, keys)) for keys in keys_by_site(model).values()]
         self.block_keys: set[str] = set[str]().union(*blocks)
         # Checkpoints from torch before 0.4.1 have no batch counters.
         counters = [{key} for key in self.tensors if key.endswith("num_batches_tracked")]
         #: groups of keys; a checkpoint must contain all keys of a group or none
         self.groups: list[set[str]] = [*blocks, *(part.keys() - self.state.keys() for part in removed), *counters]
-        self.skip: list[str] = [plain_key(glob) for glob in as_list("skip", skip, "globs on keys", single=str)]
+        self.skip: list[str] = [unwrap_key(glob) for glob in as_list("skip", skip, "globs on keys", single=str)]
         self.skipped: set[str] = match_keys("skip", self.skip, self.tensors)
         optional = self.skipped.union(*self.groups)
         #: tensors that every checkpoint of the network must contain
@@ -130,7 +132,9 @@ def replaced_tensors(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return the tensors of each module that was replaced by ``replace_``, by all of their original keys."""
     kept = {id(model.get_submodule(site)): old.state_dict() for site, old in replaced_modules(model).items()}
     paths = [(path, kept.get(id(module))) for path, module in model.named_modules(remove_duplicate=False)]
-    return [{plain_key(f"{path}.{key}"): value for key, value in old.items()} for path, old in paths if old is not None]
+    return [
+        {unwrap_key(f"{path}.{key}"): value for key, value in old.items()} for path, old in paths if old is not None
+    ]
 
 
 def refuse_without_values(model: nn.Module) -> None:
@@ -145,7 +149,7 @@ def convert_tensors(model: nn.Module, own: Tensors, saved: Tensors, adapt_input_
     converted = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, table in module.named_parameters(recurse=False) if isinstance(module, PositionEncoding) else ():
-            key = plain_key(f"{path}.{name}").removeprefix(".")
+            key = unwrap_key(f"{path}.{name}").removeprefix(".")
             value = saved.get(key, table)
             fits = value.shape == table.shape or get_kind(value) != get_kind(table)
             if not fits and (resized := module.resize_pos_embed(name, value)) is not None:
@@ -182,7 +186,7 @@ def compare(
         mismatched=mismatched,
         converted=compare_shapes(converted, saved),
         replaced=tuple(key for key in fitting if key not in target.state),
-        differing=compare_arguments({path: target.arguments[path] for path in blocks}, arguments),
+        config_mismatches=compare_arguments({path: target.arguments[path] for path in blocks}, arguments),
         unchecked=tuple(path or "the model" for path in blocks if path not in arguments),
     )
 
@@ -205,7 +209,7 @@ def explain_refusal(report: LoadReport, model: nn.Module, target: Target, saved:
         hint = hint or 'If the checkpoint contains the network under a prefix, pass it, as in prefix="backbone."'
         return CheckpointError(f"{report.path} is for another architecture: {keys}. {hint}")
     what = f"{report.path} does not fit the model {type(model).__name__}. Nothing was loaded."
-    remedy = [hint] if hint else remedies(report, [plain_key(path) for path, _ in model.named_modules()])
+    remedy = [hint] if hint else remedies(report, [unwrap_key(path) for path, _ in model.named_modules()])
     return CheckpointError(what, *str(report).split("\n")[1:], *remedy)
 
 

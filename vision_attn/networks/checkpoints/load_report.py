@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from vision_attn.networks.insertion import CHILD
-from vision_attn.text import Report, escaped, shorten
+from vision_attn.text import Report, escape_control_characters, shorten
 
 #: Entries under which training scripts save the moving average of the weights.
 EMA_ENTRIES = ("model_ema", "state_dict_ema", "ema")
@@ -49,12 +49,12 @@ class LoadReport(Report):
     #: keys that were ignored because they do not start with the prefix
     ignored: tuple[str, ...] = ()
     #: descriptions of blocks with another configuration, which are accepted only with ``strict=False``
-    differing: tuple[str, ...] = ()
+    config_mismatches: tuple[str, ...] = ()
     #: blocks that were loaded without a comparison, because their configuration is not in the file
     unchecked: tuple[str, ...] = ()
 
     def parts(self) -> list[str]:
-        source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
+        source = escape_control_characters(f"{self.path} [{self.entry}]" if self.entry else self.path)
         hint = "" if set(self.other_entries).isdisjoint(EMA_ENTRIES) else " (ema=True loads the moving average)"
         titles = (
             ("key", "loaded into replaced modules", self.replaced),
@@ -64,7 +64,7 @@ class LoadReport(Report):
             ("key", "unexpected in the checkpoint", self.unexpected),
             ("tensor", "converted to the shape in the model", format_shapes(self.converted)),
             ("tensor", "with another shape", format_shapes(self.mismatched)),
-            ("block", "configured differently", self.differing),
+            ("block", "configured differently", self.config_mismatches),
         )
         lines = (
             f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}",
@@ -91,7 +91,7 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
         remedy = f"Create the model with in_chans={other[1]}, or convert the weights with adapt_input_conv=True"
         yield f"The checkpoint has {other[1]} input channels, the model has {own[1]}. {remedy}."
     heads = {key.rpartition(".")[0] for key, (own, other) in shapes.items() if own[1:] == other[1:]}
-    if report.differing:
+    if report.config_mismatches:
         yield "Insert the blocks with the options in the checkpoint, or load the weights anyway with strict=False."
     elif sites or replaced:
         if sites:

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.file_format import WRAPPERS, plain_key, read_saved
+from vision_attn.networks.checkpoints.file_format import WRAPPERS, read_saved, unwrap_key
 from vision_attn.networks.checkpoints.load_report import EMA_ENTRIES
-from vision_attn.networks.checkpoints.specification import Arguments, get_arguments
+from vision_attn.networks.checkpoints.option_code import Arguments, get_arguments
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.text import shorten
 
@@ -37,8 +37,8 @@ def find_weights(
     values = read_values(file, entry, required)
     # Parallel and averaged models add a part "module", but it can also be a module of the network.
     wrappers = WRAPPERS | ({"module"} - {part for key in required for part in key.split(".")})
-    plain = {key: plain_key(key, wrappers) for key in values}
-    prefix = plain_key(f"{prefix.removesuffix('.')}.", wrappers) if prefix else ""
+    plain = {key: unwrap_key(key, wrappers) for key in values}
+    prefix = unwrap_key(f"{prefix.removesuffix('.')}.", wrappers) if prefix else ""
     names = rename_keys(remove_prefix(plain, prefix), rename, required)
     if not names:
         first_parts = shorten(dict.fromkeys(name.partition(".")[0] for name in plain.values()))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-from vision_attn.attention.patterns.line import AXES
-from vision_attn.attention.patterns.lines import Pattern
+from vision_attn.attention.patterns.expression_patterns import Pattern
+from vision_attn.attention.patterns.rearrangement import AXES
 
 __all__ = ["attention_equations", "attention_pattern", "projection_equation"]
 

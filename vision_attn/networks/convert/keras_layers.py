@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vision_attn.networks.convert.conversion import CONVERSIONS, Attend, LayerConversion, Projection, input_weights
 from vision_attn.networks.convert.equations import attention_pattern
 from vision_attn.networks.convert.equivalence import random_like, random_map
-from vision_attn.networks.convert.row import TABLE, Attend, Projection, Row, input_weights
 
 
 def get_axes(layer: Any) -> Any:
@@ -66,7 +66,7 @@ def attend_keras(layer: Any, attend: Attend, query: Tensor, value: Tensor) -> Te
 
 
 BAND = "create the layer without it, and pass a mask of this band to the forward pass of the block"
-KERAS = Row(
+KERAS = LayerConversion(
     weights=keras_weights,
     options={
         "rank": lambda layer: len(get_axes(layer)),
@@ -84,4 +84,4 @@ KERAS = Row(
     call_options={"training": False, "return_attention_scores": True},  # the fused kernel rounds to float32
 )
 for path in ("multi_head_attention.MultiHeadAttention", "grouped_query_attention.GroupedQueryAttention"):
-    TABLE[f"keras.src.layers.attention.{path}"] = KERAS
+    CONVERSIONS[f"keras.src.layers.attention.{path}"] = KERAS

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.patterns import AnyPattern, Grid, Window
 from vision_attn.checks import check_type
+from vision_attn.networks.convert.conversion import find_conversion, load_weights, run_on_tokens
 from vision_attn.networks.convert.equivalence import check_equivalence, check_source, random_map
-from vision_attn.networks.convert.row import find_row, load_weights, run_on_tokens
 
 
 def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | AnyPattern | None = None) -> Any:
@@ -53,7 +53,7 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
     torch.Size([2, 64, 14, 10])
     """
     check_type("module", module, nn.Module, "an nn.Module (Keras layers require KERAS_BACKEND=torch)")
-    _, kind, row = find_row(module)
+    _, kind, row = find_conversion(module)
     swap_only = dict.fromkeys(row.swap_only, "call va.swap_ instead, which keeps this part of the layer")
     check_source(module, {**row.unsupported, **swap_only})
     options = {} if row.groups is None else row.groups(module)

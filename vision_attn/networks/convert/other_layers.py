@@ -13,10 +13,18 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.patterns import Neighborhood
+from vision_attn.networks.convert.conversion import (
+    CONVERSIONS,
+    FALLBACK,
+    Attend,
+    LayerConversion,
+    Projection,
+    input_weights,
+    named_weights,
+)
 from vision_attn.networks.convert.equivalence import check_without, random_map
-from vision_attn.networks.convert.row import FALLBACK, TABLE, Attend, Projection, Row, input_weights, named_weights
-from vision_attn.networks.convert.timm_layers import VIT, over_windows
-from vision_attn.networks.insertion.makers import ATTENTION_BLOCKS
+from vision_attn.networks.convert.timm_layers import VIT, add_window_masks
+from vision_attn.networks.insertion.block_factories import ATTENTION_BLOCKS
 
 
 def is_set(given: Any) -> bool:
@@ -57,7 +65,7 @@ def example_multihead(layer: Any) -> tuple[Any, ...]:
 
 
 NO_KEYS = "blocks have no additional keys. Create the layer without this option, and fine-tune it"
-TABLE["torch.nn.modules.activation.MultiheadAttention"] = Row(
+CONVERSIONS["torch.nn.modules.activation.MultiheadAttention"] = LayerConversion(
     weights=multihead_weights,
     dropouts=("dropout", ""),
     unsupported=dict.fromkeys(("bias_k", "bias_v", "add_zero_attn"), NO_KEYS),
@@ -77,11 +85,11 @@ def needs_layer(layer: Any, *given: Any) -> bool:
 def transformers_bias(layer: Any, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
     """Return the mask; for Swin, with the bias of the windows."""
     if hasattr(layer, "relative_position_bias"):
-        return over_windows(layer.relative_position_bias(), mask, x)
+        return add_window_masks(layer.relative_position_bias(), mask, x)
     if not hasattr(layer, "self"):
         return mask
     bias = layer.self.relative_position_bias_table[layer.self.relative_position_index]
-    return over_windows(bias.permute(2, 0, 1)[None], mask, x)
+    return add_window_masks(bias.permute(2, 0, 1)[None], mask, x)
 
 
 def attend_transformers(
@@ -111,7 +119,7 @@ def example_segformer(layer: Any) -> tuple[Any, ...]:
 
 
 EAGER = 'it may return attention weights, which blocks do not. Create the model with attn_implementation="sdpa"'
-TRANSFORMERS = Row(
+TRANSFORMERS = LayerConversion(
     weights=named_weights("q_proj k_proj v_proj", "o_proj"),
     options={"num_heads": lambda layer: layer.q_proj.out_features // layer.head_dim},
     dropouts=("attention_dropout", ""),
@@ -144,8 +152,8 @@ TRANSFORMERS_LAYERS = {
 }
 for names, row in TRANSFORMERS_LAYERS.items():
     for name, kind in (path.split(".") for path in names.split()):
-        TABLE[f"transformers.models.{name}.modeling_{name}.{kind}Attention"] = row
-TABLE["transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinAttention"] = MASKFORMER_SWIN
+        CONVERSIONS[f"transformers.models.{name}.modeling_{name}.{kind}Attention"] = row
+CONVERSIONS["transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinAttention"] = MASKFORMER_SWIN
 
 # --- vit-pytorch, MONAI and YOLO --------------------------------------------------------------------------------------
 
@@ -191,21 +199,21 @@ def attend_yolo(layer: Any, attend: Attend, x: Tensor) -> Any:
     return y + F.conv2d(layer.pe(v), out[..., None, None])
 
 
-VIT_PYTORCH = Row(
+VIT_PYTORCH = LayerConversion(
     weights=named_weights("to_qkv", "to_out.0"),
     options={"num_heads": "heads"},
     dropouts=("dropout", "to_out.1"),
     swap_only=("norm",),
     call=lambda layer, attend, x: attend(layer.norm(x).mT).mT,
 )
-YOLO = Row(
+YOLO = LayerConversion(
     weights=yolo_weights,
     swap_only=("pe",),
     call=attend_yolo,
     example=lambda layer: (random_map(2, layer.pe.conv.in_channels, 4, 6),),
 )
 MONAI_OPTIONS = ("causal", "rel_positional_embedding", "attention_dtype", "save_attn")
-TABLE |= {
+CONVERSIONS |= {
     "vit_pytorch.vit.Attention": VIT_PYTORCH,
     "vit_pytorch.simple_vit.Attention": replace(
         VIT_PYTORCH, weights=named_weights("to_qkv", "to_out"), dropouts=("", "")
@@ -213,7 +221,7 @@ TABLE |= {
     "vit_pytorch.max_vit.Attention": replace(
         VIT_PYTORCH, dropouts=("attend.1", "to_out.1"), call=attend_inner_windows, example=example_inner_windows
     ),
-    "monai.networks.blocks.selfattention.SABlock": Row(
+    "monai.networks.blocks.selfattention.SABlock": LayerConversion(
         weights=lambda layer: named_weights("qkv" if layer.use_combined_linear else "to_q to_k to_v", "out_proj")(
             layer
         ),
@@ -266,7 +274,7 @@ def add_residual(layer: Any, attn: Attention) -> nn.Module:
 #: The default processors of diffusers.
 PROCESSORS = ("AttnProcessor", "AttnProcessor2_0")
 ABSENT = ("norm_q", "norm_k", "norm_cross", "spatial_norm", "add_k_proj", "add_q_proj")
-TABLE["diffusers.models.attention_processor.Attention"] = Row(
+CONVERSIONS["diffusers.models.attention_processor.Attention"] = LayerConversion(
     weights=named_weights("to_q to_k to_v", "to_out.0"),
     options={"num_heads": "heads", "scale": "scale"},
     dropouts=("", "to_out.1"),
@@ -283,7 +291,7 @@ def make_neighborhood(layer: Any) -> Neighborhood:
 
 
 for rank, axes in enumerate(("b w c", "b h w c", "b t h w c"), start=1):
-    TABLE[f"natten.modules.NeighborhoodAttention{rank}D"] = Row(
+    CONVERSIONS[f"natten.modules.NeighborhoodAttention{rank}D"] = LayerConversion(
         weights=VIT.weights,
         options={"pattern": make_neighborhood, "scale": "scale"},
         axes=axes,

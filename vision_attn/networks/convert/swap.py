@@ -25,10 +25,18 @@ from torch.fx import Proxy
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.scopes import ORIGINAL
 from vision_attn.errors import SiteError
+from vision_attn.networks.convert.conversion import (
+    CONVERSIONS,
+    FALLBACK,
+    LayerConversion,
+    find_conversion,
+    known_class,
+    run_on_tokens,
+    to_parameters,
+)
 from vision_attn.networks.convert.equivalence import HOOKS, check_equivalence, check_source, class_path
-from vision_attn.networks.convert.row import FALLBACK, TABLE, Row, find_row, known_class, run_on_tokens, to_parameters
 from vision_attn.networks.convert.swap_report import SWAPPED, VISION_ATTN, SwappedModule, SwapReport
-from vision_attn.networks.insertion.backbone import changeable, modules_around
+from vision_attn.networks.insertion.backbone import ancestor_paths, require_modifiable
 from vision_attn.networks.insertion.sites import Names, match_names
 from vision_attn.text import shorten
 
@@ -78,7 +86,7 @@ def swap_(
     >>> model(image).shape, (model(image) - before).abs().max().item() < 1e-5
     (torch.Size([1, 1000]), True)
     """
-    model = changeable(model)
+    model = require_modifiable(model)
     modules: dict[str, Any] = dict(model.named_modules())
     lines, swaps = [], {}
     with unique_warnings():
@@ -117,7 +125,7 @@ def swap_back_(model: nn.Module) -> SwapReport:
     (True, 'MultiheadAttention')
     """
     lines = []
-    for name, module in changeable(model).named_modules():
+    for name, module in require_modifiable(model).named_modules():
         if isinstance(module, Swapped):
             swap: Swap = vars(module).pop("swapped")
             module.__class__ = original_class(module)  # type: ignore[assignment]
@@ -160,7 +168,7 @@ def unique_warnings() -> Iterator[None]:
 
 def outer_paths(name: str) -> list[str]:
     """Return the paths of the parent modules of a module, starting with the model."""
-    return ["", *modules_around(name)] if name else []
+    return ["", *ancestor_paths(name)] if name else []
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -176,22 +184,22 @@ def make_swap(module: nn.Module) -> Swap:
     """Create the block for a module and compare both; raise an error for an unsupported module."""
     if isinstance(module, (Swapped, Attention)):
         raise ValueError(SWAPPED if isinstance(module, Swapped) else VISION_ATTN)
-    path, kind, row = find_row(module)
-    if "..." in row.axes:
+    path, kind, conversion = find_conversion(module)
+    if "..." in conversion.axes:
         raise ValueError(f"{path} is supported only by va.convert.from_layer")
     bare: Any = copy(module)
     vars(bare).update({hooks: OrderedDict() for hooks in HOOKS})  # hooks of the module itself also run after the swap
-    check_source(bare, row.unsupported)
+    check_source(bare, conversion.unsupported)
     if type(module).forward is not kind.forward:
         raise ValueError(f"{class_path(type(module))} is a subclass of {kind.__name__} with a custom forward")
     with torch.inference_mode(False):
-        block = row.empty_block(module, row.weights(module)).eval()
+        block = conversion.empty_block(module, conversion.weights(module)).eval()
     swap = Swap(path, block, read_traits(module))
 
     def compute(copied: Any, *args: Any) -> Any:
-        return row.forward(copied, partial(swap.attend, copied), *args)
+        return conversion.forward(copied, partial(swap.attend, copied), *args)
 
-    swap.difference = check_equivalence(bare, compute, row.arguments, row.make_copy, row.dtype)
+    swap.difference = check_equivalence(bare, compute, conversion.arguments, conversion.make_copy, conversion.dtype)
     block.train(module.training)
     return swap
 
@@ -216,27 +224,29 @@ class Swap:
     difference: float = 0.0
 
     @property
-    def row(self) -> Row:
-        return TABLE[self.family]
+    def conversion(self) -> LayerConversion:
+        return CONVERSIONS[self.family]
 
     def __str__(self) -> str:
-        dtype = "" if self.row.dtype == torch.float64 else f", compared in {self.row.dtype}"
+        dtype = "" if self.conversion.dtype == torch.float64 else f", compared in {self.conversion.dtype}"
         return f"{type(self.block).__name__}, pattern={self.block.pattern!r}{dtype}"
 
     def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Run the block with the current weights of the module; several threads can call this at the same time."""
-        weights = to_parameters(self.row.weights(module), self.block.rank)
+        weights = to_parameters(self.conversion.weights(module), self.block.rank)
         sizes = tuple(x.shape[2:]), None if context is None else tuple(context.shape[2:])
-        block: Any = with_weights(self.block, weights, {ORIGINAL: self.block, MAP_SIZES: sizes})
+        block: Any = copy_with_weights(self.block, weights, {ORIGINAL: self.block, MAP_SIZES: sizes})
         return run_on_tokens(block, self.block.rank, x, mask, context)
 
 
-def with_weights(block: nn.Module, weights: Mapping[str, Tensor], extra: Mapping[str, Any], prefix: str = "") -> Any:
+def copy_with_weights(
+    block: nn.Module, weights: Mapping[str, Tensor], extra: Mapping[str, Any], prefix: str = ""
+) -> Any:
     """Return a shallow copy of a block for one call, with weights and extra attributes; the block does not change."""
     if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the copy of a module
         return lambda *args: torch.func.functional_call(block, {**weights}, args, tie_weights=False)
     copied = object.__new__(type(block))
-    children = {name: with_weights(x, weights, {}, f"{prefix}{name}.") for name, x in block.named_children()}
+    children = {name: copy_with_weights(x, weights, {}, f"{prefix}{name}.") for name, x in block.named_children()}
     parameters = {name: weights.get(prefix + name, value) for name, value in block._parameters.items()}
     vars(copied).update(vars(block), **extra, _parameters=parameters, _modules={**block._modules, **children})
     return copied
@@ -258,7 +268,7 @@ class Swapped(nn.Module):
             return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
         swap = self.swapped
         if read_traits(self, swap.traits[-1]) == swap.traits and not torch.jit.is_tracing():  # type: ignore[attr-defined]
-            y = swap.row.forward(self, partial(swap.attend, self), *args, **kwargs)
+            y = swap.conversion.forward(self, partial(swap.attend, self), *args, **kwargs)
             if y is not FALLBACK:
                 return y
         return super().forward(*args, **kwargs)

@@ -14,8 +14,15 @@ from vision_attn.attention.blocks import Attention2d
 from vision_attn.attention.blocks.projection import to_memory_format_of
 from vision_attn.attention.patterns import Halo, Window
 from vision_attn.attention.position import RelPosDecomposed, RelPosTable
+from vision_attn.networks.convert.conversion import (
+    CONVERSIONS,
+    FALLBACK,
+    Attend,
+    LayerConversion,
+    Projection,
+    named_weights,
+)
 from vision_attn.networks.convert.equivalence import random_map
-from vision_attn.networks.convert.row import FALLBACK, TABLE, Attend, Projection, Row, named_weights
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
@@ -93,12 +100,12 @@ def example_reduced(layer: Any) -> tuple[Any, ...]:
     return random_map(2, 6 * side**2, layer.q.in_features), (3 * side, 2 * side)
 
 
-def over_windows(bias: Tensor, mask: Tensor | None, x: Tensor) -> Tensor:
+def add_window_masks(bias: Tensor, mask: Tensor | None, x: Tensor) -> Tensor:
     """Add the masks of shifted windows, one for each window of an image, to the bias of the logits."""
     return bias if mask is None else bias + mask.repeat(len(x) // len(mask), 1, 1)[:, None]
 
 
-VIT = Row(weights=vit_weights)
+VIT = LayerConversion(weights=vit_weights)
 MAPS = replace(VIT, axes="b c h w")
 CHANNELS_LAST = replace(VIT, axes="b h w c")
 EFFICIENTFORMER = replace(VIT, bias=efficientformer_bias, swap_only=("attention_biases",))
@@ -150,7 +157,7 @@ class PaddedAttention2d(Attention2d):
     """Window attention that pads its feature map with zeros to complete windows, and attends to the padding."""
 
     #: True if the network shifts the feature map before it pads it, which the block does not support
-    rolls_first = False
+    shifts_before_padding = False
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         if isinstance(x, torch.fx.Proxy):
@@ -169,17 +176,17 @@ class PaddedAttention2d(Attention2d):
         below, right = -x.shape[-2] % rows, -x.shape[-1] % columns
         if not below and not right:
             return x
-        rolled = self.rolls_first and getattr(self.pattern, "shift", 0) not in (0, (0, 0))
+        rolled = self.shifts_before_padding and getattr(self.pattern, "shift", 0) not in (0, (0, 0))
         if mask is not None or context is not None or rolled:
             got = f"{x.shape[-2]}×{x.shape[-1]} with a shift, a mask or a context"
             raise ValueError(f"x must have a size divisible by the window {rows}×{columns}, got {got}. Pad x first")
         return F.pad(x, (0, right, 0, below))
 
 
-class UnpaddedAttention2d(PaddedAttention2d):
+class ShiftFirstAttention2d(PaddedAttention2d):
     """Window attention for a layer whose network shifts the feature map before it pads it."""
 
-    rolls_first = True
+    shifts_before_padding = True
 
 
 def maxxvit_size(layer: Any) -> tuple[int, ...]:
@@ -236,7 +243,7 @@ TIMM_SWIN = replace(
     options={"position": lambda layer: RelPosTable(feat_size=get_window_size(layer))},
     call=attend_windows,
     example=lambda layer: (random_map(4, math.prod(layer.window_size), layer.qkv.in_features),),
-    groups=lambda layer: {"kind": UnpaddedAttention2d, "pattern": Window(tuple(layer.window_size))},
+    groups=lambda layer: {"kind": ShiftFirstAttention2d, "pattern": Window(tuple(layer.window_size))},
 )
 TWINS = replace(
     CHANNELS_LAST,  # the layer pads and partitions the feature map of its tokens
@@ -253,7 +260,7 @@ TORCHVISION_MAXVIT = replace(
 )
 
 GCVIT = {"use_global": "its queries are from another feature map"}
-TABLE |= {
+CONVERSIONS |= {
     "timm.layers.attention.Attention": replace(VIT, bias=vit_bias),
     "timm.layers.attention2d.Attention2d": MAPS,
     "timm.layers.attention2d.MultiQueryAttention2d": replace(

@@ -20,10 +20,10 @@ from torch import nn
 
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion import hooks
-from vision_attn.networks.insertion.backbone import modules_around, plain_network
+from vision_attn.networks.insertion.backbone import ancestor_paths, unwrap_model
+from vision_attn.networks.insertion.block_factories import describe_error, make_block, suggest_argument
 from vision_attn.networks.insertion.exact import ExactBlock
 from vision_attn.networks.insertion.hooks import LOCATION, RECORD, REPLACED, is_site
-from vision_attn.networks.insertion.makers import describe_error, make_block, suggest_argument
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock
 from vision_attn.networks.insertion.untrained import warn_if_untrained
 
@@ -42,14 +42,14 @@ def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> st
     module = model.get_submodule(target)
     if hooks.is_fusible(module) and not inside:
         # The network itself is not considered: it may run its children in sequence.
-        for level, path in enumerate(reversed(modules_around(target)), 1):
+        for level, path in enumerate(reversed(ancestor_paths(target)), 1):
             around, child = model.get_submodule(path), f"{CHILD}_{target[len(path) + 1 :].replace('.', '_')}"
             if not isinstance(around, CONTAINERS) and not hasattr(around, child):
                 return "." * level + child
     paths = [] if inside or isinstance(module, CONTAINERS) else [CHILD]
     for name, inner in module.named_modules():
         # A block that replaced a module is removed with all of its children when the module is restored.
-        temporary = any(REPLACED in vars(module.get_submodule(part)) for part in (*modules_around(name), name))
+        temporary = any(REPLACED in vars(module.get_submodule(part)) for part in (*ancestor_paths(name), name))
         if name and not temporary and not isinstance(inner, CONTAINERS):
             paths.append(f"{name}.{CHILD}_{target.replace('.', '_')}")
     for path in paths or [CHILD]:
@@ -75,14 +75,14 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
     target = model.get_submodule(record.site)
     path, child = locate_block(record)
     owner = model.get_submodule(path)
-    if record.at not in ("after", "before", "instead") or not child.startswith(CHILD):
+    if record.at not in ("after", "before", "replace") or not child.startswith(CHILD):
         raise SiteError(f"{record.site!r}: the record of the block is invalid (at={record.at!r}, child {child!r})")
-    if is_site(target) or (record.at != "instead" and hasattr(owner, child)):
+    if is_site(target) or (record.at != "replace" and hasattr(owner, child)):
         raise SiteError(
             f"{record.site!r} already has an inserted block, or is one. To replace the block, call va.remove_(model) "
             "first. To run two blocks in order, insert one class that contains both, such as an nn.Sequential subclass"
         )
-    if record.at == "instead":
+    if record.at == "replace":
         vars(block)[REPLACED] = target
         replace_module_(model, target, block)
         return
@@ -90,7 +90,7 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
     hooks.hook_(target, block)
     # A hook of the network checks that the block still runs, and so does a hook of a module that may be called alone.
     outside = record.block_path.startswith(".")
-    runs = (x for x in modules_around(record.site) if type(model.get_submodule(x)).forward is not nn.Module.forward)
+    runs = (x for x in ancestor_paths(record.site) if type(model.get_submodule(x)).forward is not nn.Module.forward)
     for around in {"", path if outside else max(runs, key=len, default="")}:
         start = len(around) + bool(around)
         block_path = f"{path}.{child}"[start:] if outside else None
@@ -101,14 +101,14 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
 
 
 def attach_records_(
-    model: nn.Module, wanted: Iterable[InsertedBlock], makers: Mapping[str, Callable[..., nn.Module]]
+    model: nn.Module, wanted: Iterable[InsertedBlock], factories: Mapping[str, Callable[..., nn.Module]]
 ) -> tuple[InsertedBlock, ...]:
     """Build blocks and attach them at the sites in their records, without running the network.
 
     Args:
         model: a network of the same architecture as the one with the records, without inserted blocks.
         wanted: records from :func:`records`.
-        makers: classes or functions that build the blocks, called as in :func:`insert_`, by the name of the class.
+        factories: classes or functions that build the blocks, called as in :func:`insert_`, by the name of the class.
 
     Returns:
         The records.
@@ -125,8 +125,8 @@ def attach_records_(
     True
     """
     # Replacements are attached first, because a block must not become a child of a module that is replaced.
-    wanted = sorted(wanted, key=lambda record: record.at != "instead")
-    with attach_blocks_(model, (build_block(model, record, makers[record.block]) for record in wanted)):
+    wanted = sorted(wanted, key=lambda record: record.at != "replace")
+    with attach_blocks_(model, (build_block(model, record, factories[record.block]) for record in wanted)):
         return tuple(wanted)
 
 
@@ -155,7 +155,7 @@ def build_block(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.
         raise SiteError(f"the model has no module {site!r} for a block ({error})") from error
     if like is None:
         like = next((p for part in (target, model) for p in part.parameters() if p.is_floating_point()), torch.empty(0))
-    own = replacement_options(target) if record.at == "instead" else {}
+    own = replacement_options(target) if record.at == "replace" else {}
     try:
         block = make_block(make, record.channels, device=like.device, dtype=like.dtype, **own, **record.options)
     except Exception as error:  # A custom block may raise any exception.
@@ -242,7 +242,7 @@ def inserted_blocks(model: nn.Module) -> dict[str, nn.Module]:
     >>> list(inserted_blocks(model))
     ['0']
     """
-    network = plain_network(model)
+    network = unwrap_model(model)
     for owner in network.modules():
         for hook in owner._forward_pre_hooks.values():
             if getattr(hook, "func", None) is hooks.check_block:
@@ -304,7 +304,7 @@ def keys_by_site(model: nn.Module) -> dict[str, set[str]]:
     """
     sites = {id(block): site for site, block in inserted_blocks(model).items()}
     keys: dict[str, set[str]] = {site: set() for site in sites.values()}
-    for name, module in plain_network(model).named_modules(remove_duplicate=False):
+    for name, module in unwrap_model(model).named_modules(remove_duplicate=False):
         if id(module) in sites:
             keys[sites[id(module)]] |= {".".join(filter(None, (name, key))) for key in module.state_dict()}
     return keys

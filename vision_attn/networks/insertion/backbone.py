@@ -25,10 +25,10 @@ DEFAULT_SIZES = {1: (16_000,), 2: (224, 224), 3: (16, 112, 112)}
 SYNCHRONIZED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
-def plain_network(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the network inside the wrappers of ``torch.compile`` and of data parallelism.
 
-    >>> plain_network(nn.DataParallel(nn.ReLU()))
+    >>> unwrap_model(nn.DataParallel(nn.ReLU()))
     ReLU()
     """
     check_type("model", model, nn.Module, "an nn.Module")
@@ -44,13 +44,13 @@ def is_synchronized(module: nn.Module) -> bool:
     return any(kind.__name__ in SYNCHRONIZED for kind in type(module).__mro__)
 
 
-def changeable(model: nn.Module) -> nn.Module:
+def require_modifiable(model: nn.Module) -> nn.Module:
     """Return the network inside its wrappers; raise if modules can no longer be inserted or removed.
 
-    >>> changeable(nn.DataParallel(nn.ReLU()))
+    >>> require_modifiable(nn.DataParallel(nn.ReLU()))
     ReLU()
     """
-    network = plain_network(model)
+    network = unwrap_model(model)
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise SiteError(f"a TorchScript program ({type(module).__name__}) cannot be changed. Insert before tracing")
@@ -171,7 +171,7 @@ def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
             return name
 
 
-def modules_around(name: str) -> list[str]:
+def ancestor_paths(name: str) -> list[str]:
     """Return the paths of the modules that contain a module, except the model."""
     return list(accumulate(name.split(".")[:-1], lambda path, part: f"{path}.{part}"))
 
@@ -191,7 +191,7 @@ def fixed_seed(model: nn.Module) -> Iterator[None]:
 def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
     """Return a context in which compiled models run in eager mode in this thread, because graphs do not run hooks."""
     # If dynamo is not loaded, no model is compiled. Importing it would take a second.
-    return scope(plain_network(model), "eager", {model: True}) if "torch._dynamo" in sys.modules else nullcontext()
+    return scope(unwrap_model(model), "eager", {model: True}) if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.backbone import Example, end_of_sequential, fixed_seed, make_example, quiet_eval
 from vision_attn.networks.insertion.costs import Cost, count_flops
-from vision_attn.networks.insertion.declared import Declared, read_metadata
 from vision_attn.networks.insertion.layout import (
     Element,
     FeatureMap,
@@ -33,6 +32,7 @@ from vision_attn.networks.insertion.layout import (
     map_shape,
     token_grid,
 )
+from vision_attn.networks.insertion.metadata import NetworkMetadata, read_metadata
 
 #: Values of the argument ``layout``.
 LAYOUT = re.compile(r"b c (w|h w|t h w)|b (w|h w|t h w) c|b \((\d+ \+ )?h w\) c")
@@ -63,7 +63,7 @@ class DryRun:
         self.model = model
         self.example: Example = make_example(model, example_input)
         self.layout = layout
-        self.declared: Declared = read_metadata(model)
+        self.declared: NetworkMetadata = read_metadata(model)
         known = dict(model.named_modules(remove_duplicate=False))
         #: declared channels, by the path of the last module of a stage
         self.channels: dict[str, int | None] = {

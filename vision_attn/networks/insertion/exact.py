@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks.gated_residual import refuse_normalized_zeros
-from vision_attn.checks import check_flags, check_number
+from vision_attn.checks import check_bools, check_number
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.backbone import fixed_seed, quiet_eval
 from vision_attn.networks.insertion.costs import feature_map_error
@@ -48,7 +48,7 @@ class ExactBlock(nn.Module):
         self, block: nn.Module, channels: int, like: Any, gated: bool = False, scale: float = 1.0, copied: bool = False
     ) -> None:
         super().__init__()
-        check_flags(gated=gated, copied=copied)
+        check_bools(gated=gated, copied=copied)
         check_number("scale", scale, above=0)
         gate = nn.Parameter(torch.zeros(channels, device=like.device, dtype=like.dtype)) if gated else None
         self.block: nn.Module = block
@@ -70,7 +70,7 @@ def run_on_copy(block: nn.Module, x: Tensor, copied: bool) -> Tensor:
     return block(x.clone(memory_format=torch.contiguous_format) if copied else x)
 
 
-def unwrap(block: nn.Module) -> nn.Module:
+def unwrap_exact_block(block: nn.Module) -> nn.Module:
     """Return the block inside an :class:`ExactBlock`, or the block itself if it is not wrapped."""
     return block.block if isinstance(block, ExactBlock) else block
 
@@ -95,7 +95,7 @@ def init_identity_(
         x = torch.cat([x, -x])  # A layer in front of a ReLU may return zeros for one of the signs.
         x = x.movedim(1, -1).contiguous().movedim(-1, 1).to(device=like.device, dtype=like.dtype)
         try:
-            trial = Trial(block, x)
+            trial = IdentityInitRun(block, x)
         except Exception as error:
             raise feature_map_error(block, site, shape[1:], error) from error
         if not trial.y.isfinite().all():
@@ -112,7 +112,7 @@ def init_identity_(
     return {"wrapper_options": wrapper_options | {"gated": True}, "identity_init": "gate set to zero"}
 
 
-class Trial:
+class IdentityInitRun:
     """Run of a block on a feature map, with the output."""
 
     def __init__(self, block: nn.Module, x: Tensor) -> None:
@@ -159,14 +159,14 @@ class Trial:
             zeros.append(module)
             if self.ratio:
                 break
-        if zeros and self.ratio and self.learns(zeros):
+        if zeros and self.ratio and self.has_gradient_in_each_row(zeros):
             names = {module: name for name, module in self.block.named_modules()}
             return [names[module] or "parameters of the block" for module in reversed(zeros)]
         for parameter, value in values.items():
             parameter.copy_(value)
         return []
 
-    def learns(self, zeros: Iterable[nn.Module]) -> bool:
+    def has_gradient_in_each_row(self, zeros: Iterable[nn.Module]) -> bool:
         """Return True if each row of the zero layers has a gradient, in its weight or bias."""
         with torch.enable_grad():
             y = self.run()

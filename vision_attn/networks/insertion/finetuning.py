@@ -13,7 +13,7 @@ from torch import nn
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import as_list, check_number
 from vision_attn.networks.insertion.attach import inserted_blocks, inserted_keys, replaced_modules
-from vision_attn.networks.insertion.backbone import plain_network
+from vision_attn.networks.insertion.backbone import unwrap_model
 from vision_attn.networks.insertion.hooks import NORMS
 from vision_attn.text import Report, Table, shorten
 
@@ -91,7 +91,7 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     >>> freeze_backbone_(model) == report.parameters
     True
     """
-    model = plain_network(model)
+    model = unwrap_model(model)
     live = inserted_keys(model) | select_keys(model, also_train)
     if not live:
         raise ValueError('model has nothing to train when frozen. Insert a block, or pass also_train="head"')
@@ -132,7 +132,7 @@ def unfreeze_backbone_(model: nn.Module) -> int:
     >>> unfreeze_backbone_(model) == sum(p.numel() for p in model.parameters())
     True
     """
-    model = plain_network(model)
+    model = unwrap_model(model)
     for module in (part for root in (model, *replaced_modules(model).values()) for part in root.modules()):
         frozen, fixed = vars(module).pop(FROZEN, ((), False))
         for name in frozen:
@@ -251,7 +251,7 @@ def parameter_groups(
     for name, value in (("lr", lr), ("attention_lr", attention_lr), ("layer_decay", layer_decay)):
         if value is not None:
             check_number(name, value, above=0)
-    model = plain_network(model)
+    model = unwrap_model(model)
     blocks = inserted_keys(model)
     trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
     if not trained:

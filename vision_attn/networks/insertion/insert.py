@@ -17,14 +17,14 @@ from torch import nn
 from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion import attach, makers
-from vision_attn.networks.insertion.backbone import changeable
+from vision_attn.networks.insertion import attach, block_factories
+from vision_attn.networks.insertion.backbone import require_modifiable
+from vision_attn.networks.insertion.block_factories import BlockFactory
 from vision_attn.networks.insertion.costs import Cost, count_attention_pairs, measure_cost
 from vision_attn.networks.insertion.dry_run import DryRun
 from vision_attn.networks.insertion.exact import init_identity_
 from vision_attn.networks.insertion.hooks import RECORD
 from vision_attn.networks.insertion.layout import FeatureMap
-from vision_attn.networks.insertion.makers import Maker
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport
 from vision_attn.networks.insertion.sites import Names, find_targets, select_sites
 from vision_attn.networks.insertion.verify import attach_verified
@@ -33,7 +33,7 @@ from vision_attn.networks.insertion.verify import attach_verified
 @torch.inference_mode(False)  # Tensors created in inference mode cannot be trained.
 def insert_(
     model: nn.Module,
-    block: Maker | str | None = None,
+    block: BlockFactory | str | None = None,
     *,
     stages: int | str | Iterable[int | str] | None = None,
     names: Names | Iterable[Names] | None = None,
@@ -102,8 +102,8 @@ def insert_(
     ('layer4.1', 49)
     """
     if stages is None and names is None and where is None:
-        makers.refuse_misspelled(block_options)
-    model = changeable(model)
+        block_factories.refuse_misspelled(block_options)
+    model = require_modifiable(model)
     dry_run = DryRun(model, example_input, layout)
     sites = select_sites(dry_run, stages, names, where, exclude)
     side = "before" if at == "before" else "after"
@@ -128,7 +128,7 @@ def insert_(
 @torch.inference_mode(False)
 def replace_(
     model: nn.Module,
-    block: Maker | str | None = None,
+    block: BlockFactory | str | None = None,
     *,
     stages: int | str | Iterable[int | str] | None = None,
     names: Names | Iterable[Names] | None = None,
@@ -176,7 +176,7 @@ def replace_(
     >>> [(block.site, block.size) for block in report.blocks]
     [('layer4.0.conv2', '14×14'), ('layer4.1.conv2', '7×7'), ('layer4.2.conv2', '7×7')]
     """
-    model = changeable(model)
+    model = require_modifiable(model)
     dry_run = DryRun(model, example_input)
     sites = select_sites(dry_run, stages, names, where, exclude)
     inputs, outputs = dry_run.select_maps(sites, "before"), dry_run.select_maps(sites, "after")
@@ -195,7 +195,7 @@ def replace_(
         if isinstance(old, nn.Conv2d) and block is None:
             make = StridedAttention2d
             options = {"groups": old.groups, **options} if old.groups > 1 else options
-        blocks.append(new_block(dry_run, make, x, "instead", options, y))
+        blocks.append(new_block(dry_run, make, x, "replace", options, y))
     report = make_report(blocks, "inserted by replacement", dry_run, warn=True)
     with attach.attach_blocks_(model, blocks):
         _, cost = dry_run.measure()
@@ -225,7 +225,7 @@ def remove_(model: nn.Module) -> InsertionReport:
     >>> len(remove_(model)), list(model.state_dict()) == keys
     (2, True)
     """
-    model = changeable(model)
+    model = require_modifiable(model)
     blocks = [module for module in model.modules() if RECORD in vars(module)]
     if not blocks:
         raise ValueError("model has no inserted block to remove")
@@ -239,7 +239,7 @@ def remove_(model: nn.Module) -> InsertionReport:
 
 def new_block(
     dry_run: DryRun,
-    block: Maker | str | None,
+    block: BlockFactory | str | None,
     x: FeatureMap,
     at: str,
     options: Mapping[str, Any],
@@ -248,10 +248,10 @@ def new_block(
     zeros: bool = True,
 ) -> nn.Module:
     """Build a block with its record. A block that replaces a module maps the feature map ``x`` to one like ``y``."""
-    make, channels = makers.get_maker(block, len(x.size)), x.shape[1]
-    options = {**makers.default_widths(make, channels, options), **options}
-    is_timm = isinstance(block, str) and block in makers.TIMM_BLOCKS
-    if is_timm and "feat_size" in makers.get_arguments(make):
+    make, channels = block_factories.get_block_factory(block, len(x.size)), x.shape[1]
+    options = {**block_factories.default_widths(make, channels, options), **options}
+    is_timm = isinstance(block, str) and block in block_factories.TIMM_BLOCKS
+    if is_timm and "feat_size" in block_factories.get_arguments(make):
         options = {"feat_size": x.size, **options}
     block_path, element = (attach.choose_block_path(dry_run.model, x.target), x.element) if y is None else (CHILD, None)
     fields = x.target, at, "", options, channels, x.size, 0, 0, dry_run.example.shape

@@ -34,7 +34,7 @@ class InsertedBlock:
 
     #: path of the module at which the block runs: the target of the selected site
     site: str
-    #: ``"after"``, ``"before"`` or ``"instead"`` (in place of) the module
+    #: ``"after"``, ``"before"`` or ``"replace"`` (in place of) the module
     at: str
     #: class name of the block
     block: str

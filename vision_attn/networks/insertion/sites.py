@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from vision_attn.checks import as_list, check_choice, product
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import CONTAINERS, inserted_blocks
-from vision_attn.networks.insertion.backbone import end_of_sequential, format_value, modules_around, plain_network
+from vision_attn.networks.insertion.backbone import ancestor_paths, end_of_sequential, format_value, unwrap_model
 from vision_attn.networks.insertion.dry_run import DryRun, get_tensors
 from vision_attn.networks.insertion.layout import FeatureMap
 from vision_attn.text import shorten
@@ -167,7 +167,7 @@ def stage_names(model: nn.Module, example_input: Any = None) -> list[str]:
     >>> stage_names(resnet18(), (1, 3, 64, 64))
     ['relu', 'layer1', 'layer2', 'layer3', 'layer4']
     """
-    model = plain_network(model)
+    model = unwrap_model(model)
     return find_stages(DryRun(model, example_input))
 
 
@@ -207,7 +207,7 @@ def last_of_each_size(units: Iterable[FeatureMap]) -> list[FeatureMap]:
 def stage_path(dry_run: DryRun, end: FeatureMap, units: Iterable[FeatureMap]) -> str:
     """Return the outermost module that ends with the module of a feature map and contains no other feature map size."""
     others = [other.target for other in units if other.size != end.size]
-    around = [name for name in modules_around(end.target) if not any(x.startswith(f"{name}.") for x in others)]
+    around = [name for name in ancestor_paths(end.target) if not any(x.startswith(f"{name}.") for x in others)]
     return next(name for name in (*around, end.target) if end_of_sequential(dry_run.model, name) == end.target)
 
 

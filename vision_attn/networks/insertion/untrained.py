@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 #: Number of updates of the other parameters after which a block without an update is reported.
-PATIENCE = 5
+MAX_MISSED_UPDATES = 5
 
 
-class Watch:
+class UpdateMonitor:
     """Updates of a block, and of the other parameters of its model, since insertion."""
 
     def __init__(self, model: nn.Module, block: nn.Module) -> None:
@@ -25,14 +25,14 @@ class Watch:
         model, block = (reference() for reference in self.references)
         if model is None or block is None:
             return True
-        self.values.add(fingerprint(block.parameters()))
+        self.values.add(version_checksum(block.parameters()))
         others = {*model.parameters()}.difference(block.parameters())
-        self.updates.add(fingerprint(p for p in others if p.requires_grad))
+        self.updates.add(version_checksum(p for p in others if p.requires_grad))
         return len(self.values) > 1
 
 
-#: Watched blocks of each model, by site.
-WATCHES: weakref.WeakKeyDictionary[nn.Module, dict[str, Watch]] = weakref.WeakKeyDictionary()
+#: Monitors of the blocks of each model, by site.
+MONITORS: weakref.WeakKeyDictionary[nn.Module, dict[str, UpdateMonitor]] = weakref.WeakKeyDictionary()
 
 
 def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
@@ -45,17 +45,21 @@ def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
     parameter = next((p for p in block.parameters() if p.requires_grad), None)
     if parameter is None:
         return
-    watches, watch = WATCHES.setdefault(model, {}), Watch(model, block)
-    watches[site] = watch
+    monitors, monitor = MONITORS.setdefault(model, {}), UpdateMonitor(model, block)
+    monitors[site] = monitor
 
     def check(parameter: Tensor) -> None:
-        if watches.get(site) is watch and not watch.is_updated():
-            if len(watch.updates) <= PATIENCE:
+        if monitors.get(site) is monitor and not monitor.is_updated():
+            if len(monitor.updates) <= MAX_MISSED_UPDATES:
                 return
             # The other blocks may not have received gradients in this backward pass yet.
-            stale = [x for x, other in watches.items() if len(other.updates) >= PATIENCE and not other.is_updated()]
+            stale = [
+                x
+                for x, other in monitors.items()
+                if len(other.updates) >= MAX_MISSED_UPDATES and not other.is_updated()
+            ]
             for other in stale:
-                del watches[other]
+                del monitors[other]
             warnings.warn(
                 f"the optimizer does not update the blocks at {', '.join(map(repr, stale))}: it was probably created "
                 "before insertion. Create it after insertion; va.check_optimizer(model, optimizer) lists such blocks",
@@ -66,6 +70,6 @@ def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
     handle = parameter.register_post_accumulate_grad_hook(check)
 
 
-def fingerprint(parameters: Iterable[Tensor]) -> float:
+def version_checksum(parameters: Iterable[Tensor]) -> float:
     """Return a number that changes with an update: fused optimizers change values without increasing the version."""
     return sum(p._version + float(p.detach().flatten()[0]) for p in parameters if p.numel())

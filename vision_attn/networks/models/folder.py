@@ -36,16 +36,16 @@ from torchvision.transforms.v2 import RGB, Grayscale
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import file_format
-from vision_attn.networks.checkpoints.file_format import gather, plain_key
+from vision_attn.networks.checkpoints.file_format import gather, unwrap_key
 from vision_attn.networks.checkpoints.load import load_checkpoint, refuse_without_values
-from vision_attn.networks.checkpoints.specification import get_arguments
-from vision_attn.networks.insertion import inserted_blocks, plain_network, quiet_eval, records, remove_
-from vision_attn.networks.insertion.exact import unwrap
-from vision_attn.networks.insertion.makers import BLOCKS
+from vision_attn.networks.checkpoints.option_code import get_arguments
+from vision_attn.networks.insertion import inserted_blocks, quiet_eval, records, remove_, unwrap_model
+from vision_attn.networks.insertion.block_factories import BLOCKS
+from vision_attn.networks.insertion.exact import unwrap_exact_block
 from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import read_file, write_atomically
 from vision_attn.networks.safe.write import TEMPORARY, name_errors
-from vision_attn.text import escaped, shorten
+from vision_attn.text import escape_control_characters, shorten
 from vision_attn.version import __version__
 
 #: Entry of the configuration for this library.
@@ -124,7 +124,7 @@ def save_model(
     >>> list(inserted_blocks(load_model(folder)))
     ['layer3.2']
     """
-    model, target = plain_network(model), Path(folder).resolve()
+    model, target = unwrap_model(model), Path(folder).resolve()
     refuse_without_values(model)
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if not isinstance(architecture, str) or not timm.is_model(architecture):
@@ -135,10 +135,10 @@ def save_model(
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f"classes must be the names of the {model.num_classes} classes, got {len(classes)} names")
     arguments, blocks = get_arguments(model.state_dict()), file_format.blocks_to_save(model)
-    state = {plain_key(key): gather(value) for key, value in model.state_dict().items()}
+    state = {unwrap_key(key): gather(value) for key, value in model.state_dict().items()}
     # The complete configuration, because timm before 1.0.31 uses it instead of the configuration of the model.
-    about = filter_pretrained_cfg(get_model_cfg(model), remove_source=True) | {"architecture": architecture}
-    config: dict[str, Any] = {"pretrained_cfg": about, "label_names": list(classes or ())}
+    metadata = filter_pretrained_cfg(get_model_cfg(model), remove_source=True) | {"architecture": architecture}
+    config: dict[str, Any] = {"pretrained_cfg": metadata, "label_names": list(classes or ())}
     identity = file_format.compute_hash([config, arguments, file_format.fingerprint(state)])
     config[SECTION] = {"format": file_format.FORMAT, "library": __version__, "save": identity}
     with LOCK, name_errors(Path(folder)):
@@ -147,7 +147,7 @@ def save_model(
             new = Path(temporary)
             save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
             config = json.loads((new / "config.json").read_text())
-            saved = file_format.Saved(state, blocks, arguments=arguments, about=config)
+            saved = file_format.Saved(state, blocks, arguments=arguments, metadata=config)
             file_format.write_saved(new / "model.safetensors", saved)
             verify(model, new, architecture)
             target.mkdir(exist_ok=True)
@@ -188,24 +188,25 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"{escaped(path)}: file not found. Pass a folder written by va.save_model, timm or va.train"
+            f"{escape_control_characters(path)}: file not found. "
+            "Pass a folder written by va.save_model, timm or va.train"
         )
     with open(path, "rb") as opened:
         config = check_config(path, opened.read(MAX_CONFIG_BYTES))
     file = read_file(folder / "model.safetensors")
     weights: Mapping[str, Any] = file.content
     saved = file_format.read_saved(file)
-    if saved is not None and SECTION in saved.about and saved.about[SECTION] != config.get(SECTION):
+    if saved is not None and SECTION in saved.metadata and saved.metadata[SECTION] != config.get(SECTION):
         remedy = "The configuration in model.safetensors is used; save the network again to update config.json."
         warnings.warn(f"{folder}: config.json and model.safetensors are from different saves. {remedy}", stacklevel=2)
-        config = check_config(file.path, json.dumps(dict(saved.about)))
+        config = check_config(file.path, json.dumps(dict(saved.metadata)))
 
     def build() -> nn.Module:
         model = create(config)
         if saved is not None:
             if inserted_blocks(model):  # inserted by the class of the network; the file lists all blocks
                 remove_(model)
-            file_format.insert_saved_(model, saved, file_format.find_makers(saved, folder, block))
+            file_format.insert_saved_(model, saved, file_format.find_factories(saved, folder, block))
         return model
 
     try:
@@ -285,7 +286,7 @@ def create(config: Mapping[str, Any]) -> nn.Module:
 
 def verify(model: nn.Module, folder: Path, architecture: str) -> None:
     """Raise an error unless the network in a folder and the model have the same output for an image."""
-    classes = [type(unwrap(block)) for block in inserted_blocks(model).values()]
+    classes = [type(unwrap_exact_block(block)) for block in inserted_blocks(model).values()]
     try:
         copy = load_model(folder, block=next((cls for cls in classes if cls.__name__ not in BLOCKS), None))
         value = next(p for p in model.parameters() if p.is_floating_point())

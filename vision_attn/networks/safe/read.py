@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.safe.pickled import NotAllowedError, PickleReader, as_key
-from vision_attn.text import escaped, shorten
+from vision_attn.text import escape_control_characters, shorten
 
 #: File names in folders of transformers, accelerate, timm and diffusers, with safer formats first.
 FILE_NAMES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
@@ -127,7 +127,7 @@ def find_file(path: Path) -> Path:
         if (path / name).is_file():
             return path / name
     where = f" in the folder; expected {' or '.join(FILE_NAMES)}" if path.is_dir() else ""
-    raise FileNotFoundError(f"{escaped(path)}: checkpoint file not found{where}")
+    raise FileNotFoundError(f"{escape_control_characters(path)}: checkpoint file not found{where}")
 
 
 def read_safetensors(file: ShortReads) -> tuple[object, dict[str, str]]:

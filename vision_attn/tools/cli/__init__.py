@@ -23,7 +23,7 @@ from typing import Any
 import tyro
 
 from vision_attn.errors import CheckpointError, DataError, Interrupted, VisionAttnError
-from vision_attn.text import escaped
+from vision_attn.text import escape_control_characters
 from vision_attn.tools.cli import commands
 from vision_attn.tools.cli.commands import compare, demo, evaluate, export, inspect, predict, train
 from vision_attn.tools.cli.visualize import explore
@@ -60,7 +60,7 @@ def run_command(name: str, words: list[str]) -> int:
                 WITH_SETTINGS[name](words)
         except (DataError, FileNotFoundError, ValueError) as error:
             if len(error.args) == 1:
-                error.args = (with_flags(str(error), name),)
+                error.args = (replace_names_with_flags(str(error), name),)
             raise
     elif name == "--version":
         print(f"vision-attn {__version__}")
@@ -71,18 +71,18 @@ def run_command(name: str, words: list[str]) -> int:
         if name and status:
             close = difflib.get_close_matches(name, COMMANDS, n=1)
             guess = f". Did you mean {close[0]!r}?" if close else ""
-            lines += ["", f"vision-attn: error: unknown command {escaped(name)!r}{guess}"]
+            lines += ["", f"vision-attn: error: unknown command {escape_control_characters(name)!r}{guess}"]
         print("\n".join(lines), file=sys.stderr if status else sys.stdout)
         return status
     return 0
 
 
-def with_flags(message: str, command: str) -> str:
+def replace_names_with_flags(message: str, command: str) -> str:
     """Replace argument names in an error message with the flags of a command.
 
     Names are replaced at the start of the message and before an equals sign.
 
-    >>> with_flags("val_fraction requires data=…", "train")
+    >>> replace_names_with_flags("val_fraction requires data=…", "train")
     '--val-fraction requires --data'
     """
     if command in PLAIN:
@@ -104,7 +104,7 @@ def with_flags(message: str, command: str) -> str:
 
 def print_warning(program: str, message: Warning | str, *where: Any, **options: Any) -> None:
     """Print a warning to standard error in one line, without the source line that Python adds."""
-    print(f"{program}: warning: {escaped(' '.join(str(message).split()))}", file=sys.stderr)
+    print(f"{program}: warning: {escape_control_characters(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = "interrupted") -> int:
@@ -143,7 +143,11 @@ def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = 
             lines = str(error).split("\n")
             if isinstance(error, OSError) and error.strerror and error.filename:
                 lines = [f"{error.strerror}: {error.filename!r}"]  # without the errno
-            message = "\n".join(lines) if isinstance(error, CheckpointError) else " ".join(map(escaped, lines))
+            message = (
+                "\n".join(lines)
+                if isinstance(error, CheckpointError)
+                else " ".join(map(escape_control_characters, lines))
+            )
             print(f"{name}: error: {message or type(error).__name__}{remedy}", file=sys.stderr)
         else:
             traceback.print_exc()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, arg
 
-from vision_attn.text import escaped
+from vision_attn.text import escape_control_characters
 from vision_attn.tools.cli.visualize import Images, Output, find_images, load_images
 from vision_attn.tools.hints import hint
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def print_escaped(text: object) -> None:
     """Print lines with escaped control characters, which names and text from files may contain."""
-    print("\n".join(map(escaped, str(text).split("\n"))), flush=True)
+    print("\n".join(map(escape_control_characters, str(text).split("\n"))), flush=True)
 
 
 def inspect(
@@ -46,12 +46,12 @@ def inspect(
         num_heads: Number of attention heads.
         pattern: Attention pattern: full, rows, columns, 'Window(7)' or another pattern, or an einx expression.
     """
-    from vision_attn.networks.checkpoints.specification import from_word
+    from vision_attn.networks.checkpoints.option_code import parse_option
     from vision_attn.networks.inspection import inspect_model
 
     options: dict[str, Any] = {"batch_size": batch_size, "num_heads": num_heads}
     if pattern != "full":  # the report lists only options that are not defaults
-        options["pattern"] = from_word(pattern.removeprefix("va."))
+        options["pattern"] = parse_option(pattern.removeprefix("va."))
     if input_size:
         options["input_size"] = input_size[0] if len(input_size) == 1 else input_size
     print_escaped(inspect_model(model, **options))
@@ -148,16 +148,16 @@ def export(
     print_escaped(export_model(folder.load_model(run), output, **options))
 
 
-def flags_in(words: list[str]) -> list[str]:
+def parse_flag_names(words: list[str]) -> list[str]:
     """Return the names of the settings on a command line."""
     return [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
 
 
-def settings_from(words: list[str], prog: str, default: Any = None, description: str | None = None) -> Settings:
+def parse_settings(words: list[str], prog: str, default: Any = None, description: str | None = None) -> Settings:
     """Parse settings; flags override the settings of the file of ``--config`` or the run of ``--resume``."""
     from vision_attn.tools.training.settings import PlainErrors, Settings, read_settings
 
-    given = flags_in(words)
+    given = parse_flag_names(words)
     forms = [word.split("=", 1) if word.startswith(("--config=", "--resume=")) else [word] for word in words]
     words = [word for form in forms for word in form]
     for flag in ("--config", "--resume"):
@@ -178,7 +178,7 @@ def settings_from(words: list[str], prog: str, default: Any = None, description:
 
 def train(words: list[str]) -> None:
     """Train an image classifier, with or without inserted attention."""
-    settings = settings_from(words, "vision-attn train")
+    settings = parse_settings(words, "vision-attn train")
 
     from vision_attn.tools.training.run import run_training
 
@@ -198,8 +198,8 @@ def evaluate(words: list[str]) -> None:
     if words and not words[0].startswith("-"):
         path, words = Path(words[0]), words[1:]
         if not (path / "config.json").is_file():
-            default = replace(read_settings(path, flags_in(words)), freeze_backbone=False)
-    settings = settings_from(words, "vision-attn evaluate", default, cleandoc(str(evaluate.__doc__)))
+            default = replace(read_settings(path, parse_flag_names(words)), freeze_backbone=False)
+    settings = parse_settings(words, "vision-attn evaluate", default, cleandoc(str(evaluate.__doc__)))
 
     from vision_attn.tools.training import run
 
@@ -231,21 +231,21 @@ def compare(words: list[str]) -> None:
     how, rest = tyro.cli(Comparison, args=words, prog=prog, return_unknown_args=True)
 
     from vision_attn.tools.comparison.variants import recipe, settings_for_variant
-    from vision_attn.tools.training.settings import Settings, changed
+    from vision_attn.tools.training.settings import Settings, non_default_settings
 
-    for name in flags_in(rest):
+    for name in parse_flag_names(rest):
         close = difflib.get_close_matches(name, Comparison.__annotations__, n=1)
         if close and name not in Settings.__annotations__:
             raise ValueError(f"unknown flag --{name.replace('_', '-')}. Did you mean --{close[0]}?")
     unset = Settings(insert=("…",))  # distinguishes sites that the user passes from no sites
-    common = recipe(changed(settings_from(rest, prog, unset), unset))
+    common = recipe(non_default_settings(parse_settings(rest, prog, unset), unset))
     variants: dict[str, dict[str, Any]] = {}
     for name, sign, text in (word.partition("=") for word in how.variants):
         flags = shlex.split(text)
         base = flags.pop(0) if flags and not flags[0].startswith("-") else "attention" if sign else name
         if not name or "/" in name or name in variants:
             raise ValueError(f"variants must have distinct names that are valid folder names, got {name!r}")
-        custom = changed(settings_from(flags, f"{prog} --variants {name}", unset), unset)
+        custom = non_default_settings(parse_settings(flags, f"{prog} --variants {name}", unset), unset)
         variants[name] = settings_for_variant(base, custom, common)
 
     options: dict[str, Any] = {name: value for name, value in vars(how).items() if name != "variants"}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from vision_attn.text import escaped
+from vision_attn.text import escape_control_characters
 from vision_attn.tools.hints import hint
 
 if TYPE_CHECKING:
@@ -83,13 +83,17 @@ def open_network(name: str, pretrained: bool, adapter: Path | None) -> Any:
             raise ValueError(f"adapter requires the name of a model, but {name} is a folder, which contains its blocks")
         model = folder.load_model(Path(name))
     else:
-        about = read_adapter(adapter).about if adapter else {}
-        classes, known = tuple(about.get("classes", ())), get_pretrained_cfg(name)
+        metadata = read_adapter(adapter).metadata if adapter else {}
+        classes, known = tuple(metadata.get("classes", ())), get_pretrained_cfg(name)
         count = len(classes) or (known.num_classes if known else 1000)
         model = create_model(name, num_classes=count, pretrained=pretrained).eval()
         if adapter:
             load_adapter_(model, adapter)
-        config = {**get_model_cfg(model), **({"crop_pct": 1.0, "interpolation": "bilinear"} if about else {}), **about}
+        config = {
+            **get_model_cfg(model),
+            **({"crop_pct": 1.0, "interpolation": "bilinear"} if metadata else {}),
+            **metadata,
+        }
         if not classes and (subset := infer_imagenet_subset(config)):
             classes = tuple(map(ImageNetInfo(subset).index_to_description, range(count)))
         vars(model).update(classes=classes or None, pretrained_cfg=config)
@@ -155,7 +159,7 @@ def explore(
     print(f"wrote {page} ({page.stat().st_size / 1e3:,.0f} kB). Open it in a browser")
     if png:
         # Short enough for a panel. Matplotlib parses text between dollar signs as a formula.
-        titles = [escaped(path.stem[:12]).replace("$", r"\$") for path in paths]
+        titles = [escape_control_characters(path.stem[:12]).replace("$", r"\$") for path in paths]
         middle = tuple(side / 2 for side in pixels.shape[2:])
         with quiet_eval(network), capture(network, [middle], sites=sites or None) as maps:
             network(normalize(pixels))

@@ -17,7 +17,7 @@ from vision_attn.networks.figures import attention_figure, save_figure
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.networks.models.folder import load_model, save_model
 from vision_attn.networks.recording import capture
-from vision_attn.tools.comparison.experiments import Measured, Runs, print_parts, trials
+from vision_attn.tools.comparison.experiments import Metrics, Runs, print_parts, trials
 from vision_attn.tools.comparison.recall import CELLS, COLORS, NOTHING, PAIRS, PIXELS, accuracy, canvases, training
 from vision_attn.tools.comparison.variants import BLOCK_SETTINGS, RECALL, settings_for_variant
 from vision_attn.tools.explorer import explore
@@ -59,7 +59,7 @@ def compare_on_recall(
     return trials(partial(train_recall, output=Path(output).resolve()), variants, output=output, steps=steps, **options)
 
 
-def train_recall(variant: str, seed: int, *, steps: int, output: Path, **settings: Any) -> Measured:
+def train_recall(variant: str, seed: int, *, steps: int, output: Path, **settings: Any) -> Metrics:
     """Train the network with the block of a variant, save it and measure its accuracy."""
     torch.manual_seed(seed)
     model = timm.create_model("recall")

@@ -30,9 +30,9 @@ from vision_attn.text import Table, markdown, shorten
 from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_figure, difference_parts
 
 #: measurements by name
-Measured = dict[str, float]
+Metrics = dict[str, float]
 #: measurements by variant and seed
-Runs = dict[str, dict[str, Measured]]
+Runs = dict[str, dict[str, Metrics]]
 #: differences of all pairs of variants by measurement, starting with those of the last variant
 Differences = dict[str, list[Difference]]
 #: Number of timed steps of each variant, which alternate.
@@ -42,7 +42,7 @@ DECIMALS = {"%": 1, "dB": 2, "px": 2, "steps": 0}
 
 
 def trials(
-    run: Callable[..., Measured],
+    run: Callable[..., Metrics],
     variants: Sequence[str] | Mapping[str, Mapping[str, Any]],
     *,
     seeds: Sequence[int],
@@ -131,7 +131,7 @@ def is_complete(file: Path, settings: Mapping[str, Any]) -> bool:
 
 
 def make_run(
-    run: Callable[..., Measured], variant: str, seed: int, settings: Mapping[str, Any], file: Path
+    run: Callable[..., Metrics], variant: str, seed: int, settings: Mapping[str, Any], file: Path
 ) -> list[str]:
     """Execute one run, save its measurements and return its warnings."""
     file.parent.mkdir(exist_ok=True)
@@ -206,15 +206,15 @@ def time_steps(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 def compare_runs(runs: Runs) -> Differences:
     """Return the differences between the variants for all measurements that have a unit and vary."""
     found = {}
-    for name in measured_names(runs):
+    for name in metric_names(runs):
         if name.endswith(tuple(DECIMALS)) and len(runs) > 1:
             scores = {variant: [one[name] for one in by_seed.values()] for variant, by_seed in runs.items()}
             if any(len(set(values)) > 1 for values in scores.values()):
-                found[name] = compare_scores(scores, less=not name.endswith(("%", "dB")))
+                found[name] = compare_scores(scores, lower_is_better=not name.endswith(("%", "dB")))
     return found
 
 
-def measured_names(runs: Runs) -> list[str]:
+def metric_names(runs: Runs) -> list[str]:
     """Return the names of the measurements of all variants."""
     return list(dict.fromkeys(name for by_seed in runs.values() for one in by_seed.values() for name in one))
 
@@ -226,9 +226,9 @@ def format_values(name: str, values: Sequence[float]) -> str:
     return f"{np.mean(values):,.{digits}f}{spread}" if values else "—"
 
 
-def report_parts(runs: Runs, times: Measured, differences: Differences, note: str) -> list[str | Table]:
+def report_parts(runs: Runs, times: Metrics, differences: Differences, note: str) -> list[str | Table]:
     """Return tables of means, standard deviations and the differences between the last variant and the others."""
-    names = measured_names(runs)
+    names = metric_names(runs)
     rows = [("variant", *(["ms per step"] if times else []), *names, "runs")]
     for variant, by_seed in runs.items():
         cells = [format_values(name, [one[name] for one in by_seed.values() if name in one]) for name in names]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vision_attn.networks.insertion import count_macs
-from vision_attn.tools.comparison.experiments import Measured, Runs, trials
+from vision_attn.tools.comparison.experiments import Metrics, Runs, trials
 from vision_attn.tools.training.run import run_training
 from vision_attn.tools.training.settings import CALL_SETTINGS, Settings
 from vision_attn.version import __version__
@@ -51,7 +51,7 @@ def compare(
     return trials(run, settings, output=output, gpu=gpu, note=note, **options)
 
 
-def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> Measured:
+def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> Metrics:
     """Train a variant with a seed, or resume its run, and measure the network of the last epoch.
 
     The best epoch is not reported, because it is selected with the validation images.

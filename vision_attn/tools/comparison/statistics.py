@@ -37,7 +37,7 @@ class Difference:
     high: float | None = None
     p: float | None = None
     #: True if lower is better, as for errors
-    less: bool = False
+    lower_is_better: bool = False
 
     @property
     def verdict(self) -> str:
@@ -50,17 +50,17 @@ class Difference:
             return "no verdict"
         if self.low <= 0 <= self.high:
             return "no significant difference"
-        return "better" if (self.low > 0) is not self.less else "worse"
+        return "better" if (self.low > 0) is not self.lower_is_better else "worse"
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dictionary for JSON."""
         return {**asdict(self), "verdict": self.verdict}
 
 
-def compare_scores(scores: Scores, *, less: bool = False) -> list[Difference]:
+def compare_scores(scores: Scores, *, lower_is_better: bool = False) -> list[Difference]:
     """Return the differences between each variant and the earlier variants, starting with the last variant.
 
-    If ``less`` is true, lower scores are better.
+    If ``lower_is_better`` is true, lower scores are better.
 
     Source: Games and Howell, *Pairwise Multiple Comparison Procedures with Unequal N's and/or Variances*, 1976,
     https://doi.org/10.3102/10769986001002113, as ``scipy.stats.tukey_hsd(..., equal_var=False)``.
@@ -73,7 +73,10 @@ def compare_scores(scores: Scores, *, less: bool = False) -> list[Difference]:
     pairs = [(later, earlier) for later in reversed(range(len(names))) for earlier in range(later)]
     means = [float(np.mean(values)) for values in scores.values()]
     if min(map(len, scores.values())) < 2:
-        return [Difference((names[one], names[other]), means[one] - means[other], less=less) for one, other in pairs]
+        return [
+            Difference((names[one], names[other]), means[one] - means[other], lower_is_better=lower_is_better)
+            for one, other in pairs
+        ]
     with np.errstate(divide="ignore", invalid="ignore"):  # two variants with constant scores
         result = stats.tukey_hsd(*scores.values(), equal_var=False)
         interval = result.confidence_interval(CONFIDENCE)
@@ -81,7 +84,7 @@ def compare_scores(scores: Scores, *, less: bool = False) -> list[Difference]:
     for one, other in pairs:
         numbers = (interval.low[one, other], interval.high[one, other], result.pvalue[one, other])
         low, high, p = map(float, numbers) if all(map(math.isfinite, numbers)) else (None, None, None)
-        found.append(Difference((names[one], names[other]), means[one] - means[other], low, high, p, less))
+        found.append(Difference((names[one], names[other]), means[one] - means[other], low, high, p, lower_is_better))
     return found
 
 

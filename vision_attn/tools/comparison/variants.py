@@ -48,7 +48,7 @@ def recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
         flags = ", ".join(f"--{name}" for name in reserved)
         raise ValueError(f"{flags}: not available in a comparison. Pass a custom block as --variants 'NAME=--block …'")
     defaults = RECIPES.get(settings.get("dataset", "folder" if "data" in settings else "recall"), {})
-    return with_options({**defaults, **settings}, {**parse_options(defaults), **parse_options(settings)})
+    return set_options({**defaults, **settings}, {**parse_options(defaults), **parse_options(settings)})
 
 
 def settings_for_variant(base: str, custom: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def settings_for_variant(base: str, custom: Mapping[str, Any], common: Mapping[s
     values = {"insert": ("-1",), **defaults, **common, **custom}
     block = values.get("block", "attention")
     accepted = {name: word for name, word in parse_options(common).items() if accepts_option(block, name)}
-    return with_options(values, {**accepted, **parse_options(defaults), **parse_options(custom)})
+    return set_options(values, {**accepted, **parse_options(defaults), **parse_options(custom)})
 
 
 def parse_options(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -83,7 +83,7 @@ def parse_options(settings: Mapping[str, Any]) -> dict[str, str]:
     return {text.partition("=")[0]: text.partition("=")[2] for text in settings.get("block_options", ())}
 
 
-def with_options(settings: Mapping[str, Any], options: Mapping[str, str]) -> dict[str, Any]:
+def set_options(settings: Mapping[str, Any], options: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings with other block options."""
     found = {name: value for name, value in settings.items() if name != "block_options"}
     return {**found, **({"block_options": tuple(map("=".join, options.items()))} if options else {})}
@@ -94,12 +94,12 @@ def accepts_option(block: str, option: str) -> bool:
     import inspect
 
     from vision_attn.attention.blocks import Attention2d
-    from vision_attn.networks.insertion.makers import get_arguments, get_maker
+    from vision_attn.networks.insertion.block_factories import get_arguments, get_block_factory
     from vision_attn.tools.training.network import block_class  # imports timm, which is not needed to parse flags
 
     def is_argument(name: str) -> bool:
         forwarded = inspect.signature(Attention2d).parameters if name == "attention" else ()
-        return option in get_arguments(get_maker(block_class(name))) or option in forwarded
+        return option in get_arguments(get_block_factory(block_class(name))) or option in forwarded
 
     blocks = {settings.get("block", "attention") for settings in VARIANTS.values() if settings is not None}
     return is_argument(block) or not any(map(is_argument, blocks))

@@ -19,7 +19,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 from vision_attn.checks import check_count, check_type
 from vision_attn.networks.contributions import branches, compute_scores, disabled, measure_branches, rms_ratio
-from vision_attn.networks.insertion import plain_network, quiet_eval
+from vision_attn.networks.insertion import quiet_eval, unwrap_model
 from vision_attn.networks.insertion.sites import Names
 from vision_attn.networks.maps import AttentionMap
 from vision_attn.networks.recording import capture
@@ -98,7 +98,7 @@ def explore(
     check_writable(Path(output))
     rounded = (images.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
     titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
-    plain = plain_network(model)
+    plain = unwrap_model(model)
     weight, shown = next(plain.parameters()), []
     with quiet_eval(model):
         for image, name, picture in zip(images.split(1), titles, pictures or map(to_pil_image, rounded), strict=True):
@@ -179,7 +179,7 @@ def predict(model: nn.Module, x: Tensor, off: Iterable[str] = ()) -> Tensor | No
     def zero(module: nn.Module, args: Any, y: Any) -> Any:
         return (torch.zeros_like(y[0]), *y[1:]) if isinstance(y, tuple) else torch.zeros_like(y)
 
-    plain, blocks = plain_network(model), branches(model)
+    plain, blocks = unwrap_model(model), branches(model)
     with disabled(model, [path for path in off if path in blocks]), ExitStack() as hooks:
         for path in off:
             if path not in blocks:

@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import Normalize
 
 from vision_attn.attention.blocks import set_impl_
 from vision_attn.errors import ExportError
-from vision_attn.networks.insertion import inserted_blocks, plain_network
+from vision_attn.networks.insertion import inserted_blocks, unwrap_model
 from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.networks.safe.write import TEMPORARY
@@ -32,7 +32,7 @@ TOLERANCE = 1e-4
 #: Default crop and interpolation of images, in the format of timm.
 CROP = {"crop_pct": 1.0, "crop_mode": "center", "interpolation": "bilinear"}
 #: Implementations of attention to export. The second is used if a runtime does not support the first.
-IMPLS = ("sdpa", "bmm")
+EXPORT_IMPLS = ("sdpa", "bmm")
 #: Batch sizes for the comparison, and pixels added to the height and width if they are dynamic. Not all resulting sizes
 #: are divisible by window sizes, so that padding is tested.
 BATCHES, ADDED = (1, 3), ((0, 0), (9, 22), (31, 0))
@@ -114,7 +114,7 @@ def export_model(
     >>> report.difference < 1e-5
     True
     """
-    output, plain = Path(output).absolute(), plain_network(model)
+    output, plain = Path(output).absolute(), unwrap_model(model)
     suffix = next((suffix for suffix in FORMATS if output.name.lower().endswith(suffix)), None)
     if suffix is None:
         raise ValueError(f"output must end in {', '.join(FORMATS)}, got {output.name!r}")
@@ -136,7 +136,7 @@ def export_model(
     sides = [*given] if isinstance(given, Sequence) else [given] * 2
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
         raise ValueError(f"input_size must be a side, or a height and a width, in pixels, got {input_size!r}")
-    about: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "classes": list(vars(plain).get("classes") or ()),
         "input_size": (config["input_size"][0], *sides),
         "mean": config["mean"],
@@ -162,11 +162,11 @@ def export_model(
     if int8 is not None:
         from vision_attn.tools.export.int8 import load_images, quantize
 
-        calibration, _ = load_images(Path(int8), about, train=True)
-        labeled = load_images(Path(int8), about, train=False)
+        calibration, _ = load_images(Path(int8), metadata, train=True)
+        labeled = load_images(Path(int8), metadata, train=False)
     with TemporaryDirectory(prefix=TEMPORARY, dir=output.parent) as folder:
         written = Path(folder) / f"network{suffix}"
-        comparison, notes = export_and_compare(network, form, written, axes, about)
+        comparison, notes = export_and_compare(network, form, written, axes, metadata)
         if int8 is not None:
             with quiet():
                 notes.append(quantize(written, calibration, *labeled))
@@ -175,24 +175,24 @@ def export_model(
             write_atomically(path, staged.read_bytes())
             staged.unlink()  # frees disk space for the next file
     size = sum(path.stat().st_size for path in targets.values())
-    return ExportReport(output, about["input_size"], normalize, axes, *comparison, size, tuple(notes))
+    return ExportReport(output, metadata["input_size"], normalize, axes, *comparison, size, tuple(notes))
 
 
 def export_and_compare(
-    network: nn.Module, form: Format, path: Path, axes: Sequence[Axis], about: Mapping[str, Any]
+    network: nn.Module, form: Format, path: Path, axes: Sequence[Axis], metadata: Mapping[str, Any]
 ) -> tuple[tuple[float, float, int], list[str]]:
     """Write a file with the first implementation of attention for which the runtime reproduces the network.
 
     Return the largest difference, the largest output, the number of images, and notes on workarounds.
     """
-    channels, height, width = about["input_size"]
+    channels, height, width = metadata["input_size"]
     generator = torch.Generator().manual_seed(0)
     images = [
         torch.rand(count, channels, height + rows, width + columns, generator=generator)
         for count in (BATCHES if "batch" in axes else (1, 1))
         for rows, columns in (ADDED if "size" in axes else ADDED[:1])
     ]
-    set_impl_(network, IMPLS[0])
+    set_impl_(network, EXPORT_IMPLS[0])
     try:
         with torch.no_grad():
             expected = [network(batch) for batch in images]
@@ -206,14 +206,14 @@ def export_and_compare(
         raise ExportError("the output of the network is not finite: training may have diverged. No file was written")
     largest = max(float(logits.abs().max()) for logits in expected)
     failures: list[str] = []
-    for impl in IMPLS:
+    for impl in EXPORT_IMPLS:
         if not set_impl_(network, impl) and failures:  # no block has another implementation
             break
         try:
             with quiet(), torch.no_grad():
-                example = torch.zeros(2 if "batch" in axes else 1, *about["input_size"])
+                example = torch.zeros(2 if "batch" in axes else 1, *metadata["input_size"])
                 program = export_program(network, example, axes, form.max_batch)
-                form.write(program, path, json.dumps(about, ensure_ascii=False))
+                form.write(program, path, json.dumps(metadata, ensure_ascii=False))
                 run = form.open(path)
                 difference = max(map(compare, map(run, images), expected))
         except (ImportError, OSError):
@@ -223,7 +223,7 @@ def export_and_compare(
         else:
             if difference <= TOLERANCE * largest:
                 notes = [
-                    f"attention is exported as impl={impl!r}, because with {IMPLS[0]!r} the network {why}"
+                    f"attention is exported as impl={impl!r}, because with {EXPORT_IMPLS[0]!r} the network {why}"
                     for why in failures
                 ]
                 return (difference, largest, sum(map(len, images))), notes
@@ -231,7 +231,7 @@ def export_and_compare(
                 f"has a different output in {form.runtime}: the largest difference is {difference:.1e}, for outputs up "
                 f"to {largest:.3g}"
             )
-    other = f"; with impl={IMPLS[1]!r} it {failures[1]}" if len(set(failures)) > 1 else ""
+    other = f"; with impl={EXPORT_IMPLS[1]!r} it {failures[1]}" if len(set(failures)) > 1 else ""
     raise ExportError(f"the network {failures[0]}{other}. No file was written")
 
 

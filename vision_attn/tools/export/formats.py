@@ -61,14 +61,14 @@ def export_program(
     return torch.export.export(network, (images,), dynamic_shapes=(dims,))
 
 
-def write_onnx(program: ExportedProgram, path: Path, about: str) -> None:
+def write_onnx(program: ExportedProgram, path: Path, metadata: str) -> None:
     names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
     names["dynamic_shapes"] = (
         {dim: name for dims in DIMS.values() for dim, name in dims.items()},
     )  # names of the dynamic dimensions
     exported = torch.onnx.export(program, dynamo=True, verbose=False, **names)
     assert exported is not None
-    exported.model.metadata_props[ENTRY] = about
+    exported.model.metadata_props[ENTRY] = metadata
     path.write_bytes(exported.model_proto.SerializeToString())
 
 
@@ -79,18 +79,18 @@ def open_onnx(path: Path) -> Run:
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-def write_program(program: ExportedProgram, path: Path, about: str) -> None:
-    torch.export.save(program, path, extra_files={ENTRY: about})
+def write_program(program: ExportedProgram, path: Path, metadata: str) -> None:
+    torch.export.save(program, path, extra_files={ENTRY: metadata})
 
 
 def open_program(path: Path) -> Run:
     return torch.export.load(path).module()
 
 
-def write_compiled(program: ExportedProgram, path: Path, about: str) -> None:
+def write_compiled(program: ExportedProgram, path: Path, metadata: str) -> None:
     import torch._inductor
 
-    configs = {"aot_inductor.metadata": {ENTRY: about}}
+    configs = {"aot_inductor.metadata": {ENTRY: metadata}}
     torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
 
 
@@ -100,11 +100,11 @@ def open_compiled(path: Path) -> Run:
     return torch._inductor.aoti_load_package(str(path))
 
 
-def write_openvino(program: ExportedProgram, path: Path, about: str) -> None:
+def write_openvino(program: ExportedProgram, path: Path, metadata: str) -> None:
     import openvino
 
     model = openvino.convert_model(program)
-    model.set_rt_info(about, [ENTRY])
+    model.set_rt_info(metadata, [ENTRY])
     openvino.save_model(model, path, compress_to_fp16=False)
 
 
@@ -116,12 +116,12 @@ def open_openvino(path: Path) -> Run:
     return lambda images: torch.from_numpy(model(images.numpy())[0])
 
 
-def write_tflite(program: ExportedProgram, path: Path, about: str) -> None:
+def write_tflite(program: ExportedProgram, path: Path, metadata: str) -> None:
     import litert_torch
 
     litert_torch.convert(program.module(), program.example_inputs[0]).export(str(path))
     with zipfile.ZipFile(path, "a") as archive:  # LiteRT stores associated files in a ZIP archive
-        archive.writestr(f"{ENTRY}.json", about)
+        archive.writestr(f"{ENTRY}.json", metadata)
 
 
 def open_tflite(path: Path) -> Run:
@@ -132,13 +132,17 @@ def open_tflite(path: Path) -> Run:
     return lambda images: torch.from_numpy(next(iter(runner(**{name: images.numpy()}).values())))
 
 
-def write_executorch(program: ExportedProgram, path: Path, about: str) -> None:
+def write_executorch(program: ExportedProgram, path: Path, metadata: str) -> None:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
     # The check of the program makes a dynamic batch static.
     unchecked = EdgeCompileConfig(_check_ir_validity=False)
-    options = {"partitioner": [XnnpackPartitioner()], "compile_config": unchecked, "constant_methods": {ENTRY: about}}
+    options = {
+        "partitioner": [XnnpackPartitioner()],
+        "compile_config": unchecked,
+        "constant_methods": {ENTRY: metadata},
+    }
     lowered = to_edge_transform_and_lower(program, **options)
     path.write_bytes(lowered.to_executorch().buffer)
 

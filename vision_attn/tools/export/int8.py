@@ -12,7 +12,7 @@ from torchvision.transforms.v2.functional import normalize, to_dtype
 
 from vision_attn.errors import DataError, ExportError
 from vision_attn.tools.export.formats import open_onnx
-from vision_attn.tools.training.data import Decoded, eval_transform, open_data
+from vision_attn.tools.training.data import DecodedImages, eval_transform, open_data
 from vision_attn.tools.training.settings import Settings
 
 #: Numbers of images for calibration and evaluation, evenly spaced in the order of classes.
@@ -47,20 +47,20 @@ def quantize(path: Path, calibration: list[Tensor], images: list[Tensor], labels
     )
 
 
-def load_images(folder: Path, about: Mapping[str, Any], *, train: bool) -> tuple[list[Tensor], Tensor]:
+def load_images(folder: Path, metadata: Mapping[str, Any], *, train: bool) -> tuple[list[Tensor], Tensor]:
     """Return batches of one image, preprocessed for the exported file, and their class indices in the network."""
     source = open_data(Settings(data=folder), train=train)
-    classes = about["classes"]
+    classes = metadata["classes"]
     if not classes:
         raise DataError("int8 requires the class names of the network. Set model.classes")
-    if about["input_size"][0] != 3:
-        raise DataError(f"int8 requires a network for 3 channels, got {about['input_size'][0]}")
+    if metadata["input_size"][0] != 3:
+        raise DataError(f"int8 requires a network for 3 channels, got {metadata['input_size'][0]}")
     if unknown := [name for name in source.classes if name not in classes]:
         raise DataError(f"{source.name} contains the class {unknown[0]!r}, which is not a class of the network")
     count = min(CALIBRATION if train else EVALUATION, len(source))
     rows = torch.linspace(0, len(source) - 1, count).long()
-    batches = Decoded(source, eval_transform(about), 0, 0).batches(rows.split(1))
+    batches = DecodedImages(source, eval_transform(metadata), 0, 0).batches(rows.split(1))
     images, labels = zip(*((to_dtype(pixels, scale=True), label) for pixels, label in batches), strict=True)
-    if about["pixels"] != "0…1":
-        images = tuple(normalize(image, about["mean"], about["std"]) for image in images)
+    if metadata["pixels"] != "0…1":
+        images = tuple(normalize(image, metadata["mean"], metadata["std"]) for image in images)
     return list(images), torch.tensor([classes.index(source.classes[int(label)]) for label in labels])

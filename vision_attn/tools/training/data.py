@@ -76,7 +76,7 @@ class Folder(ImageFolder):
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSplit:
     """Training or validation part of a data set, before decoding."""
 
     name: str
@@ -103,7 +103,7 @@ class Source:
         return torch.as_tensor(found)[list(self.rows)]
 
 
-def open_data(settings: Settings, *, train: bool) -> Source:
+def open_data(settings: Settings, *, train: bool) -> DataSplit:
     """Open the training or validation part of a data set without decoding images."""
     fraction, root = settings.val_fraction, settings.data and settings.data.expanduser()
     from_train = train or fraction is not None
@@ -131,11 +131,11 @@ def open_data(settings: Settings, *, train: bool) -> Source:
         folder = training if from_train or evaluation is None else evaluation
         dataset, name = Folder(folder), str(folder)
         classes = dataset.classes
-    source = Source(name, tuple(map(str, classes)), dataset, range(len(dataset)))
+    source = DataSplit(name, tuple(map(str, classes)), dataset, range(len(dataset)))
     return source if fraction is None else split_source(source, settings, train, fraction)
 
 
-def split_source(source: Source, settings: Settings, train: bool, fraction: float) -> Source:
+def split_source(source: DataSplit, settings: Settings, train: bool, fraction: float) -> DataSplit:
     """Hold out a random fraction of each class; return the held-out images or the other images."""
     from sklearn.model_selection import train_test_split
 
@@ -163,12 +163,12 @@ class InMemory:
             yield [self.images[index], self.labels[index]]
 
 
-class Decoded(Dataset[tuple[Tensor, int]]):
+class DecodedImages(Dataset[tuple[Tensor, int]]):
     """Images decoded by worker processes in every epoch; the seed, the epoch and the row determine all randomness."""
 
     storage = "decoded in every epoch"
 
-    def __init__(self, source: Source, transform: Callable[[Image.Image], Tensor], seed: int, workers: int) -> None:
+    def __init__(self, source: DataSplit, transform: Callable[[Image.Image], Tensor], seed: int, workers: int) -> None:
         self.source, self.transform, self.seed, self.workers = source, transform, seed, workers
         self.labels = source.labels
         self.epoch = torch.zeros((), dtype=torch.long).share_memory_()
@@ -247,8 +247,8 @@ def eval_transform(config: Mapping[str, Any]) -> Any:
 
 
 def open_images(
-    source: Source, settings: Settings, config: Mapping[str, Any], device: torch.device, *, train: bool = False
-) -> InMemory | Decoded:
+    source: DataSplit, settings: Settings, config: Mapping[str, Any], device: torch.device, *, train: bool = False
+) -> InMemory | DecodedImages:
     """Open images as bytes ``(b, c, h, w)`` of the network's input size, in memory if possible.
 
     Args:
@@ -267,7 +267,7 @@ def open_images(
     if workers is None:
         cores = cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         workers = min(MAX_WORKERS, cores, len(source) // IMAGES_PER_WORKER)
-    decoded = Decoded(source, augment or eval_transform(config), settings.seed, workers)
+    decoded = DecodedImages(source, augment or eval_transform(config), settings.seed, workers)
     if augment is not None or len(source) * math.prod(config["input_size"]) > MAX_IN_MEMORY:
         return decoded
     parts = list(decoded.batches(torch.arange(len(source)).split(256)))

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from vision_attn.networks.contributions import disabled, measure_branches, rms_ratio
 from vision_attn.networks.insertion import quiet_eval
-from vision_attn.tools.training.data import Decoded, InMemory, Source, open_images
-from vision_attn.tools.training.network import Network
+from vision_attn.tools.training.data import DataSplit, DecodedImages, InMemory, open_images
+from vision_attn.tools.training.network import NetworkSetup
 from vision_attn.tools.training.settings import Settings
 
 
@@ -62,10 +62,10 @@ class Disabled:
 class Evaluation:
     """Evaluation of networks on one set of images, distributed over all processes."""
 
-    def __init__(self, source: Source, settings: Settings, network: Network, accelerator: Accelerator) -> None:
+    def __init__(self, source: DataSplit, settings: Settings, network: NetworkSetup, accelerator: Accelerator) -> None:
         config = network.config
         self.accelerator, self.batch_size = accelerator, settings.batch_size
-        self.data: InMemory | Decoded = open_images(source, settings, config, accelerator.device)
+        self.data: InMemory | DecodedImages = open_images(source, settings, config, accelerator.device)
         #: conversion of bytes to the network's input: ``(x / 255 - mean) / std`` in each channel
         to_float = v2.ToDtype(torch.float32, scale=True)
         self.normalize = v2.Compose([to_float, v2.Normalize(config["mean"], config["std"])])
@@ -101,7 +101,7 @@ class Evaluation:
         with disabled(model):
             return self(model)
 
-    def without_blocks(self, model: nn.Module, scores: Scores, predictions: Tensor) -> Disabled | None:
+    def compare_without_blocks(self, model: nn.Module, scores: Scores, predictions: Tensor) -> Disabled | None:
         """Compare the given scores with those without blocks; return None if there are no blocks."""
         if scores.residual_ratio is None:
             return None

@@ -35,10 +35,10 @@ from vision_attn.networks.checkpoints import load_checkpoint, save_adapter
 from vision_attn.networks.insertion import inserted_blocks, parameter_groups
 from vision_attn.networks.models.folder import save_model
 from vision_attn.networks.safe.write import rename_folder
-from vision_attn.tools.training.data import Decoded, InMemory, choose_crop, seed_all
+from vision_attn.tools.training.data import DecodedImages, InMemory, choose_crop, seed_all
 from vision_attn.tools.training.evaluation import Evaluation, Scores
 from vision_attn.tools.training.folder import newest_state, write_metrics
-from vision_attn.tools.training.network import Log, Network
+from vision_attn.tools.training.network import Log, NetworkSetup
 from vision_attn.tools.training.settings import Settings
 
 #: Steps between two checks of the loss and of signals on CUDA, where each check waits for the device.
@@ -108,7 +108,12 @@ class Trainer:
     """Training of one network from the first step, or from a saved state, to the last step."""
 
     def __init__(
-        self, settings: Settings, network: Network, data: InMemory | Decoded, evaluation: Evaluation, log: Log
+        self,
+        settings: Settings,
+        network: NetworkSetup,
+        data: InMemory | DecodedImages,
+        evaluation: Evaluation,
+        log: Log,
     ) -> None:
         self.settings, self.network, self.data, self.evaluation, self.log = settings, network, data, evaluation, log
         self.folder, self.accelerator = Path(str(settings.output)), evaluation.accelerator
@@ -267,7 +272,7 @@ class Trainer:
             write_metrics(self.folder, progress.rows, draw=seconds > DRAW_AFTER)
         self.save()
 
-    def get_plain_network(self) -> nn.Module:
+    def get_network_to_save(self) -> nn.Module:
         """Return the network to save, on the CPU and in evaluation mode."""
         self.plain.load_state_dict(self.evaluated.state_dict())
         return self.plain
@@ -280,12 +285,12 @@ class Trainer:
 
     def save_best(self) -> None:
         """Save the network and, if the backbone is frozen, the adapter."""
-        model, network = self.get_plain_network(), self.network
+        model, network = self.get_network_to_save(), self.network
         save_model(model, self.folder / "model", classes=network.classes)
         if self.settings.freeze_backbone and inserted_blocks(model):
-            about = {key: network.config[key] for key in ("input_size", "mean", "std")}
-            about["classes"] = list(network.classes)
-            save_adapter(model, self.folder / "adapter.safetensors", also=network.new_head, about=about)
+            metadata = {key: network.config[key] for key in ("input_size", "mean", "std")}
+            metadata["classes"] = list(network.classes)
+            save_adapter(model, self.folder / "adapter.safetensors", also=network.new_head, metadata=metadata)
 
     def save(self) -> None:
         """Write the complete state of the run to a temporary folder, rename it, and remove older states."""

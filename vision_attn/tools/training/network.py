@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 from vision_attn.networks.checkpoints import load_checkpoint
-from vision_attn.networks.checkpoints.specification import from_word
+from vision_attn.networks.checkpoints.option_code import parse_option
 from vision_attn.networks.insertion import InsertionReport, freeze_backbone_, insert_, parse_sites, quiet_eval
 from vision_attn.networks.models.registry import create_model, get_model_cfg
 from vision_attn.text import Table
-from vision_attn.tools.training.data import Source, choose_crop
+from vision_attn.tools.training.data import DataSplit, choose_crop
 from vision_attn.tools.training.settings import Settings
 
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkSetup:
     """A network with its configuration and classes; prints as a summary."""
 
     model: nn.Module
@@ -51,8 +51,8 @@ class Network:
 
 
 def build_network(
-    settings: Settings, source: Source, log: Log, *, model: nn.Module | None = None, resumed: bool = False
-) -> Network:
+    settings: Settings, source: DataSplit, log: Log, *, model: nn.Module | None = None, resumed: bool = False
+) -> NetworkSetup:
     """Create a network, insert blocks and load weights, or use a given network; then freeze the backbone.
 
     Weights are not loaded for a ``resumed`` run, whose state contains them.
@@ -92,10 +92,10 @@ def build_network(
     if settings.freeze_backbone:
         count = freeze_backbone_(model, also_train=new_head)
         log(f"frozen backbone: {count:,} parameters are trained")
-    return Network(model, config, source.classes, report, new_head)
+    return NetworkSetup(model, config, source.classes, report, new_head)
 
 
-def configure_(model: nn.Module, settings: Settings, source: Source) -> dict[str, Any]:
+def configure_(model: nn.Module, settings: Settings, source: DataSplit) -> dict[str, Any]:
     """Set the image size, statistics and crop of the run in the timm configuration of a network, and return it."""
     config = {"interpolation": "bilinear", **get_model_cfg(model)}
     size = config["input_size"][1:] if source.pixels is None else source.pixels.shape[1:3]
@@ -127,7 +127,7 @@ def insert_blocks_(model: nn.Module, settings: Settings, config: dict[str, Any])
         name, sign, word = text.partition("=")
         if not (name.isidentifier() and sign) or name in options:
             raise ValueError(f"block_options must be distinct NAME=VALUE pairs such as num_heads=4, got {text!r}")
-        options[name] = from_word(word)
+        options[name] = parse_option(word)
     where = {"example_input": (1, *config["input_size"]), "at": settings.at, **parse_sites(settings.insert)}
     try:
         return insert_(model, block_class(settings.block), **where, **options)

@@ -20,7 +20,7 @@ from filelock import FileLock
 from torch import nn
 
 from vision_attn.errors import DataError, TrainingError
-from vision_attn.networks.insertion.makers import get_maker
+from vision_attn.networks.insertion.block_factories import get_block_factory
 from vision_attn.networks.models.folder import load_model
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import shorten
@@ -144,7 +144,7 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
             raise
         for tracker in accelerator.trackers:
             tracker.finish()
-        disabled = evaluation.without_blocks(trainer.evaluated, final, predictions)
+        disabled = evaluation.compare_without_blocks(trainer.evaluated, final, predictions)
     rows, row = trainer.progress.rows, trainer.progress.rows[trainer.progress.best]
     best = Scores(row["eval_loss"], row["eval_top1"], row["eval_top5"], row["residual_ratio"])
     log(f"{disabled}\n" * bool(disabled) + f"best epoch, {row['epoch']}: {best}, in {folder / 'model'}")
@@ -154,7 +154,7 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
             without, _ = evaluation.evaluate_without_blocks(trainer.load_best())
         if without.top1 > best.top1:
             log(harmful_blocks_note(best, without))
-    return Result(trainer.get_plain_network(), network.config["input_size"], final, best, disabled, rows, folder)
+    return Result(trainer.get_network_to_save(), network.config["input_size"], final, best, disabled, rows, folder)
 
 
 def harmful_blocks_note(best: Scores, without: Scores) -> str:
@@ -182,7 +182,7 @@ def evaluate(settings: Settings, path: Path | None = None, *, log: Log = print) 
     source = open_data(settings, train=False)
     model = None
     if path is not None:
-        model = load_model(path, block=get_maker(block_class(settings.block)))
+        model = load_model(path, block=get_block_factory(block_class(settings.block)))
         classes = vars(model)["classes"] or source.classes
         if classes != source.classes:
             found = f"expected {shorten(classes)}, got {shorten(source.classes)}"
@@ -192,7 +192,7 @@ def evaluate(settings: Settings, path: Path | None = None, *, log: Log = print) 
     log(f"{network}\n{len(source):,} images of {source.name} on {accelerator.device}")
     model = network.model.to(accelerator.device).eval()
     scores, predictions = evaluation(model)
-    disabled = evaluation.without_blocks(model, scores, predictions)
+    disabled = evaluation.compare_without_blocks(model, scores, predictions)
     log(f"{scores}\n{disabled}" if disabled else str(scores))
     return scores
 

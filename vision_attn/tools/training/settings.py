@@ -209,10 +209,10 @@ for name, text in Settings.__annotations__.items():
 
 def differences(one: Settings, other: Settings) -> list[str]:
     """Return the names of different settings that can change the result of a run."""
-    return [name for name in changed(one, other) if name not in MACHINE_SETTINGS | CALL_SETTINGS]
+    return [name for name in non_default_settings(one, other) if name not in MACHINE_SETTINGS | CALL_SETTINGS]
 
 
-def changed(settings: Settings, default: Settings | None = None) -> dict[str, Any]:
+def non_default_settings(settings: Settings, default: Settings | None = None) -> dict[str, Any]:
     """Return the settings that differ from the default."""
     defaults = vars(default or Settings())
     return {name: value for name, value in vars(settings).items() if value != defaults.get(name, value)}

@@ -7,41 +7,44 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vision_attn.attention.patterns.line import AXES, GRIDS, WINDOWS, Rearrangement, split_every_axis
 from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisTiles, check_lengths, same_length
+from vision_attn.attention.patterns.rearrangement import AXES, GRIDS, WINDOWS, Rearrangement, split_every_axis
 from vision_attn.checks import product
 
 
-class LinePattern(AnyPattern):
+class ExpressionPattern(AnyPattern):
     """Base class of patterns whose groups follow from an einx expression, and are the same for queries and keys.
 
     If the length of an axis is not a multiple of the sizes in the expression, the axis is padded at its end. ``shift``
     is the position at which the first complete window starts, as in Swin.
     """
 
-    line: Rearrangement
+    rearrangement: Rearrangement
     shift: int | tuple[int, ...] = 0
 
     @property
     def rank(self) -> int:
-        return len(self.line.axes)
+        return len(self.rearrangement.axes)
 
     @property
     def is_global(self) -> bool:
-        return not self.line.groups and not self.line.sizes
+        return not self.rearrangement.groups and not self.rearrangement.sizes
 
     @property
     def attention_axes(self) -> tuple[bool, ...]:
-        return tuple([any(name in self.line.tokens for name in names) for names in self.line.axes])
+        return tuple([any(name in self.rearrangement.tokens for name in names) for names in self.rearrangement.axes])
 
     @property
     def window_shape(self) -> tuple[int | None, ...]:
-        given = dict(self.line.sizes)
-        tokens = [[given.get(name) for name in names if name in self.line.tokens] for names in self.line.axes]
+        given = dict(self.rearrangement.sizes)
+        tokens = [
+            [given.get(name) for name in names if name in self.rearrangement.tokens]
+            for names in self.rearrangement.axes
+        ]
         return tuple([None if None in lengths else product(filter(None, lengths)) for lengths in tokens])
 
     def axis_tiles(self, axis: int, length: int, device: torch.device) -> AxisTiles:
-        line, given, names = self.line, dict(self.line.sizes), self.line.axes[axis]
+        line, given, names = self.rearrangement, dict(self.rearrangement.sizes), self.rearrangement.axes[axis]
         multiple = product([given.get(name, 1) for name in names])
         if all(name in given for name in names) and length > multiple:
             raise ValueError(f"x must have at most {multiple} positions on axis {axis + 2} for {self}, got {length}")
@@ -76,7 +79,7 @@ class LinePattern(AnyPattern):
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class Pattern(LinePattern):
+class Pattern(ExpressionPattern):
     """A custom pattern: an einx expression that partitions a feature map into groups of tokens.
 
     ::
@@ -100,20 +103,22 @@ class Pattern(LinePattern):
     Columns of the same parity attend to each other:
 
     >>> stripes = Pattern("b n d h (w s) -> (b s) n (h w) d", s=2)
-    >>> print(stripes.line.torch)
+    >>> print(stripes.rearrangement.torch)
     maps.view(b, n, d, h, w, s).permute(0, 5, 1, 3, 4, 2).reshape(b*s, n, h*w, d)
     """
 
     text: str = field(compare=False)
     sizes: tuple[tuple[str, int], ...] = field(compare=False)
-    line: Rearrangement
+    rearrangement: Rearrangement
 
     def __init__(self, expression: str, /, **sizes: int) -> None:
         if not isinstance(expression, str):
             raise ValueError(f"Pattern: expression must be a str, as in 'b n d h w -> (b h) n w d', got {expression!r}")
-        vars(self).update(text=expression, sizes=tuple(sizes.items()), line=Rearrangement.parse(expression, sizes))
+        vars(self).update(
+            text=expression, sizes=tuple(sizes.items()), rearrangement=Rearrangement.parse(expression, sizes)
+        )
 
-    def for_rank(self, rank: int) -> Pattern:
+    def expand_to_rank(self, rank: int) -> Pattern:
         if rank != self.rank:
             raise ValueError(f"pattern must be for feature maps with {rank} axes, got {self}, which is for {self.rank}")
         return self
@@ -129,7 +134,7 @@ class Axial(AnyPattern):
     name: str
     axes: tuple[int, ...] | None
 
-    def for_rank(self, rank: int) -> Pattern:
+    def expand_to_rank(self, rank: int) -> Pattern:
         names = AXES[-rank:]
         if self.axes is not None and rank < -min(self.axes):
             raise ValueError(f"pattern {self.name!r} requires a feature map with {-min(self.axes)} axes, got {rank}")
@@ -139,7 +144,7 @@ class Axial(AnyPattern):
 
 
 @dataclass(frozen=True)
-class Window(LinePattern):
+class Window(ExpressionPattern):
     """Attention inside non-overlapping windows, as in Swin.
 
     ::
@@ -177,12 +182,12 @@ class Window(LinePattern):
             raise ValueError(f"Window: shift must be smaller than size, got size={self.size} and shift={self.shift}")
 
     @property
-    def line(self) -> Rearrangement:  # type: ignore[override]
+    def rearrangement(self) -> Rearrangement:  # type: ignore[override]
         return split_every_axis(WINDOWS, *same_length(self.size))
 
 
 @dataclass(frozen=True)
-class Grid(LinePattern):
+class Grid(ExpressionPattern):
     """Attention between the positions of a grid that is spread over the feature map, as in MaxViT.
 
     ::
@@ -211,7 +216,7 @@ class Grid(LinePattern):
         check_lengths("Grid", "size", self.size)
 
     @property
-    def line(self) -> Rearrangement:  # type: ignore[override]
+    def rearrangement(self) -> Rearrangement:  # type: ignore[override]
         return split_every_axis(GRIDS, *same_length(self.size))
 
 

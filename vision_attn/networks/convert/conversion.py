@@ -1,4 +1,4 @@
-"""The table of supported attention layers of other libraries: one :class:`Row` per layer, by the path of its class.
+"""Supported attention layers of other libraries: a :class:`LayerConversion` for each layer, by the path of its class.
 
 To support another layer, add a row to :mod:`.timm_layers` or :mod:`.other_layers`, with the weights in the order of the
 blocks of this library, and the arguments of the block. The rows are used by ``from_layer``, by ``swap_`` and for the
@@ -153,7 +153,7 @@ def no_bias(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LayerConversion:
     """Conversion of one attention layer of another library; the first argument of all functions is the layer.
 
     ``attend(x, mask=None, context=None)`` runs the block on ``(b, channels, *axes)``. A layer of tokens that receives
@@ -261,7 +261,7 @@ class Row:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 #: Rows by class path. :mod:`.timm_layers`, :mod:`.other_layers` and :mod:`.keras_layers` add them.
-TABLE: dict[str, Row] = {}
+CONVERSIONS: dict[str, LayerConversion] = {}
 
 #: Reasons why attention layers are not supported, by class names.
 UNSUPPORTED = {
@@ -282,13 +282,13 @@ UNSUPPORTED = {
 
 def known_class(module: object) -> type | None:
     """Return the class of a layer, or the first of its base classes, that is in the table; None if there is none."""
-    return next((kind for kind in type(module).__mro__ if class_path(kind) in TABLE), None)
+    return next((kind for kind in type(module).__mro__ if class_path(kind) in CONVERSIONS), None)
 
 
-def find_row(module: object) -> tuple[str, Any, Row]:
+def find_conversion(module: object) -> tuple[str, Any, LayerConversion]:
     """Return the class path, the class and the row of a layer; raise an error with the reason if there is no row."""
     path = class_path(kind := known_class(module) or type(module))
-    if path not in TABLE:
+    if path not in CONVERSIONS:
         why = next((f": {reason}" for names, reason in UNSUPPORTED.items() if kind.__name__ in names.split()), "")
         raise ValueError(f"{path} is not supported{why}")
-    return path, kind, TABLE[path]
+    return path, kind, CONVERSIONS[path]

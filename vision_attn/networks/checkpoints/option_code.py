@@ -17,7 +17,7 @@ from vision_attn.attention.position import AbsPos, ConditionalPos, RelPosDecompo
 PATTERNS = (Window, Grid, Halo, Neighborhood, Pattern)
 POSITIONS = (RelPosDecomposed, RelPosTable, AbsPos, Rope2d, ConditionalPos, SinCos)
 #: The names that are allowed in the code.
-SPECIFICATIONS: dict[str, Callable[..., Any]] = {cls.__name__: cls for cls in (*PATTERNS, *POSITIONS)}
+CONFIG_CLASSES: dict[str, Callable[..., Any]] = {cls.__name__: cls for cls in (*PATTERNS, *POSITIONS)}
 
 #: path of a block -> {argument: code}
 Arguments = Mapping[str, Mapping[str, str]]
@@ -39,7 +39,7 @@ def to_code(name: str, value: object) -> str:
         again = NotImplemented
     if type(again) is not type(value) or repr(again) != code:
         plain = "numbers, strings, True, False, None, tuples, lists and dictionaries of these values"
-        raise ValueError(f"{name}={code} cannot be saved: options must be {plain}, or {', '.join(SPECIFICATIONS)}")
+        raise ValueError(f"{name}={code} cannot be saved: options must be {plain}, or {', '.join(CONFIG_CLASSES)}")
     return code
 
 
@@ -57,10 +57,10 @@ def from_code(code: str) -> Any:
         raise ValueError(f"{code[:200]!r} is not a valid value: {error}") from error
 
 
-def from_word(word: str) -> Any:
+def parse_option(word: str) -> Any:
     """Parse a value from the command line: names and einx expressions need no quotes, other values are code.
 
-    >>> from_word("rows"), from_word("Grid(7)"), from_word("b n d h w -> (b w) n h d"), from_word("0.5")
+    >>> parse_option("rows"), parse_option("Grid(7)"), parse_option("b n d h w -> (b w) n h d"), parse_option("0.5")
     ('rows', Grid(size=7), 'b n d h w -> (b w) n h d', 0.5)
     """
     is_text = "->" in word or (word.isidentifier() and not keyword.iskeyword(word))
@@ -79,11 +79,11 @@ def eval_node(node: ast.expr) -> Any:
             return list(map(eval_node, items))
         case ast.Dict(keys=keys, values=values) if None not in keys:
             return {eval_node(key): eval_node(item) for key, item in zip(keys, values, strict=True) if key}
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in SPECIFICATIONS:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in CONFIG_CLASSES:
             named = {item.arg: eval_node(item.value) for item in keywords if item.arg is not None}
             if len(named) == len(keywords):
-                return SPECIFICATIONS[name](*map(eval_node, args), **named)
-    raise ValueError(f"{ast.unparse(node)[:80]} is neither a literal nor one of {', '.join(SPECIFICATIONS)}")
+                return CONFIG_CLASSES[name](*map(eval_node, args), **named)
+    raise ValueError(f"{ast.unparse(node)[:80]} is neither a literal nor one of {', '.join(CONFIG_CLASSES)}")
 
 
 def get_arguments(state: object) -> Arguments:
@@ -94,10 +94,10 @@ def get_arguments(state: object) -> Arguments:
     {'': {'num_heads': '2', 'pattern': 'Window(size=7, shift=0)'}}
     """
     metadata = getattr(state, "_metadata", None) or {}
-    return check_arguments({path: entry[CONFIG_KEY] for path, entry in metadata.items() if CONFIG_KEY in entry})
+    return check_saved_arguments({path: entry[CONFIG_KEY] for path, entry in metadata.items() if CONFIG_KEY in entry})
 
 
-def check_arguments(arguments: Any) -> Arguments:
+def check_saved_arguments(arguments: Any) -> Arguments:
     """Return the arguments of blocks; raise an error unless paths, names and values are strings."""
     for path, values in arguments.items():
         if not all(isinstance(text, str) for text in (path, *values, *values.values())):

@@ -18,14 +18,14 @@ from vision_attn.attention import blocks
 from vision_attn.attention.blocks import AttentionBlock1d, AttentionBlock2d, AttentionBlock3d
 
 #: A class or function that builds a block.
-Maker = Callable[..., nn.Module]
+BlockFactory = Callable[..., nn.Module]
 
 #: The default block, by the number of axes of a feature map.
-ATTENTION_BLOCKS: dict[int, Maker] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
+ATTENTION_BLOCKS: dict[int, BlockFactory] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
 #: Arguments of :func:`vision_attn.insert_` that are not options of a block.
 SITE_ARGUMENTS = ("stages", "names", "where", "exclude", "at", "layout", "example_input", "exact")
 #: Blocks of this library by name.
-BLOCKS: dict[str, Maker] = {name: kind for name, kind in vars(blocks).items() if isinstance(kind, type)}
+BLOCKS: dict[str, BlockFactory] = {name: kind for name, kind in vars(blocks).items() if isinstance(kind, type)}
 #: The names of timm's ``create_attn``, except ``"ge"``, which timm cannot build.
 TIMM_BLOCKS = (
     *("se", "ese", "eca", "ecam", "ceca", "gc", "gca", "cbam", "lcbam", "coord", "scoord", "ela", "strip"),
@@ -40,10 +40,10 @@ MAX_WIDTH = 512
 BOTTLENECK_ARGUMENTS = ("act_layer", "rd_channels", "rd_divisor", "rd_ratio")
 
 
-def get_maker(block: Maker | str | None, axes: int = 2) -> Maker:
+def get_block_factory(block: BlockFactory | str | None, axes: int = 2) -> BlockFactory:
     """Return the class or function for a name; a class or function is returned unchanged.
 
-    >>> get_maker("cbam")(8)(torch.randn(1, 8, 7, 7)).shape
+    >>> get_block_factory("cbam")(8)(torch.randn(1, 8, 7, 7)).shape
     torch.Size([1, 8, 7, 7])
     """
     if block is None or block == "attention":
@@ -53,7 +53,7 @@ def get_maker(block: Maker | str | None, axes: int = 2) -> Maker:
     if isinstance(block, str) and block in TIMM_BLOCKS:
         from timm.layers import get_attn
 
-        maker: Maker = get_attn(block)
+        maker: BlockFactory = get_attn(block)
         return maker
     if isinstance(block, str | nn.Module) or not callable(block):
         names = ", ".join(("attention", *BLOCKS, *TIMM_BLOCKS))
@@ -62,11 +62,13 @@ def get_maker(block: Maker | str | None, axes: int = 2) -> Maker:
     return block
 
 
-def get_arguments(make: Maker) -> dict[str, inspect.Parameter]:
+def get_arguments(make: BlockFactory) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(make).parameters)
 
 
-def make_block(make: Maker, channels: int, *, device: Any = None, dtype: Any = None, **options: Any) -> nn.Module:
+def make_block(
+    make: BlockFactory, channels: int, *, device: Any = None, dtype: Any = None, **options: Any
+) -> nn.Module:
     """Build a block with a device and dtype, even if ``make`` does not have these arguments."""
     known = get_arguments(make)
     if "_" in known and (unknown := options.keys() - known.keys()):  # timm's layers ignore unknown arguments.
@@ -80,7 +82,7 @@ def make_block(make: Maker, channels: int, *, device: Any = None, dtype: Any = N
     return block if to.keys() <= options.keys() or not isinstance(block, nn.Module) else block.to(**to)
 
 
-def default_widths(make: Maker, channels: int, options: Mapping[str, Any]) -> dict[str, int]:
+def default_widths(make: BlockFactory, channels: int, options: Mapping[str, Any]) -> dict[str, int]:
     """Return the number and widths of heads that are not given as options and whose default does not fit.
 
     A default block attends in at most 512 channels, and the width of its heads is a multiple of 8. In a block that uses
@@ -113,7 +115,13 @@ def fitting_heads(channels: int, most: int = 8) -> int:
 
 
 def build_timm_layer(
-    block: Maker, options: Mapping[str, Any], channels: int, *, device: Any = None, dtype: Any = None, **kwargs: Any
+    block: BlockFactory,
+    options: Mapping[str, Any],
+    channels: int,
+    *,
+    device: Any = None,
+    dtype: Any = None,
+    **kwargs: Any,
 ) -> nn.Module:
     """Build a block from the arguments that timm's networks pass to a layer."""
     if channels == 8 and kwargs == {"rd_ratio": 1.0}:
@@ -129,7 +137,7 @@ def build_timm_layer(
     return block(channels, device=device, dtype=dtype, **options, **kwargs)
 
 
-def timm_layer(block: Maker | None = None, **options: Any) -> Maker:
+def timm_layer(block: BlockFactory | None = None, **options: Any) -> BlockFactory:
     """Return a block constructor that timm accepts as the class of attention layers.
 
     ``timm.create_model("resnet50", block_args=dict(attn_layer=timm_layer(num_heads=4)))`` has the block in every
@@ -166,7 +174,7 @@ def refuse_misspelled(options: Iterable[str]) -> None:
             raise TypeError(f"insert_() got an unexpected argument {name!r}. Did you mean {close!r}?")
 
 
-def suggest_argument(error: BaseException, make: Maker) -> str:
+def suggest_argument(error: BaseException, make: BlockFactory) -> str:
     """Return a sentence that suggests the closest argument for an unexpected one; empty if there is none."""
     _, unknown, name = str(error).rpartition("unexpected keyword argument ")
     if not unknown:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Call: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
-class Place(NamedTuple):
+class TokenPositions(NamedTuple):
     """Positions of the queries and keys of a module."""
 
     #: size of the feature map of the queries
@@ -55,9 +55,9 @@ def running_calls() -> Iterator[Call]:
         frame = frame.f_back
 
 
-def place_on_map(
+def locate_tokens(
     swap: Swap, inputs: AttentionInputs, sizes: Any, calls: Sequence[Call], images: int, image_size: Sequence[int]
-) -> Place | str:
+) -> TokenPositions | str:
     """Return the positions of a block's input on each image of a batch, or the reason why they are unknown.
 
     ``calls`` are the running calls of the block, the swapped module and its parent modules.
@@ -65,8 +65,8 @@ def place_on_map(
     size, keys_size = sizes
     module, *outers = (caller for caller, *_ in calls[1:])
     windows = find_windows(module, outers)
-    if windows is None and swap.row.axes != "b t c":
-        return Place(size, keys_size or size)
+    if windows is None and swap.conversion.axes != "b t c":
+        return TokenPositions(size, keys_size or size)
     pattern: AnyPattern = resolve_pattern("full")
     groups, prefix, found = len(inputs.q) // images, 0, None
     on_map = partial(find_map, calls, len(image_size), swap.block.channels)
@@ -90,7 +90,9 @@ def place_on_map(
     keys = keys_size or found
     if len(keys) != len(found):
         return f"its {product(keys)} keys are not positions of the feature map"
-    return Place(found, keys, Grouping(pattern.for_rank(len(found)), found, keys, inputs.q.device), prefix)
+    return TokenPositions(
+        found, keys, Grouping(pattern.expand_to_rank(len(found)), found, keys, inputs.q.device), prefix
+    )
 
 
 def find_map(calls: Sequence[Call], axes: int, channels: int, count: int) -> tuple[int, ...] | None:

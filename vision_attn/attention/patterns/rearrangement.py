@@ -55,36 +55,36 @@ class Rearrangement:
         ('s',)
         """
 
-        def refuse(why: str) -> ValueError:
+        def reject(why: str) -> ValueError:
             return ValueError(f"pattern must be an einx expression of the form {FORM}, got {text!r}: {why}")
 
         sides = text.split("->")
         if len(sides) != 2:
-            raise refuse("it must have exactly one '->'")
+            raise reject("it must have exactly one '->'")
         if not all(map(SIDE.fullmatch, sides)):
-            raise refuse("each side must consist of names, or names in parentheses")
+            raise reject("each side must consist of names, or names in parentheses")
         left, right = ([tuple(item.strip("()").split()) for item in re.findall(ITEM, side)] for side in sides)
         if left[:3] != [("b",), ("n",), ("d",)] or not 1 <= len(left) - 3 <= len(AXES):
-            raise refuse("its left side must be 'b n d' and one to three axes of the feature map")
+            raise reject("its left side must be 'b n d' and one to three axes of the feature map")
         if len(right) != 4 or right[0][:1] != ("b",) or right[1] != ("n",) or right[3] != ("d",) or not right[2]:
-            raise refuse("its right side must be '(b <groups>) n (<tokens>) d'")
+            raise reject("its right side must be '(b <groups>) n (<tokens>) d'")
         axes, groups, tokens = left[3:], right[0][1:], right[2]
         names = [name for axis in axes for name in axis]
         for name in {*names, *groups, *tokens}:
             before, after = names.count(name), (*groups, *tokens).count(name)
             if name in RESERVED:
-                raise refuse(f"{name!r} is a reserved name. Choose another name for this part of an axis")
+                raise reject(f"{name!r} is a reserved name. Choose another name for this part of an axis")
             if before != 1 or after != 1:
-                raise refuse(f"each name must occur once on each side, but {name!r} occurs {before} and {after} times")
+                raise reject(f"each name must occur once on each side, but {name!r} occurs {before} and {after} times")
         for name, size in sizes.items():
             if name not in names:
-                raise refuse(f"{name}={size!r} was given, but {name!r} does not occur in the expression")
+                raise reject(f"{name}={size!r} was given, but {name!r} does not occur in the expression")
             if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_COUNT:
-                raise refuse(f"the size of {name!r} must be an integer >= 1, got {size!r}")
+                raise reject(f"the size of {name!r} must be an integer >= 1, got {size!r}")
         for axis in axes:
             unknown = [name for name in axis if name not in sizes]
             if len(unknown) > 1:
-                raise refuse(f"pass the size of {' or '.join(map(repr, unknown))} as a keyword argument")
+                raise reject(f"pass the size of {' or '.join(map(repr, unknown))} as a keyword argument")
         groups, tokens = (tuple(name for name in names if name in side) for side in (groups, tokens))
         given = tuple((name, sizes[name]) for name in names if name in sizes)
         return Rearrangement(tuple(axes), groups, tokens, given)
@@ -95,12 +95,12 @@ class Rearrangement:
 
     @property
     def axes_text(self) -> str:
-        return " ".join(map(joined, self.axes))
+        return " ".join(map(join_names, self.axes))
 
     @property
     def einx(self) -> str:
         """The expression for ``einx.id``."""
-        return f"b n d {self.axes_text} -> {joined(('b', *self.groups))} n {joined(self.tokens)} d"
+        return f"b n d {self.axes_text} -> {join_names(('b', *self.groups))} n {join_names(self.tokens)} d"
 
     @property
     def torch(self) -> str:
@@ -120,7 +120,7 @@ class BoundRearrangement:
         #: The two sides of the einx expression for the feature map, ``b c (gh h) (gw w)``, and for its groups,
         #: ``(b gh gw) h w c``.
         self.map_text: str = f"b c {line.axes_text}"
-        self.groups_text: str = f"{joined(('b', *line.groups))} {' '.join(map(joined, tokens))} c"
+        self.groups_text: str = f"{join_names(('b', *line.groups))} {' '.join(map(join_names, tokens))} c"
         #: The permutation from ``(b, <split axes>, c)`` to ``(b, <groups>, <tokens>, c)``, and its inverse.
         split, grouped = ["b", *line.names, "c"], ["b", *line.groups, *line.tokens, "c"]
         self.forward_perm: list[int] = [split.index(name) for name in grouped]
@@ -140,6 +140,6 @@ def split_every_axis(template: str, sides: tuple[int, ...]) -> Rearrangement:
     return Rearrangement.parse(text, dict(zip(axes, sides, strict=True)))
 
 
-def joined(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """Write names as one axis of an einx expression; an axis without names has length one."""
     return f"({' '.join(names)})" if len(names) > 1 else names[0] if names else "1"

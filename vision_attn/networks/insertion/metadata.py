@@ -56,7 +56,7 @@ NON_RASTER = {
 
 
 @dataclass(frozen=True)
-class Declared:
+class NetworkMetadata:
     """Metadata of a network, or of the only part of it that has metadata."""
 
     #: the parts that declare stages, if there are several; all other fields are then empty
@@ -73,9 +73,9 @@ class Declared:
     non_raster: str = ""
 
 
-def read_metadata(model: nn.Module) -> Declared:
+def read_metadata(model: nn.Module) -> NetworkMetadata:
     """Return the metadata of a model, or of the part of it that declares stages."""
-    found: dict[str, Declared] = {}
+    found: dict[str, NetworkMetadata] = {}
     for wrapped in (False, True):  # timm's ``features_only=True`` wraps a network or the parts of one.
         for path, module in model.named_modules():
             inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
@@ -83,10 +83,10 @@ def read_metadata(model: nn.Module) -> Declared:
                 found[path] = declared
         if found:
             break
-    return next(iter(found.values())) if len(found) == 1 else Declared(parts=tuple(found))
+    return next(iter(found.values())) if len(found) == 1 else NetworkMetadata(parts=tuple(found))
 
 
-def read_module(module: nn.Module, path: str, wrapped: bool) -> Declared | None:
+def read_module(module: nn.Module, path: str, wrapped: bool) -> NetworkMetadata | None:
     """Return the metadata of a module, or None if the declared stages are not in the module.
 
     With ``wrapped``, the stages may also be in a module inside.
@@ -94,7 +94,7 @@ def read_module(module: nn.Module, path: str, wrapped: bool) -> Declared | None:
     parent = f"{path}." if path else ""
     stages, entries = get_stages(module), get_feature_info(module)
     if isinstance(stages, str):
-        return Declared(trunk=parent + stages)
+        return NetworkMetadata(trunk=parent + stages)
     if not stages and not entries:
         return None
     known = {name for name, _ in module.named_modules(remove_duplicate=False)}
@@ -111,7 +111,7 @@ def read_module(module: nn.Module, path: str, wrapped: bool) -> Declared | None:
     channels = [entry.get("num_chs") for entry in entries] + [None] * len(paths)
     prefix = getattr(module, "num_prefix_tokens", None)
     pairs = zip((parent + name for name in paths), channels, strict=False)  # CrossViT declares stages twice.
-    return Declared(
+    return NetworkMetadata(
         stages=tuple(dict(pairs).items()),
         trunk=None if paths else path,
         prefix=prefix if isinstance(prefix, int) else None,
