@@ -239,6 +239,7 @@ def align_widths(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
 
 
 def align(x: Tensor, width: int, step: int) -> Tensor:
+    """Pad heads with zeros to a width, and copy a tensor whose strides are not multiples of ``step``."""
     if x.shape[3] != width:
         return F.pad(x, (0, width - x.shape[3]))
     if torch.compiler.is_compiling():  # the compiler aligns the inputs of the kernel

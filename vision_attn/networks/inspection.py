@@ -229,13 +229,13 @@ def create_network(name: str) -> nn.Module:
     """Create a network with random weights from a timm name, or from a torchvision name after ``torchvision:``."""
     from torchvision.models import get_model, list_models
 
-    from vision_attn.networks.models.registry import create_model, no_such_model
+    from vision_attn.networks.models.registry import create_model, unknown_model_error
 
     library, _, wanted = name.rpartition(":")
     if library != "torchvision":
         return create_model(name)
     if wanted not in list_models():
-        raise no_such_model(name, wanted, list_models())
+        raise unknown_model_error(name, wanted, list_models())
     # Without this option, some of torchvision's networks issue a warning about their initialization.
     options = {"init_weights": False} if wanted in ("googlenet", "inception_v3") else {}
     return get_model(wanted, weights=None, **options)

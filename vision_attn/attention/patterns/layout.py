@@ -73,7 +73,7 @@ def inverse_index(index: Tensor, positions: int) -> Tensor:
 
 
 def padding_last(index: Tensor, positions: int) -> Tensor:
-    """Replace -1 (padding) by the index of an additional row after all positions."""
+    """Replace -1 (padding) by the index of an additional position at the end, which is dropped after a scatter."""
     return torch.where(index < 0, positions, index)
 
 

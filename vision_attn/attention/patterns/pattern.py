@@ -75,19 +75,19 @@ class AnyPattern:
         raise NotImplementedError
 
     def axis_as_one_tile(self, axis: int, length: int, device: torch.device) -> AxisTiles:
-        """Return one tile with all positions of the axis, and the pattern as a mask of queries and keys."""
+        """Return one tile with all positions of the axis, and with the pattern as its mask ``allowed``."""
         tiles = self.axis_tiles(axis, length, device)
-        queries, positions = tiles.queries, length
+        queries = tiles.queries
         query, key = queries.positions[:, :, None], tiles.keys.positions[:, None, :]
         is_pair = torch.logical_and(query >= 0, key >= 0)
         if tiles.allowed is not None:
             is_pair = torch.logical_and(is_pair, tiles.allowed)
         # Pairs and tokens of the padding are written to one additional element at the end, which is then dropped.
-        pairs = torch.where(is_pair, query * positions + key, positions**2).flatten()
-        allowed = is_pair.new_zeros(positions**2 + 1).index_fill(0, pairs, True)[:-1].view(1, positions, positions)
-        tokens = torch.where(queries.positions < 0, positions, queries.positions).flatten()
+        pairs = torch.where(is_pair, query * length + key, length**2).flatten()
+        allowed = is_pair.new_zeros(length**2 + 1).index_fill(0, pairs, True)[:-1].view(1, length, length)
+        tokens = torch.where(queries.positions < 0, length, queries.positions).flatten()
         coords = queries.coords.expand(queries.positions.shape).flatten()
-        coords = coords.new_zeros(positions + 1).index_copy(0, tokens, coords)[None, :-1]
+        coords = coords.new_zeros(length + 1).index_copy(0, tokens, coords)[None, :-1]
         layout = AxisLayout(torch.arange(length, device=device)[None], coords, (length,))
         return AxisTiles(layout, layout, tiles.extent, allowed)
 

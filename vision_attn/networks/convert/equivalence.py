@@ -148,6 +148,7 @@ def get_output(result: Any) -> Tensor:
 
 
 def compare(source: nn.Module, expected: Tensor, got: Tensor) -> float:
+    """Return the largest difference relative to the largest value; raise an error if it is not a rounding error."""
     reason = f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
     if got.shape == expected.shape:
         largest, error = expected.abs().max().item(), (got - expected).abs().max().item()

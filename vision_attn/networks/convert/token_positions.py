@@ -96,10 +96,10 @@ def locate_tokens(
 
 
 def find_map(calls: Sequence[Call], axes: int, channels: int, count: int) -> tuple[int, ...] | None:
-    """Return the size of the feature map with ``count`` positions in the arguments of the innermost possible call.
+    """Find the size of the feature map of tokens: search the arguments of the running calls, innermost call first.
 
-    The argument is the feature map or its size. The result is None for one axis, because all tokens would match. Axes
-    of size 1 are excluded, because masks have such axes.
+    The argument is the feature map with ``count`` positions, or its size. Feature maps with an axis of size 1 are
+    ignored, because masks have such axes. The result is None for one axis, because any tokens would match.
 
     >>> from torch import empty
     >>> find_map([(nn.Identity(), (empty(2, 1, 1, 15), empty(2, 8, 3, 5)), {})], axes=2, channels=8, count=15)

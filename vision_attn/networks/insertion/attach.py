@@ -32,12 +32,17 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> str:
-    """Choose the path from a target to its block, which is a child of one of three modules.
+    """Choose the path from a target to its block, which becomes a child of the first possible of these modules.
 
-    By default, the block is a child of the target. The block is a child of the first non-container module inside the
-    target if the target is a container (which would run the block as one of its children), has an attribute of that
-    name, or depends on its number of children (``inside``). A norm or convolution may be frozen, fused or converted
-    later. Its block is therefore a child of the module around it, and the path starts with a dot for each level up.
+    - If the target is a norm or convolution, which other code may freeze, fuse or convert: the nearest parent that is
+      not a container. The path starts with a dot for each level up.
+    - The target, unless it is a container, which would run the block as one of its children, or ``inside`` is set,
+      because the target depends on its number of children.
+    - The first module inside the target that is not a container.
+
+    >>> model = nn.Sequential(nn.ModuleDict({"conv": nn.Conv2d(3, 8, 1)}), nn.Flatten())
+    >>> choose_block_path(model, "1"), choose_block_path(model, "0")
+    ('inserted', 'conv.inserted_0')
     """
     module = model.get_submodule(target)
     if hooks.is_fusible(module) and not inside:

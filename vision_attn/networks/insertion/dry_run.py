@@ -127,6 +127,7 @@ class DryRun:
         return [max(maps, key=lambda x: product(x.size))._replace(calls=tuple(x.spec for x in maps)) for maps in alike]
 
     def maps_in_call(self, target: str, specs: Mapping[Element, TensorSpec]) -> list[FeatureMap]:
+        """Return the feature maps among the tensors of one call of a module."""
         found = ((element, spec, self.find_layout(spec, target)) for element, spec in specs.items())
         return [FeatureMap(target, element, spec, *layout) for element, spec, layout in found if layout is not None]
 

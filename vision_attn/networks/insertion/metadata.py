@@ -14,10 +14,10 @@ RESNET = ("relu", "layer1", "layer2", "layer3", "layer4")
 #: The stages of torchvision's networks whose even-numbered modules reduce the size of the feature maps.
 ODD_FEATURES = ("features.1", "features.3", "features.5", "features.7")
 
-#: Stages by class: a tuple of paths, or the path of the part of the network in which the last module of each feature
-#: map size is a stage. In a path, {i} counts from 0 and {j} from 1 over all existing modules. Paths that a network does
-#: not have are ignored; if it has none of the paths, the part is the network itself. In torchvision's other networks,
-#: the part is ``features``.
+#: Stages by class. A tuple lists the paths of the stages: ``"stages.{i}"`` stands for ``stages.0``, ``stages.1``, …,
+#: and ``"block{j}"`` for ``block1``, ``block2``, …, as far as they exist. A string such as ``"layers"`` is the path
+#: of a part of the network, whose stages are found in a dry run: the last module of each size of feature map. If a
+#: network has none of the paths, the part is the complete network. In torchvision's other networks, it is ``features``.
 STAGES: dict[str, tuple[str, ...] | str] = {
     "diffusers.models.autoencoders.vae.Encoder": ("down_blocks.{i}", "mid_block"),
     "timm.models.coat.CoaT": ("serial_blocks{j}",),

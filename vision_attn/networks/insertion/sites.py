@@ -205,7 +205,11 @@ def last_of_each_size(units: Iterable[FeatureMap]) -> list[FeatureMap]:
 
 
 def stage_path(dry_run: DryRun, end: FeatureMap, units: Iterable[FeatureMap]) -> str:
-    """Return the outermost module that ends with the module of a feature map and contains no other feature map size."""
+    """Return the path of the stage that ends with a feature map.
+
+    The stage is the outermost module whose last submodule returns the feature map, and in which all units have feature
+    maps of this size.
+    """
     others = [other.target for other in units if other.size != end.size]
     around = [name for name in ancestor_paths(end.target) if not any(x.startswith(f"{name}.") for x in others)]
     return next(name for name in (*around, end.target) if end_of_sequential(dry_run.model, name) == end.target)
@@ -214,7 +218,8 @@ def stage_path(dry_run: DryRun, end: FeatureMap, units: Iterable[FeatureMap]) ->
 def find_units(dry_run: DryRun, path: str, sizes: int = 2) -> list[FeatureMap]:
     """Return the feature maps of the units of a network, in the order of their calls.
 
-    A unit is a module that is not a container and contains feature maps of at most ``sizes`` sizes.
+    A unit is the outermost module that runs as a whole, such as a residual block, and whose feature maps have at most
+    ``sizes`` sizes: two for a block that reduces its input. A module with more sizes contains several units.
     """
     units = []
     for name, module in dry_run.model.get_submodule(path).named_children():

@@ -104,7 +104,7 @@ def make_cfg(
     return {"num_classes": num_classes, **sizes, **names, **other}
 
 
-def no_such_model(name: str, base: str, known: Sequence[str]) -> ValueError:
+def unknown_model_error(name: str, base: str, known: Sequence[str]) -> ValueError:
     close = ", ".join(difflib.get_close_matches(base, known, n=5))
     return ValueError(f"model: {name!r} does not exist. {f'Did you mean {close}?' if close else ''}".strip())
 
@@ -132,7 +132,7 @@ def create_model(
     """
     base, _, tag = name.partition(".")
     if not timm.is_model(base):
-        raise no_such_model(name, base, timm.list_models())
+        raise unknown_model_error(name, base, timm.list_models())
     configurations = get_arch_pretrained_cfgs(base)
     if not tag:
         name = next((full for full, cfg in configurations.items() if cfg.num_classes == num_classes), name)

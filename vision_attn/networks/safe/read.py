@@ -103,6 +103,7 @@ def read_file(path: str | Path, *, by_name: bool = True) -> CheckpointFile:
 
 
 def read_one(path: Path, by_name: bool) -> CheckpointFile:
+    """Read a file that is not sharded; with ``by_name``, verify the hash in its name."""
     with ShortReads(path) as file:
         try:
             content, metadata = (read_safetensors if path.suffix == ".safetensors" else read_torch)(file)
