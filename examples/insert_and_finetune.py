@@ -95,7 +95,7 @@ with_attention = top1(model, images, colors)
 contribution = va.contribution(model, (images, colors))
 print(contribution)
 assert contribution.blocks[0].ratio > 0.1
-assert contribution.all_blocks.changed > 0.2 * contribution.predictions
+assert contribution.all_blocks.predictions_changed > 0.2 * contribution.predictions
 print(f"top-1 with attention: {with_attention:.1f} %")
 assert with_attention > without_attention + 40
 assert all(torch.equal(model.state_dict()[name], value) for name, value in frozen.items())

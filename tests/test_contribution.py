@@ -48,7 +48,8 @@ def test_ratios_and_effects_equal_those_of_the_network_without_blocks(model, bat
         stream, branch = seen[block.site]
         assert block.ratio == pytest.approx(float(rms(branch) / rms(stream)), rel=1e-4)
         assert block.ratio > 0.01
-        torch.testing.assert_close(block.by_channel, rms(branch, (0, 2, 3)) / rms(stream, (0, 2, 3)), rtol=1e-4, atol=0)
+        expected = rms(branch, (0, 2, 3)) / rms(stream, (0, 2, 3))
+        torch.testing.assert_close(block.ratio_per_channel, expected, rtol=1e-4, atol=0)
     # With a disabled block, the output equals that of the network without the block.
     images, labels = batch
     assert found.predictions == 32
@@ -63,13 +64,13 @@ def test_ratios_and_effects_equal_those_of_the_network_without_blocks(model, bat
                 assert torch.equal(model(images), without[site])
         va.remove_(other := copy.deepcopy(model))
         none = other(images)
-    changes = [(block.without, without[block.site]) for block in found.blocks]
+    changes = [(block.ablation, without[block.site]) for block in found.blocks]
     for found_here, scores in (*changes, (found.all_blocks, none)):
-        assert found_here.changed == int((scores.argmax(1) != whole.argmax(1)).sum())
+        assert found_here.predictions_changed == int((scores.argmax(1) != whole.argmax(1)).sum())
         rise = F.cross_entropy(scores, labels) - F.cross_entropy(whole, labels)
         assert found_here.loss == pytest.approx(rise.item(), rel=1e-4)
-    assert found.all_blocks.changed > 0
-    words = ["all", "blocks", str(found.all_blocks.changed), "of", "32", f"{found.all_blocks.loss:+.4f}"]
+    assert found.all_blocks.predictions_changed > 0
+    words = ["all", "blocks", str(found.all_blocks.predictions_changed), "of", "32", f"{found.all_blocks.loss:+.4f}"]
     assert str(found).splitlines()[4].split() == words
 
 
@@ -105,7 +106,7 @@ def test_a_new_block_contributes_zero_and_a_broken_block_nan(batch):
     model = timm.create_model("resnet20", num_classes=10)
     va.insert_(model, names="layer3")
     found = va.contribution(model, batch)
-    assert (found.blocks[0].ratio, found.all_blocks.changed, found.all_blocks.loss) == (0.0, 0, 0.0)
+    assert (found.blocks[0].ratio, found.all_blocks.predictions_changed, found.all_blocks.loss) == (0.0, 0, 0.0)
     nn.init.constant_(va.inserted_blocks(model)["layer3.2"].gate, float("nan"))
     assert torch.isnan(torch.tensor(va.contribution(model, batch).blocks[0].ratio))
 
@@ -132,7 +133,7 @@ def test_scores_can_be_feature_maps():
     scores = segmenter.eval()(images)["out"]
     with disabled(segmenter):
         others = segmenter(images)["out"]
-    assert found.all_blocks.changed == int((scores.argmax(1) != others.argmax(1)).sum())
+    assert found.all_blocks.predictions_changed == int((scores.argmax(1) != others.argmax(1)).sum())
     rise = F.cross_entropy(others, labels) - F.cross_entropy(scores, labels)
     assert found.all_blocks.loss == pytest.approx(rise.item(), rel=1e-3) != 0
     assert found.predictions == 2 * 64 * 64
@@ -145,8 +146,8 @@ def test_a_list_of_images_is_not_a_pair_and_missing_scores_are_reported():
     detector.forward = lambda images: [{"boxes": body(image).mean()} for image in images]
     found = va.contribution(detector, [torch.rand(3, 8, 8), torch.rand(3, 8, 9)])
     assert found.blocks[0].ratio > 0.01
-    assert found.blocks[0].by_channel.shape == (8,)
-    assert (found.all_blocks.changed, found.predictions) == (None, 0)
+    assert found.blocks[0].ratio_per_channel.shape == (8,)
+    assert (found.all_blocks.predictions_changed, found.predictions) == (None, 0)
     assert "returns no class scores" in str(found).splitlines()[-1]
 
 

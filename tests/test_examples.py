@@ -284,9 +284,9 @@ def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, pl
         plain = replace(settings, weights=None, reset_head=False, freeze_backbone=False)
         model = build_network(plain, open_data(plain, train=True), lambda line: None).model
         built[settings.output.name] = settings, list(va.inserted_blocks(model).values())
-        disabled, final = None, SimpleNamespace(top1=50.0)
+        final = SimpleNamespace(top1=50.0)
         rows, size = [{"images_per_second": 1}], (3, 32, 32)
-        return SimpleNamespace(model=model, input_size=size, rows=rows, disabled=disabled, final=final)
+        return SimpleNamespace(model=model, input_size=size, rows=rows, ablation=None, final=final)
 
     monkeypatch.setattr(runs, "run_training", build)
     (tmp_path / "data").mkdir()

@@ -62,4 +62,4 @@ def test_after_100_steps_the_branch_exceeds_one_percent_of_its_input():
         loop(model, epoch(data, STEPS), optimizer(model.parameters(), lr=1e-3))
         (block,) = va.contribution(model, images).blocks
         assert block.ratio > 0.01, loop
-        assert (block.by_channel > 0.001).all(), loop  # All channels contribute.
+        assert (block.ratio_per_channel > 0.001).all(), loop  # All channels contribute.

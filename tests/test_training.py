@@ -164,15 +164,16 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
         assert picture.size == (8 * 18 + 2, 2 * 18 + 2)  # sixteen images, separated by two pixels
 
     # Disabled blocks are equivalent to blocks with zero gates.
-    assert str(result.disabled) in lines[-1]
+    assert str(result.ablation) in lines[-1]
     model, ungated = va.load_model(folder), copy.deepcopy(result.model)
     assert model.classes == ("blue", "green", "red")
     for gate in va.gates(ungated).values():
         torch.nn.init.zeros_(gate)
     images = [Image.open(path) for path in sorted((image_folder / "val").glob("*/*.png"))]
     images, labels = torch.stack([*map(model.transform, images)]), torch.arange(3).repeat_interleave(8)
-    assert result.disabled.without.loss == pytest.approx(F.cross_entropy(ungated(images), labels).item(), rel=1e-4)
-    assert result.disabled.changed == int((ungated(images).argmax(1) != result.model(images).argmax(1)).sum())
+    scores = ungated(images)
+    assert result.ablation.scores_without_blocks.loss == pytest.approx(F.cross_entropy(scores, labels).item(), rel=1e-4)
+    assert result.ablation.predictions_changed == int((scores.argmax(1) != result.model(images).argmax(1)).sum())
 
     # The saved network has the scores in the log.
     assert evaluate(read_settings(folder, ()), folder, log=quiet) == result.best

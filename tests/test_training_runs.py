@@ -371,4 +371,4 @@ def test_two_processes_train_as_one(base, tmp_path):
     rows = progress_of(tmp_path / "two")["rows"]
     for key in ("train_loss", "eval_loss", "residual_ratio"):
         assert rows[1][key] == pytest.approx(result.rows[1][key], rel=1e-3)
-    assert done.stdout.splitlines()[-2].partition(";")[2] == str(result.disabled).partition(";")[2]
+    assert done.stdout.splitlines()[-2].partition(";")[2] == str(result.ablation).partition(";")[2]

@@ -30,7 +30,7 @@ class Ablation:
     """Effect of disabling blocks, which then return their input unchanged."""
 
     #: number of predictions that change; None if the model returns no class scores
-    changed: int | None
+    predictions_changed: int | None
     #: increase of the mean cross-entropy; None without labels
     loss: float | None
 
@@ -44,16 +44,16 @@ class BlockContribution:
     #: root mean square of the branch, divided by the root mean square of the input of the block
     ratio: float
     #: the same ratio for each channel, ``(c,)``
-    by_channel: Tensor
+    ratio_per_channel: Tensor
     #: effect of disabling only this block
-    without: Ablation
+    ablation: Ablation
 
 
 @dataclass(frozen=True, repr=False)
 class Contribution(Report):
     """Contribution of the blocks of a network; prints as a table.
 
-    >>> print(Contribution((), all_blocks=Ablation(changed=3, loss=None), predictions=64))
+    >>> print(Contribution((), all_blocks=Ablation(predictions_changed=3, loss=None), predictions=64))
     change when a block is disabled
     where       residual ratio  predictions changed  loss
     all blocks                              3 of 64
@@ -68,9 +68,10 @@ class Contribution(Report):
 
     def parts(self) -> list[str | Table]:
         lines = [("where", "residual ratio", "predictions changed", "loss")]
-        rows = [(block.site, f"{block.ratio:.4f}", block.without) for block in self.blocks]
+        rows = [(block.site, f"{block.ratio:.4f}", block.ablation) for block in self.blocks]
         for site, ratio, without in (*rows, ("all blocks", "", self.all_blocks)):
-            changed = "" if without.changed is None else f"{without.changed} of {self.predictions}"
+            count = without.predictions_changed
+            changed = "" if count is None else f"{count} of {self.predictions}"
             lines.append((site, ratio, changed, "" if without.loss is None else f"{without.loss:+.4f}"))
         notes = [] if self.predictions else ["The model returns no class scores, so predictions are not compared."]
         if self.all_blocks.loss is not None and round(self.all_blocks.loss, 4) < 0:
@@ -119,7 +120,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
         with disabled(model, off):
             ablated = compute_scores(model, images)
         if scores is None or ablated is None:
-            return Ablation(changed=None, loss=None)
+            return Ablation(predictions_changed=None, loss=None)
         rise = None if labels is None else float(F.cross_entropy(ablated, labels) - F.cross_entropy(scores, labels))
         return Ablation(int((scores.argmax(1) != ablated.argmax(1)).sum()), rise)
 

@@ -1,6 +1,6 @@
 """The file format of saved networks and adapters: inserted blocks with or without the network.
 
-A network or adapter is one ``.safetensors`` file. Its metadata have one entry, ``vision_attn``, with this JSON object:
+A network or adapter is one ``.safetensors`` file. Its metadata has one entry, ``vision_attn``, with this JSON object:
 
 =========  =========================================================================================================
 format     version of the format

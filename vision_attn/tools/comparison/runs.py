@@ -61,8 +61,10 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     with open(folder / "log.txt", "a", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
         result = run_training(Settings(**settings, seed=seed, output=folder, resume="auto"))
     speed = float(np.median([row["images_per_second"] for row in result.rows]))
-    disabled = result.disabled
-    changed = {} if disabled is None else {"% changed when disabled": 100 * disabled.changed / disabled.images}
+    ablation = result.ablation
+    changed = {}
+    if ablation is not None:
+        changed["% changed when disabled"] = 100 * ablation.predictions_changed / ablation.images
     return {
         "parameters": sum(parameter.numel() for parameter in result.model.parameters()),
         "MACs": count_macs(result.model, (1, *result.input_size)),

@@ -39,23 +39,24 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Disabled:
+class BlockAblation:
     """Comparison of the scores with and without the inserted blocks."""
 
     #: scores with the blocks
-    complete: Scores
+    scores: Scores
     #: scores with all blocks disabled
-    without: Scores
+    scores_without_blocks: Scores
     #: number of predictions that change
-    changed: int
+    predictions_changed: int
     #: number of predictions
     images: int
 
     def __str__(self) -> str:
-        top1, loss = self.without.top1 - self.complete.top1, self.without.loss - self.complete.loss
+        with_blocks, without = self.scores, self.scores_without_blocks
         return (
-            f"with the blocks disabled: top-1 {self.without.top1:.2f} % ({top1:+.2f}), loss {self.without.loss:.4f} "
-            f"({loss:+.4f}); {self.changed} of {self.images} predictions change"
+            f"with the blocks disabled: top-1 {without.top1:.2f} % ({without.top1 - with_blocks.top1:+.2f}), "
+            f"loss {without.loss:.4f} ({without.loss - with_blocks.loss:+.4f}); "
+            f"{self.predictions_changed} of {self.images} predictions change"
         )
 
 
@@ -101,10 +102,10 @@ class Evaluation:
         with disabled(model):
             return self(model)
 
-    def compare_without_blocks(self, model: nn.Module, scores: Scores, predictions: Tensor) -> Disabled | None:
+    def compare_without_blocks(self, model: nn.Module, scores: Scores, predictions: Tensor) -> BlockAblation | None:
         """Compare the given scores with those without blocks; return None if there are no blocks."""
         if scores.residual_ratio is None:
             return None
         without, others = self.evaluate_without_blocks(model)
         changed = int(self.accelerator.reduce((predictions != others).sum()))
-        return Disabled(scores, without, changed, len(self.data.labels))
+        return BlockAblation(scores, without, changed, len(self.data.labels))

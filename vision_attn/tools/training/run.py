@@ -25,7 +25,7 @@ from vision_attn.networks.models.folder import load_model
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import shorten
 from vision_attn.tools.training.data import open_data, open_images
-from vision_attn.tools.training.evaluation import Disabled, Evaluation, Scores
+from vision_attn.tools.training.evaluation import BlockAblation, Evaluation, Scores
 from vision_attn.tools.training.folder import newest_state, numbered_folder
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.network import Log, block_class, build_network
@@ -48,7 +48,7 @@ class Result:
     #: scores of the epoch with the highest top-1 accuracy
     best: Scores
     #: scores of the last epoch with all blocks disabled; None without blocks
-    disabled: Disabled | None
+    ablation: BlockAblation | None
     #: rows of ``metrics.csv``, one per epoch
     rows: list[dict[str, Any]]
     #: folder of the run
@@ -144,17 +144,17 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
             raise
         for tracker in accelerator.trackers:
             tracker.finish()
-        disabled = evaluation.compare_without_blocks(trainer.evaluated, final, predictions)
+        ablation = evaluation.compare_without_blocks(trainer.evaluated, final, predictions)
     rows, row = trainer.progress.rows, trainer.progress.rows[trainer.progress.best]
     best = Scores(row["eval_loss"], row["eval_top1"], row["eval_top5"], row["residual_ratio"])
-    log(f"{disabled}\n" * bool(disabled) + f"best epoch, {row['epoch']}: {best}, in {folder / 'model'}")
-    if disabled is not None:
-        without = disabled.without
+    log(f"{ablation}\n" * bool(ablation) + f"best epoch, {row['epoch']}: {best}, in {folder / 'model'}")
+    if ablation is not None:
+        without = ablation.scores_without_blocks
         if trainer.progress.best < len(rows) - 1:
             without, _ = evaluation.evaluate_without_blocks(trainer.load_best())
         if without.top1 > best.top1:
             log(harmful_blocks_note(best, without))
-    return Result(trainer.get_network_to_save(), network.config["input_size"], final, best, disabled, rows, folder)
+    return Result(trainer.get_network_to_save(), network.config["input_size"], final, best, ablation, rows, folder)
 
 
 def harmful_blocks_note(best: Scores, without: Scores) -> str:
@@ -192,8 +192,8 @@ def evaluate(settings: Settings, path: Path | None = None, *, log: Log = print) 
     log(f"{network}\n{len(source):,} images of {source.name} on {accelerator.device}")
     model = network.model.to(accelerator.device).eval()
     scores, predictions = evaluation(model)
-    disabled = evaluation.compare_without_blocks(model, scores, predictions)
-    log(f"{scores}\n{disabled}" if disabled else str(scores))
+    ablation = evaluation.compare_without_blocks(model, scores, predictions)
+    log(f"{scores}\n{ablation}" if ablation else str(scores))
     return scores
 
 
