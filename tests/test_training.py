@@ -152,7 +152,7 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     with open(folder / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
-    assert rows[-1] == {key: "" if value is None else str(value) for key, value in result.rows[-1].items()}
+    assert rows[-1] == {key: "" if value is None else str(value) for key, value in result.history[-1].items()}
     assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
     assert (
         (folder / "inserted.txt")

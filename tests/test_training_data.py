@@ -137,10 +137,10 @@ def test_without_evaluation_images_a_fraction_of_each_class_is_held_out(image_fo
         return [open_data(Settings(data=data, **options), train=train) for train in (True, False)]
 
     training, evaluation = halves()
-    assert (len(training), len(evaluation), len({*training.rows, *evaluation.rows})) == (46, 6, 52)
+    assert (len(training), len(evaluation), len({*training.indices, *evaluation.indices})) == (46, 6, 52)
     assert evaluation.labels.tolist() == [0, 0, 0, 0, 0, 1]
     assert evaluation.name == f"{tmp_path / 'photos'}, 10 % of each class (split with seed 0)"
-    assert halves()[1].rows == evaluation.rows != halves(seed=1)[1].rows
+    assert halves()[1].indices == evaluation.indices != halves(seed=1)[1].indices
     # An explicit fraction ignores the validation folder.
     training, evaluation = halves(image_folder, val_fraction=0.25)
     assert (len(training), len(evaluation), evaluation.labels.bincount().tolist()) == (54, 18, [6, 6, 6])

@@ -370,5 +370,5 @@ def test_two_processes_train_as_one(base, tmp_path):
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
     rows = progress_of(tmp_path / "two")["rows"]
     for key in ("train_loss", "eval_loss", "residual_ratio"):
-        assert rows[1][key] == pytest.approx(result.rows[1][key], rel=1e-3)
+        assert rows[1][key] == pytest.approx(result.history[1][key], rel=1e-3)
     assert done.stdout.splitlines()[-2].partition(";")[2] == str(result.ablation).partition(";")[2]

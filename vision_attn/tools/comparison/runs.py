@@ -60,7 +60,7 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     torch.compiler.reset()  # earlier runs count towards torch's recompilation limit
     with open(folder / "log.txt", "a", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
         result = run_training(Settings(**settings, seed=seed, output=folder, resume="auto"))
-    speed = float(np.median([row["images_per_second"] for row in result.rows]))
+    speed = float(np.median([row["images_per_second"] for row in result.history]))
     ablation = result.ablation
     changed = {}
     if ablation is not None:

@@ -58,8 +58,8 @@ def load_images(folder: Path, metadata: Mapping[str, Any], *, train: bool) -> tu
     if unknown := [name for name in source.classes if name not in classes]:
         raise DataError(f"{source.name} contains the class {unknown[0]!r}, which is not a class of the network")
     count = min(CALIBRATION if train else EVALUATION, len(source))
-    rows = torch.linspace(0, len(source) - 1, count).long()
-    batches = DecodedImages(source, eval_transform(metadata), 0, 0).batches(rows.split(1))
+    indices = torch.linspace(0, len(source) - 1, count).long()
+    batches = DecodedImages(source, eval_transform(metadata), 0, 0).batches(indices.split(1))
     images, labels = zip(*((to_dtype(pixels, scale=True), label) for pixels, label in batches), strict=True)
     if metadata["pixels"] != "0…1":
         images = tuple(normalize(image, metadata["mean"], metadata["std"]) for image in images)

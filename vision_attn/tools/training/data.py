@@ -83,11 +83,11 @@ class DataSplit:
     classes: tuple[str, ...]
     #: data set that returns a Pillow image and its class by row; its ``data`` may contain all pixels ``(b, h, w, 3)``
     dataset: Any
-    #: rows of the data set in this part
-    rows: Sequence[int]
+    #: indices of the images in the data set
+    indices: Sequence[int]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.indices)
 
     @property
     def pixels(self) -> np.ndarray | None:
@@ -100,7 +100,7 @@ class DataSplit:
         """Class of each image, without decoding the images."""
         reader: Any = getattr(self.dataset, "reader", None)  # Hugging Face data sets
         found = list(reader.dataset[reader.label_key]) if reader else self.dataset.targets
-        return torch.as_tensor(found)[list(self.rows)]
+        return torch.as_tensor(found)[list(self.indices)]
 
 
 def open_data(settings: Settings, *, train: bool) -> DataSplit:
@@ -141,12 +141,12 @@ def split_source(source: DataSplit, settings: Settings, train: bool, fraction: f
 
     options = {"test_size": fraction, "stratify": source.labels.tolist(), "random_state": settings.seed}
     try:
-        halves = train_test_split(source.rows, **options)
+        halves = train_test_split(source.indices, **options)
     except ValueError as error:
         raise DataError(f"{source.name}: cannot hold out {100 * fraction:.3g} % of the images ({error})") from error
     percent, seed = 100 * (1 - fraction if train else fraction), f" (split with seed {settings.seed})"
     name = f"{source.name}, {percent:.3g} % of each class{seed}"
-    return replace(source, name=name, rows=sorted(halves[0 if train else 1]))
+    return replace(source, name=name, indices=sorted(halves[0 if train else 1]))
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class InMemory:
     labels: Tensor
     storage = "in memory"
 
-    def batches(self, rows: Sequence[Tensor], epoch: int = 0) -> Iterator[list[Tensor]]:
-        for chosen in rows:
+    def batches(self, indices: Sequence[Tensor], epoch: int = 0) -> Iterator[list[Tensor]]:
+        for chosen in indices:
             index = chosen.to(self.images.device)
             yield [self.images[index], self.labels[index]]
 
@@ -174,7 +174,7 @@ class DecodedImages(Dataset[tuple[Tensor, int]]):
         self.epoch = torch.zeros((), dtype=torch.long).share_memory_()
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        row, dataset = self.source.rows[index], self.source.dataset
+        row, dataset = self.source.indices[index], self.source.dataset
         try:
             # timm returns another image instead of a damaged image.
             image, label = dataset.reader[row] if hasattr(dataset, "reader") else dataset[row]
@@ -187,11 +187,11 @@ class DecodedImages(Dataset[tuple[Tensor, int]]):
         seed_all(self.seed, int(self.epoch), row)
         return self.transform(image), label
 
-    def batches(self, rows: Sequence[Tensor], epoch: int = 0) -> Iterator[list[Tensor]]:
+    def batches(self, indices: Sequence[Tensor], epoch: int = 0) -> Iterator[list[Tensor]]:
         self.epoch.fill_(epoch)
         loader = DataLoader(
             self,
-            batch_sampler=[chosen.tolist() for chosen in rows],
+            batch_sampler=[chosen.tolist() for chosen in indices],
             num_workers=self.workers,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=ignore_ctrl_c,
@@ -261,7 +261,7 @@ def open_images(
     """
     augment, pixels = train_transform(settings, config) if train else None, source.pixels
     if pixels is not None and augment is None and pixels.shape[1:3] == tuple(config["input_size"][1:]):
-        images = torch.from_numpy(pixels[list(source.rows)]).permute(0, 3, 1, 2).contiguous()
+        images = torch.from_numpy(pixels[list(source.indices)]).permute(0, 3, 1, 2).contiguous()
         return InMemory(images.to(device), source.labels.to(device))
     workers = settings.workers
     if workers is None:

@@ -80,9 +80,9 @@ class Evaluation:
                 broadcast(buffer)
         classes, totals = 0, torch.zeros(3, dtype=torch.float64, device=accelerator.device)
         predictions = [torch.empty(0, dtype=torch.long, device=accelerator.device)]
-        rows = torch.arange(process, count, processes).split(self.batch_size // processes)
+        indices = torch.arange(process, count, processes).split(self.batch_size // processes)
         with quiet_eval(model), accelerator.autocast(), measure_branches(model) as branches:
-            for batch in tqdm(self.data.batches(rows), "evaluate", len(rows), leave=False, disable=None):
+            for batch in tqdm(self.data.batches(indices), "evaluate", len(indices), leave=False, disable=None):
                 images, labels = (part.to(accelerator.device, non_blocking=True) for part in batch)
                 logits = model(self.normalize(images)).float()
                 classes = logits.shape[1]

@@ -59,13 +59,13 @@ class Progress:
     step: int = 0
     loss: float = 0.0
     seconds: float = 0.0
-    #: rows of ``metrics.csv``, one for each completed epoch
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    #: rows of ``metrics.csv``: the metrics of each completed epoch
+    history: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def best(self) -> int:
-        """Index in ``rows`` of the first epoch with the highest accuracy."""
-        return max(range(len(self.rows)), key=lambda index: self.rows[index]["eval_top1"])
+        """Index in ``history`` of the first epoch with the highest accuracy."""
+        return max(range(len(self.history)), key=lambda index: self.history[index]["eval_top1"])
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -164,16 +164,16 @@ class Trainer:
                 scores, predictions = self.evaluation(self.evaluated)
                 self.finish_epoch(scores)
         if self.accelerator.is_main_process:
-            write_metrics(self.folder, self.progress.rows, draw=True)
+            write_metrics(self.folder, self.progress.history, draw=True)
         return scores, predictions
 
     def should_stop_early(self) -> bool:
         """Return True if the last ``early_stopping`` epochs have not improved the top-1 accuracy."""
-        rows, limit = self.progress.rows, self.settings.early_stopping
-        worse = len(rows) - 1 - self.progress.best if rows else 0
+        history, limit = self.progress.history, self.settings.early_stopping
+        worse = len(history) - 1 - self.progress.best if history else 0
         if limit is None or worse < limit:
             return False
-        self.log(f"stopped early: no higher top-1 in the {worse} epochs after epoch {len(rows) - worse}")
+        self.log(f"stopped early: no higher top-1 in the {worse} epochs after epoch {len(history) - worse}")
         return True
 
     def train_epoch(self) -> None:
@@ -181,12 +181,12 @@ class Trainer:
         settings, progress, accelerator = self.settings, self.progress, self.accelerator
         generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + progress.epoch)
         order = torch.randperm(len(self.data.labels), generator=generator)[: self.steps * settings.batch_size]
-        rows = order.view(self.steps, -1)[progress.step :, accelerator.process_index :: accelerator.num_processes]
+        indices = order.view(self.steps, -1)[progress.step :, accelerator.process_index :: accelerator.num_processes]
         self.model.train()
         total = torch.tensor(progress.loss, device=accelerator.device)
         begin = time.perf_counter() - progress.seconds
         name, hidden = f"epoch {progress.epoch + 1}/{settings.epochs}", None if accelerator.is_main_process else True
-        batches = self.data.batches(list(rows), progress.epoch)
+        batches = self.data.batches(list(indices), progress.epoch)
         bar = tqdm(batches, name, self.steps, initial=progress.step, leave=False, disable=hidden)
         for step, (images, labels) in enumerate(bar, progress.step + 1):
             total += self.step(images, labels, progress.epoch, step - 1)
@@ -262,14 +262,14 @@ class Trainer:
             "eval_top5": scores.top5, "residual_ratio": scores.residual_ratio, "seconds": seconds,
             "images_per_second": round(speed),
         }  # fmt: skip
-        self.progress = progress = Progress(epoch, rows=[*self.progress.rows, row])
+        self.progress = progress = Progress(epoch, history=[*self.progress.history, row])
         done = f"epoch {epoch}/{self.settings.epochs}"
         self.log(f"{done}: train loss {loss:.4f}, {scores}, {seconds:.0f} s, {speed:.0f} images/s")
         self.accelerator.log({key: value for key, value in row.items() if value is not None}, step=epoch)
         if self.accelerator.is_main_process:
-            if progress.best == len(progress.rows) - 1:
+            if progress.best == len(progress.history) - 1:
                 self.save_best()
-            write_metrics(self.folder, progress.rows, draw=seconds > DRAW_AFTER)
+            write_metrics(self.folder, progress.history, draw=seconds > DRAW_AFTER)
         self.save()
 
     def get_network_to_save(self) -> nn.Module:

@@ -49,8 +49,8 @@ class Result:
     best: Scores
     #: scores of the last epoch with all blocks disabled; None without blocks
     ablation: BlockAblation | None
-    #: rows of ``metrics.csv``, one per epoch
-    rows: list[dict[str, Any]]
+    #: rows of ``metrics.csv``: the metrics of each epoch
+    history: list[dict[str, Any]]
     #: folder of the run
     folder: Path
 
@@ -85,7 +85,7 @@ def train(model: nn.Module | str | None = None, *, log: Log = print, **options: 
     ...     Image.new("RGB", (32, 32), kind).save(root / half / kind / "1.png")
     >>> settings = {"data": root, "batch_size": 2, "epochs": 1, "output": root / "run", "device": "cpu"}
     >>> result = train("resnet20", insert="layer3", log=lambda line: None, **settings)
-    >>> result.input_size, len(result.rows)
+    >>> result.input_size, len(result.history)
     ((3, 32, 32), 1)
     """
     if model is None or isinstance(model, nn.Module):
@@ -145,16 +145,16 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
         for tracker in accelerator.trackers:
             tracker.finish()
         ablation = evaluation.compare_without_blocks(trainer.evaluated, final, predictions)
-    rows, row = trainer.progress.rows, trainer.progress.rows[trainer.progress.best]
+    history, row = trainer.progress.history, trainer.progress.history[trainer.progress.best]
     best = Scores(row["eval_loss"], row["eval_top1"], row["eval_top5"], row["residual_ratio"])
     log(f"{ablation}\n" * bool(ablation) + f"best epoch, {row['epoch']}: {best}, in {folder / 'model'}")
     if ablation is not None:
         without = ablation.scores_without_blocks
-        if trainer.progress.best < len(rows) - 1:
+        if trainer.progress.best < len(history) - 1:
             without, _ = evaluation.evaluate_without_blocks(trainer.load_best())
         if without.top1 > best.top1:
             log(harmful_blocks_note(best, without))
-    return Result(trainer.get_network_to_save(), network.config["input_size"], final, best, ablation, rows, folder)
+    return Result(trainer.get_network_to_save(), network.config["input_size"], final, best, ablation, history, folder)
 
 
 def harmful_blocks_note(best: Scores, without: Scores) -> str:
