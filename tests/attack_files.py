@@ -187,7 +187,7 @@ def comparable(value):
 def honest(folder):
     """Write valid files in four formats, and return their readers by path."""
     model = convolutions(3, 8, 8)
-    content = {"model": dict(model.state_dict()), "epoch": 3, "rows": [{"loss": 0.5}], "best": None}
+    content = {"model": dict(model.state_dict()), "epoch": 3, "history": [{"loss": 0.5}], "best": None}
     for form in ("zip", "legacy"):
         torch.save(content, folder / f"{form}.pth", _use_new_zipfile_serialization=form == "zip")
     save_file(model.state_dict(), folder / "plain.safetensors", {"format": "pt"})

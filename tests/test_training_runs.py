@@ -61,7 +61,7 @@ def train(settings, **options):
 
 def progress_of(folder):
     progress = json.loads((newest_state(folder) / "progress.json").read_text())
-    for row in progress["rows"]:
+    for row in progress["history"]:
         del row["seconds"], row["images_per_second"]
     return {**progress, "seconds": 0}
 
@@ -368,7 +368,7 @@ def test_two_processes_train_as_one(base, tmp_path):
     assert done.stdout.count("epoch 2/2: ") == 1
     one, two = (va.load_model(folder).state_dict() for folder in (base.output, tmp_path / "two"))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
-    rows = progress_of(tmp_path / "two")["rows"]
+    rows = progress_of(tmp_path / "two")["history"]
     for key in ("train_loss", "eval_loss", "residual_ratio"):
         assert rows[1][key] == pytest.approx(result.history[1][key], rel=1e-3)
     assert done.stdout.splitlines()[-2].partition(";")[2] == str(result.ablation).partition(";")[2]
