@@ -236,6 +236,7 @@ def test_unsupported_exports_are_one_line_errors_and_write_no_file(
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["EMPTY", "file"]
 
 
+@pytest.mark.slow
 def test_export_passes_its_flags(capsys, tmp_path):
     flags = ("--input-size", "40", "48", "--dynamic", "size", "--no-normalize")
     code, out, _ = run(capsys, "export", RUN, "-o", tmp_path / "net.pt2", *flags)

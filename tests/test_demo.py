@@ -12,6 +12,7 @@ from vision_attn.tools.comparison.demo import run_demo
 from vision_attn.tools.comparison.recall import COLORS, NOTHING, canvases, glyphs
 
 
+@pytest.mark.slow
 def test_the_demo_writes_its_files(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "VARIANTS", {name: demo.VARIANTS[name] for name in ("plain", "attention")})
     run_demo(tmp_path, steps=10, jobs=1)

@@ -125,8 +125,8 @@ MODES = {
     ("mode", "position"),
     [
         *itertools.product(("inference", "fake", "vmap"), POSITIONS),
-        ("compiled", va.RelPosTable()),
-    ],  # compiling takes seconds
+        pytest.param("compiled", va.RelPosTable(), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_grouping_created_in_another_mode_is_not_used_in_training(mode, position):
