@@ -37,14 +37,12 @@ class ExpressionPattern(AnyPattern):
     @property
     def window_shape(self) -> tuple[int | None, ...]:
         given = dict(self.rearrangement.sizes)
-        tokens = [
-            [given.get(name) for name in names if name in self.rearrangement.tokens]
-            for names in self.rearrangement.axes
-        ]
-        return tuple([None if None in lengths else product(filter(None, lengths)) for lengths in tokens])
+        axes, tokens = self.rearrangement.axes, self.rearrangement.tokens
+        sizes = [[given.get(name) for name in names if name in tokens] for names in axes]
+        return tuple([None if None in lengths else product(filter(None, lengths)) for lengths in sizes])
 
     def axis_tiles(self, axis: int, length: int, device: torch.device) -> AxisTiles:
-        line, given, names = self.rearrangement, dict(self.rearrangement.sizes), self.rearrangement.axes[axis]
+        given, names, tokens = dict(self.rearrangement.sizes), self.rearrangement.axes[axis], self.rearrangement.tokens
         multiple = product([given.get(name, 1) for name in names])
         if all(name in given for name in names) and length > multiple:
             raise ValueError(f"x must have at most {multiple} positions on axis {axis + 2} for {self}, got {length}")
@@ -56,8 +54,8 @@ class ExpressionPattern(AnyPattern):
             same_length(self.shift, (0,) * self.rank)[0][axis] if any_length or padded > multiple else 0
         )
         sizes = tuple([given.get(name, padded // multiple) for name in names])
-        order = sorted(range(len(names)), key=lambda i: names[i] in line.tokens)  # tiles first, then tokens
-        tiles = product([n for n, name in zip(sizes, names, strict=True) if name in line.groups])
+        order = sorted(range(len(names)), key=lambda i: names[i] in tokens)  # tiles first, then tokens
+        tiles = product([n for n, name in zip(sizes, names, strict=True) if name not in tokens])
 
         def split(values: Tensor) -> Tensor:
             return values.view(sizes).permute(order).reshape(tiles, padded // tiles)
