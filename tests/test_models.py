@@ -120,8 +120,9 @@ def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name):
     theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     from_hub = torch.hub.load(str(ROOT), name.partition(".")[0], source="local", pretrained=True).eval()
     x = torch.rand(4, *ours.pretrained_cfg["input_size"])
-    for other in (theirs, from_hub, va.load_model(folder)):
-        assert torch.equal(ours(x), other(x))
+    assert torch.equal(ours(x), theirs(x))
+    assert torch.equal(ours(x), from_hub(x))
+    torch.testing.assert_close(va.load_model(folder)(x), ours(x))  # the blocks may have another implementation
     assert all(block.ratio > 0.01 for block in va.contribution(ours, x).blocks)
 
 
