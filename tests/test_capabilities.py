@@ -164,14 +164,14 @@ IMPLIED = {
 }
 
 
-#: Capabilities that are slow to test, because they compile or export a block for several sizes.
-GRAPHS = {name for name, check in CAPABILITIES.items() if "compile" in check.__name__ or "any_batch" in check.__name__}
+#: Checks that take seconds, because they compile or export a block.
+SLOW = (compiles_with_its_backward_pass, compiles_once_for_all_sizes, exports_with_any_batch_and_size)
 
 
 @pytest.mark.parametrize(
     ("name", "impls"),
     [
-        *(pytest.param(name, CPU_IMPLS, marks=[pytest.mark.slow] * (name in GRAPHS)) for name in CAPABILITIES),
+        *(pytest.param(x, CPU_IMPLS, marks=[pytest.mark.slow] * (CAPABILITIES[x] in SLOW)) for x in CAPABILITIES),
         *(pytest.param(name, ("flex",), marks=pytest.mark.slow) for name in CAPABILITIES),
     ],
 )

@@ -102,8 +102,8 @@ def test_sites_are_selected_and_heads_are_reduced():
         (["layer3.2"], "mean", ("mean of 2 heads",), chosen.mean(1, keepdim=True)),
         ("layer3", "max", ("max of 2 heads",), chosen.amax(1, keepdim=True)),
     ]
-    for sites, reduce, heads, expected in cases:
-        with va.capture(model, points, sites=sites, reduction=reduce, heads=[3, 1]) as maps:
+    for sites, reduction, heads, expected in cases:
+        with va.capture(model, points, sites=sites, reduction=reduction, heads=[3, 1]) as maps:
             model(x)
         assert maps[last].heads == heads
         torch.testing.assert_close(maps[last].weights, expected)

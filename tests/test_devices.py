@@ -83,8 +83,16 @@ def test_blocks_can_be_inserted_into_and_removed_from_networks_without_values(de
 def test_capture_copies_nothing_from_one_device_to_another(pattern):
     with FakeTensorMode(), torch.device("cuda"):
         model, x = nn.Sequential(va.AttentionBlock2d(16, 4, pattern=pattern)), torch.empty(2, 16, *SIZE)
-        for queries, heads, reduce in ((None, None, None), ([(0, 0), (3, 4)], [0, 2], None), ([(1, 1)], [3, 0], "max")):
-            with va.capture(model, queries, heads=heads, reduction=reduce) as maps, torch.no_grad(), one_device("cuda"):
+        for queries, heads, reduction in (
+            (None, None, None),
+            ([(0, 0), (3, 4)], [0, 2], None),
+            ([(1, 1)], [3, 0], "max"),
+        ):
+            with (
+                va.capture(model, queries, heads=heads, reduction=reduction) as maps,
+                torch.no_grad(),
+                one_device("cuda"),
+            ):
                 model(x)
-            count = 1 if reduce else len(heads or range(4))
+            count = 1 if reduction else len(heads or range(4))
             assert maps["0.attn"].weights.shape == (2, count, len(queries or range(42)), *SIZE)

@@ -1,8 +1,8 @@
 """Supported attention layers of other libraries: a :class:`LayerConversion` for each layer, by the path of its class.
 
-To support another layer, add a row to :mod:`.timm_layers` or :mod:`.other_layers`, with the weights in the order of the
-blocks of this library, and the arguments of the block. The rows are used by ``from_layer``, by ``swap_`` and for the
-table in the documentation. Libraries are not imported to build the table. Each block is compared with its layer when
+To support another layer, add its conversion to :mod:`.timm_layers` or :mod:`.other_layers`, with the weights in the
+order of the blocks of this library, and the arguments of the block. ``from_layer``, ``swap_`` and the table in the
+documentation use the conversions. Libraries are not imported to list them. Each block is compared with its layer when
 the layer is converted.
 
 The rows of ``qkv`` in a block are ordered (qkv, heads, width), or ``[heads·d, kv_heads·d, kv_heads·e]`` if the
@@ -144,7 +144,7 @@ def run_on_tokens(block: Any, rank: int, x: Tensor, mask: Tensor | None = None, 
     return block(x.flatten(2), mask, None if context is None else context.flatten(2)).unflatten(2, x.shape[2:])
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- conversions ------------------------------------------------------------------------------------------------------
 
 
 def no_bias(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -286,7 +286,7 @@ def known_class(module: object) -> type | None:
 
 
 def find_conversion(module: object) -> tuple[str, Any, LayerConversion]:
-    """Return the class path, the class and the row of a layer; raise an error with the reason if there is no row."""
+    """Return the class path, the class and the conversion of a layer, or raise an error with the reason."""
     path = class_path(kind := known_class(module) or type(module))
     if path not in CONVERSIONS:
         why = next((f": {reason}" for names, reason in UNSUPPORTED.items() if kind.__name__ in names.split()), "")

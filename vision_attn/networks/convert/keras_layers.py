@@ -1,4 +1,4 @@
-"""Table rows for the attention layers of Keras, which use channels-last inputs and kernels with an axis for heads."""
+"""Conversions of the attention layers of Keras, which use channels-last inputs and kernels with an axis for heads."""
 
 from __future__ import annotations
 

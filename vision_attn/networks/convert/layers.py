@@ -53,30 +53,32 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
     torch.Size([2, 64, 14, 10])
     """
     check_type("module", module, nn.Module, "an nn.Module (Keras layers require KERAS_BACKEND=torch)")
-    _, kind, row = find_conversion(module)
-    swap_only = dict.fromkeys(row.swap_only, "call va.swap_ instead, which keeps this part of the layer")
-    check_source(module, {**row.unsupported, **swap_only})
-    options = {} if row.groups is None else row.groups(module)
+    _, kind, conversion = find_conversion(module)
+    swap_only = dict.fromkeys(conversion.swap_only, "call va.swap_ instead, which keeps this part of the layer")
+    check_source(module, {**conversion.unsupported, **swap_only})
+    options = {} if conversion.groups is None else conversion.groups(module)
     if pattern is not None:
-        if row.groups is None or not isinstance(pattern, (Window, Grid)):
+        if conversion.groups is None or not isinstance(pattern, (Window, Grid)):
             expected = "None, or a Window or Grid if the input of the layer is groups of a feature map"
             raise ValueError(f"pattern must be {expected}, got {pattern!r}")
         options["pattern"] = pattern
-    if row.axes == "b t c":
+    if conversion.axes == "b t c":
         options["rank"] = 2 if rank is None else rank
     elif rank is not None:
         raise ValueError(f"rank must be None for {kind.__name__}, because its class determines the rank, got {rank}")
 
     def compute(copied: Any, x: Tensor, *args: Any) -> Any:
-        block = row.make_block(copied).to(row.dtype)
+        block = conversion.make_block(copied).to(conversion.dtype)
         if isinstance(block, Attention):
             attend = partial(run_on_tokens, block, block.rank)
-            return row.forward(copied, lambda x, _=None, context=None: attend(x, None, context), x, *args)
-        return run_on_tokens(block, row.rank, x)
+            return conversion.forward(copied, lambda x, _=None, context=None: attend(x, None, context), x, *args)
+        return run_on_tokens(block, conversion.rank, x)
 
-    check_equivalence(module, compute, row.arguments, row.make_copy, row.dtype, **row.call_options)
+    check_equivalence(
+        module, compute, conversion.arguments, conversion.make_copy, conversion.dtype, **conversion.call_options
+    )
     with torch.inference_mode(False), torch.enable_grad():  # weights keep requires_grad
-        return row.make_block(module, **options)
+        return conversion.make_block(module, **options)
 
 
 # --- from blocks to layers --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Table rows for the attention layers of torch, transformers, vit-pytorch, MONAI, YOLO, diffusers and natten."""
+"""Conversions of the attention layers of torch, transformers, vit-pytorch, MONAI, YOLO, diffusers and natten."""
 
 from __future__ import annotations
 

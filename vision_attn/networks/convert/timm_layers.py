@@ -1,4 +1,4 @@
-"""Table rows for the attention layers of timm and torchvision, whose inputs are tokens, feature maps or windows."""
+"""Conversions of the attention layers of timm and torchvision, whose inputs are tokens, feature maps or windows."""
 
 from __future__ import annotations
 

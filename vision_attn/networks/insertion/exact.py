@@ -95,17 +95,17 @@ def init_identity_(
         x = torch.cat([x, -x])  # A layer in front of a ReLU may return zeros for one of the signs.
         x = x.movedim(1, -1).contiguous().movedim(-1, 1).to(device=like.device, dtype=like.dtype)
         try:
-            trial = IdentityInitRun(block, x)
+            run = IdentityInitRun(block, x)
         except Exception as error:
             raise feature_map_error(block, site, shape[1:], error) from error
-        if not trial.y.isfinite().all():
+        if not run.y.isfinite().all():
             what = f"{type(block).__name__} returns NaN or infinity for the {'×'.join(map(str, shape[2:]))} feature map"
             raise SiteError(f"{what} at {site!r}. Choose a site with a larger feature map")
-        wrapper_options: dict[str, Any] = {"copied": True} if trial.copied else {}
-        if not exact or trial.y.shape != x.shape or (zeros and trial.ratio == 1):
+        wrapper_options: dict[str, Any] = {"copied": True} if run.copied else {}
+        if not exact or run.y.shape != x.shape or (zeros and run.ratio == 1):
             return {"wrapper_options": wrapper_options}
-        if zeros and (layers := trial.zero_last_layers_()):
-            identity_init, scale = f"{' and '.join(layers)} set to zero", 1 / (trial.ratio or 1.0)
+        if zeros and (layers := run.zero_last_layers_()):
+            identity_init, scale = f"{' and '.join(layers)} set to zero", 1 / (run.ratio or 1.0)
             if scale > 1:
                 wrapper_options["scale"], identity_init = scale, f"{identity_init}, output multiplied by {scale:g}"
             return {"wrapper_options": wrapper_options, "identity_init": identity_init}
