@@ -74,10 +74,8 @@ class LowerBound(nn.Module):
         recorded = []
         with torch.no_grad(), attn_hook(block, recorded.append):
             block(x)
-        q, k, v, self.scale, _, bias = recorded[0][:6]
-        mask = recorded[0].grouping.build_attn_mask(None, False, bias is not None)[0]
-        if bias is not None and bias.rel_logits(q) is None:
-            mask = bias.apply(q, k, self.scale, mask)[3]
+        q, k, v, self.scale, grouping, bias, _ = recorded[0]
+        mask = grouping.attn_mask(q) if bias is None or bias.is_chunkable else bias.attn_mask(None, q)
         if mask is not None:
             q, k, v, mask = to_4d_mask(q, k, v, mask)
         state = {key: value.detach() for key, value in block.state_dict().items()}

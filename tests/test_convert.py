@@ -104,7 +104,7 @@ def with_parts(module, **parts):
 
 
 def drops(block):
-    return block.attn_drop, block.proj_drop.p
+    return block.attn_drop, block.proj_drop
 
 
 def multihead(layer, x, context=None):

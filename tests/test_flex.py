@@ -20,7 +20,7 @@ def test_a_neighborhood_is_a_block_mask_and_copies_no_tokens(monkeypatch):
         block(torch.randn(1, 8, 24, 24))
     (given,) = inputs
     assert given.q.shape == given.k.shape == (1, 2, 576, 4)
-    mask = given.grouping.cached(("block_mask", False), None)
+    mask = given.grouping.cached("block_mask", None)
     assert mask.shape == (1, 1, 576, 576)
     assert mask.sparsity() > 30  # percent of the blocks are skipped
     # Only the kernel and the two projections read and write memory: no tokens are copied.

@@ -24,10 +24,10 @@ def float32_without_tf32(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
-def run(block, x, dtype):
+def run(block, x, dtype, mask=None):
     """Return the output, and the gradients of the input and of all parameters."""
     block, x = block.to(x.device, dtype), x.to(dtype).requires_grad_()
-    y = block(x)
+    y = block(x, mask)
     weights = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=torch.float64).view(y.shape)
     return [y, *torch.autograd.grad((y.double() * weights).sum(), [x, *block.parameters()])]
 
@@ -48,6 +48,24 @@ def test_outputs_and_gradients_equal_those_of_a_cpu_in_float64(impl, name, posit
     for found, exact in zip(run(block, x.cuda(), dtype), expected, strict=True):
         # The scale is at least 1, because some gradients are zero, as for a position that all keys of a group share.
         assert (found.double().cpu() - exact).abs().max() <= tolerance * exact.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-8])
+@pytest.mark.parametrize("impl", ["auto", "flex"])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"mask": True}, {"position": va.RelPosDecomposed(8)}], ids=str
+)
+def test_scales_that_are_not_positive_equal_those_of_a_cpu_in_float64(options, impl, scale):
+    """cuDNN and flash attention multiply their -inf by the scale: the control ``averaging`` was NaN."""
+    options = dict(options)
+    mask = torch.rand(1, 1, 64, 64) > 0.5 if options.pop("mask", False) else None
+    block = va.Attention2d(64, 2, impl="bmm", scale=scale, **options).to(torch.bfloat16)
+    x = torch.randn(3, 64, 8, 8).to(torch.bfloat16)
+    expected = run(block, x, torch.float64, mask)
+    va.set_impl_(block, impl)
+    found = run(block, x.cuda(), torch.bfloat16, None if mask is None else mask.cuda())
+    for one, exact in zip(found, expected, strict=True):
+        assert (one.double().cpu() - exact).abs().max() <= 0.04 * exact.abs().max().clamp(min=1)
 
 
 def count_kernels(function):

@@ -12,6 +12,7 @@ from impls import PATTERNS, make_position
 from launches import Operations
 
 import vision_attn as va
+from vision_attn.attention import plan
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the exporter, the tracer and the compiler
 
@@ -77,7 +78,8 @@ def pointer(x):
 
 
 def capture(patch):
-    """Make torch report that a CUDA graph is being captured."""
+    """Make torch report that a CUDA graph is being captured, on a CPU."""
+    patch.setattr(plan, "NOT_CAPTURED", ())
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
@@ -103,12 +105,13 @@ def test_memory_that_a_cuda_graph_reads_is_never_freed(monkeypatch, pattern, pos
         block(images(1, side))
     gc.collect()
     assert all(reference() is not None for reference in references)
-    assert len(block.attn.groupings.recent) <= 4
+    assert len(block.attn.plans.groupings) <= 4
     other = layer(pattern, position)
     capture(monkeypatch)
     other(x)  # a grouping created during the capture is in the memory of the graph
-    assert not other.attn.groupings.recent
-    assert not other.attn.groupings.captured
+    assert not other.attn.plans.groupings
+    assert not other.attn.plans.recent
+    assert not other.attn.plans.captured
 
 
 def test_match_has_finite_second_derivatives_for_one_position_and_initializes_in_half_precision():

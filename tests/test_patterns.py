@@ -89,18 +89,19 @@ def test_cached_groupings_are_not_saved_with_the_block_and_are_freed_with_the_bl
     before = saved()
     expected = block(x).detach()
     assert saved() == before
-    recent = block.groupings.recent
+    recent = block.plans.groupings
     (first,) = recent.values()
     block(x.expand(2, -1, -1, -1))
     assert [*recent.values()] == [first]
     other = copy.deepcopy(block)
-    assert not other.groupings.recent
+    assert not other.plans.groupings
+    assert not other.plans.recent
     assert torch.equal(other(x), expected)
     assert other.to("meta")(x.to("meta")).shape == x.shape
     for width in range(1, 20):
         block(torch.randn(1, 8, 2, width))
         assert len(recent) <= 4
-    mask = weakref.ref(next(iter(recent.values())).mask)
+    mask = weakref.ref(next(iter(recent.values())).allowed())
     block = recent = first = None
     gc.collect()
     assert mask() is None
@@ -135,10 +136,11 @@ def test_a_grouping_created_in_another_mode_is_not_used_in_training(mode, positi
     MODES[mode](block, x.detach())
     found = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
     weights = block.attention_weights(x)
-    mask = next(iter(block.groupings.recent.values())).mask
+    mask = next(iter(block.plans.groupings.values())).allowed()
     assert type(mask) is torch.Tensor
     assert not torch._C._functorch.is_functorch_wrapped_tensor(mask)  # the transform has ended
-    block.groupings.recent.clear()
+    block.plans.groupings.clear()
+    block.plans.recent.clear()
     expected = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
     torch.testing.assert_close(weights, block.attention_weights(x))
     for one, other in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Attention in the groups of a pattern: the selection of ``impl="auto"``, position biases, and chunks on a CPU.
+"""The selection of ``impl="auto"``, and attention in chunks that fit into the caches of a CPU.
 
 Each threshold was measured on at least two processors. ``docs/performance.md`` has the tables, and ``python
 benchmarks/speed.py --rows choices`` measures the alternatives on your machine.
@@ -6,18 +6,18 @@ benchmarks/speed.py --rows choices`` measures the alternatives on your machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from vision_attn.attention.kernels import EINX, Kernel, attend_bmm, attend_sdpa
-from vision_attn.attention.masks import Mask, combine_masks, split_mask, zero_fully_masked_rows
-from vision_attn.attention.patterns.grouping import Grouping
+from vision_attn.attention.kernels import attend_bmm, attend_einx, attend_sdpa
+from vision_attn.attention.masks import Mask, combine_masks, split_mask
+from vision_attn.attention.patterns.grouping import in_graph
 
 #: Number of logits in a chunk on a CPU, which fit into its caches.
 CHUNK_LOGITS = 2**19
@@ -25,58 +25,6 @@ CHUNK_LOGITS = 2**19
 MIN_CHUNK_QUERIES = 192
 #: Number of logits above which training recomputes the weights in the backward pass instead of storing them.
 RECOMPUTE_ABOVE = 2**25
-
-
-class PositionBias:
-    """The bias that a position encoding adds to the logits."""
-
-    def apply(self, q: Tensor, k: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor, float, Mask]:
-        """Include the bias in queries, keys, scale and mask, and return them."""
-        raise NotImplementedError
-
-    def rel_logits(self, q: Tensor) -> list[Tensor] | None:
-        """Return one term per axis, ``(b·groups, n, i, <keys along this axis, 1 along the others>)``, or None.
-
-        The bias is the sum of the terms.
-        """
-        return None
-
-    def scores(self, q: Tensor) -> Callable[..., Tensor]:
-        """Return the bias for FlexAttention: a function of batch, head, query, and coordinates of query and key."""
-        raise ValueError(f"impl='flex' does not support {type(self).__name__}. Use another implementation: impl='sdpa'")
-
-
-class AttentionInputs(NamedTuple):
-    """The inputs of a kernel: attention in the groups of a pattern."""
-
-    q: Tensor  # (b·groups, n, i, d)
-    k: Tensor  # (b·groups, m, j, d)
-    v: Tensor  # (b·groups, m, j, e)
-    scale: float
-    grouping: Grouping
-    bias: PositionBias | None = None
-    mask: Mask = None  # the mask passed by the user, broadcastable to (b, n, tokens, key tokens)
-    causal: bool = False
-
-
-def attend_in_groups(kernel: Kernel, inputs: AttentionInputs, dropout: float) -> Tensor:
-    """Compute attention in the groups of a pattern, ``(b·groups, n, i, e)``; fully masked rows are zero."""
-    q, k, v, scale, grouping, bias = inputs[:6]
-    with without_autocast(q):
-        if kernel.attend_inputs is not None:
-            return kernel.attend_inputs(inputs, dropout)
-        if k.shape[1] != q.shape[1]:
-            k, v = repeat_kv(q, k), repeat_kv(q, v)
-            inputs = inputs._replace(k=k, v=v)
-        mask, row_has_key, causal = grouping.build_attn_mask(inputs.mask, inputs.causal, bias is not None)
-        logits = bias.rel_logits(q) if bias is not None and can_chunk(q) else None
-        if logits is not None:
-            y = attend_chunked(kernel, inputs, logits, mask, dropout)
-        else:
-            if bias is not None:
-                q, k, scale, mask = bias.apply(q, k, scale, mask)
-            y = kernel.attend(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
-        return y if row_has_key is None else zero_fully_masked_rows(y, row_has_key)
 
 
 def repeat_kv(q: Tensor, k: Tensor) -> Tensor:
@@ -100,47 +48,68 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def attend_auto(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, dropout: float, **options: Any) -> Tensor:
-    """Compute attention with the fused kernel or bmm, whichever is faster; bmm runs in chunks that fit into caches."""
-    if fused_is_faster(q, k, mask, dropout):
-        return attend_sdpa(q, k, v, mask=mask, dropout=dropout, **options)
+    """Compute attention with the implementation that :func:`select_auto` selects."""
+    trained = torch.is_grad_enabled() and q.requires_grad
+    trained_mask = torch.is_grad_enabled() and mask is not None and mask.requires_grad
+    rows = q.shape[0] * q.shape[2]
+    attend = select_auto(q, q.dtype, rows, k.shape[2], q.shape[3], dropout, trained, trained_mask)
+    return attend(q, k, v, mask=mask, dropout=dropout, **options)
+
+
+def select_auto(
+    x: Tensor,
+    dtype: torch.dtype,
+    queries: int,
+    keys: int,
+    width: int,
+    dropout: float,
+    trained: bool,
+    trained_mask: bool,
+) -> Callable[..., Tensor]:
+    """Select torch's fused kernel, or ``torch.bmm`` in chunks that fit into caches, whichever is faster.
+
+    The fused kernel is faster on a GPU, and graphs always contain it, because they run at any batch and size. On a CPU,
+    it is faster with many tokens, and slower with few tokens in bfloat16 and in training with many groups of few tokens
+    and narrow heads. torch has no fused CPU kernel for dropout or for a mask that requires gradients, such as the bias
+    from a table: its fallback takes more steps than bmm.
+
+    Args:
+        x: a tensor on the device.
+        dtype: dtype of queries, keys and values.
+        queries: number of queries of all groups and images.
+        keys: number of keys of a group.
+        width: width of a head.
+        dropout: dropout probability.
+        trained: True if gradients are required.
+        trained_mask: True if the mask, or the bias, requires gradients.
+    """
+    if not x.is_cpu:
+        return attend_sdpa
+    if not can_chunk(x):
+        return attend_bmm if dropout or trained_mask else attend_sdpa
+    if dropout or trained_mask:
+        return attend_bmm_chunked
+    if dtype == torch.bfloat16:
+        faster = keys > (196 if trained else 64)
+    else:
+        faster = not trained or dtype == torch.float16 or keys > 49 or keys * width > 2048 or queries < 2048
+    return attend_sdpa if faster else attend_bmm_chunked
+
+
+def attend_bmm_chunked(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **options: Any) -> Tensor:
+    """Compute attention with bmm, for as many images at a time as fit into the caches of a CPU."""
     groups = 1 if mask is None else mask.shape[1]
-    size = groups * batch_chunk(q, k.shape[2], groups) if can_chunk(q) else q.shape[0]
+    size = groups * batch_chunk(q, k.shape[2], groups)
     if size >= q.shape[0]:
-        return attend_bmm(q, k, v, mask=mask, dropout=dropout, **options)
+        return attend_bmm(q, k, v, mask=mask, **options)
     masks = split_mask(mask, size // groups, axis=0)
     chunks: Any = zip(masks, q.split(size), k.split(size), v.split(size), strict=False)
-    return torch.cat([attend_bmm(*chunk, mask=part, dropout=dropout, **options) for part, *chunk in chunks])
-
-
-def fused_is_faster(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:
-    """Return True if torch's fused kernel is faster than ``torch.bmm``.
-
-    The fused kernel is faster on a GPU, and graphs always contain it, because they run at any batch and size. On a CPU
-    it is faster with many tokens, and slower with few tokens in bfloat16 and in training with many groups of few tokens
-    and narrow heads. torch has no fused CPU kernel for dropout or for a mask that requires gradients, such as
-    the bias from a table: its fallback takes more steps than bmm.
-    """
-    if q.device.type != "cpu":
-        return True
-    trained_mask = mask is not None and mask.requires_grad
-    if dropout or (trained_mask and torch.is_grad_enabled()):
-        return False
-    if not can_chunk(q):
-        return True
-    trained = torch.is_grad_enabled() and q.requires_grad
-    keys = k.shape[2]
-    if q.dtype == torch.bfloat16:
-        return keys > (196 if trained else 64)
-    if q.dtype == torch.float16 or not trained:
-        return True
-    return keys > 49 or keys * q.shape[3] > 2048 or q.shape[0] * q.shape[2] < 2048
+    return torch.cat([attend_bmm(*chunk, mask=part, **options) for part, *chunk in chunks])
 
 
 def can_chunk(q: Tensor) -> bool:
     """Return True if attention may run in chunks that fit into a CPU's caches. Graphs would store the chunks."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or type(q) is not Tensor or q.device.type != "cpu":
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(q)
+    return q.is_cpu and not in_graph(q) and not torch._C._functorch.is_functorch_wrapped_tensor(q)
 
 
 def batch_chunk(q: Tensor, keys: int, groups: int) -> int:
@@ -148,34 +117,43 @@ def batch_chunk(q: Tensor, keys: int, groups: int) -> int:
     return max(1, CHUNK_LOGITS // (groups * q.shape[1] * q.shape[2] * keys))
 
 
-def attend_chunked(kernel: Kernel, inputs: AttentionInputs, terms: list[Tensor], mask: Mask, dropout: float) -> Tensor:
+def attend_chunked(
+    attend: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: list[Tensor], groups: int
+) -> Tensor:
     """Compute attention on a CPU with a bias that is computed for one chunk of queries at a time.
 
     With many queries, the backward pass computes the bias again instead of storing it.
+
+    Args:
+        attend: ``partial(kernel.attend, scale=…, dropout=…)``.
+        q: queries, ``(b·groups, n, i, d)``.
+        k: keys, ``(b·groups, n, j, d)``.
+        v: values, ``(b·groups, n, j, e)``.
+        mask: the combined mask, ``(b or 1, groups or 1, n or 1, i, j)``.
+        terms: the terms of the bias, as returned by :meth:`.PositionBias.rel_logits`.
+        groups: number of groups of an image.
     """
-    q, k, v, scale, grouping = inputs[:5]
-    keys, groups = k.shape[2], grouping.groups
-    images = batch_chunk(q, keys, groups)
+    keys = k.shape[2]
+    images = batch_chunk(q, keys, groups) * groups
     rows = max(MIN_CHUNK_QUERIES, CHUNK_LOGITS // (groups * q.shape[1] * keys))  # queries of each group in a chunk
 
     def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *logits: Tensor) -> Tensor:
-        added = sum(logits[1:], logits[0]).flatten(3).unflatten(0, (-1, groups))
-        mask = added if mask is None else combine_masks(added, mask)
-        return kernel.attend(q, k, v, scale=scale, mask=mask, causal=False, dropout=dropout)
+        added = sum(logits[1:], logits[0]).reshape(-1, groups, *q.shape[1:3], keys)
+        return attend(q, k, v, mask=added if mask is None else combine_masks(added, mask), causal=False)
 
     run: Callable[..., Tensor] = attend_chunk
     if torch.is_grad_enabled() and q.shape[:3].numel() * keys > RECOMPUTE_ABOVE:
-        run = partial(checkpoint, attend_chunk, use_reentrant=False, preserve_rng_state=dropout > 0)
-        if kernel is EINX:  # einx wraps every exception, including the one with which torch stops early
-            run = partial(run, early_stop=False)
-    by_image: Any = [x.split(images * groups) for x in (q, k, v, *terms)]
+        run = partial(checkpoint, attend_chunk, use_reentrant=False, preserve_rng_state=attend.keywords["dropout"] > 0)
+        # einx wraps every exception, including the one with which torch stops early
+        run = partial(run, early_stop=attend.func is not attend_einx)
+    if images >= q.shape[0] and rows >= q.shape[2]:
+        return run(q, k, v, mask, *terms)
+    by_image: Any = [x.split(images) for x in (q, k, v, *terms)]
     outputs = []
-    for image_mask, queries, keys_, values, *logits in zip(split_mask(mask, images, axis=0), *by_image, strict=False):
+    for image_mask, queries, keys_, values, *logits in zip(
+        split_mask(mask, images // groups, axis=0), *by_image, strict=False
+    ):
         by_row: Any = [x.split(rows, dim=2) for x in (queries, *logits)]
         chunks = zip(split_mask(image_mask, rows, axis=3), *by_row, strict=False)
-        outputs.append(concat([run(chunk, keys_, values, part, *added) for part, chunk, *added in chunks], dim=2))
-    return concat(outputs, dim=0)
-
-
-def concat(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+        outputs.append(torch.cat([run(chunk, keys_, values, part, *added) for part, chunk, *added in chunks], dim=2))
+    return torch.cat(outputs)

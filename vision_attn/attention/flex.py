@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vision_attn.attention.dispatch import AttentionInputs
+from vision_attn.attention.inputs import PositionBias
 from vision_attn.attention.masks import Mask, broadcast_mask
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.scopes import outside_scopes
@@ -28,16 +28,26 @@ DEVICES = ("cpu", "cuda", "hpu", "xpu")
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def attend_inputs_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
+def attend_pattern_flex(
+    grouping: Grouping,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: PositionBias | None,
+    mask: Mask,
+    dropout: float,
+) -> Tensor:
     """Compute attention in the groups of a pattern, ``(b·groups, n, i, e)``."""
-    q, k, v, scale, grouping, bias, mask, causal = inputs
     block_mask = None
-    if grouping.pattern_as_mask or causal:
-        block_mask = grouping.cached(("block_mask", causal), lambda: pattern_mask(grouping, causal))
+    if grouping.pattern_as_mask or grouping.causal:
+        block_mask = grouping.cached("block_mask", lambda: pattern_mask(grouping))
     score_mods = []
     if bias is not None:
-        query_size, key_size, add = grouping.query_layout.group_size, grouping.key_layout.group_size, bias.scores(q)
-        score_mods.append(lambda s, b, h, i, j: s + add(b, h, i, unravel(i, query_size), unravel(j, key_size)))
+        query_size, key_size, add = grouping.query_layout.group_size, grouping.key_layout.group_size, bias.scores()
+        q, k, scale = bias.fold(q, k, scale)
+        if add is not None:
+            score_mods.append(lambda s, b, h, i, j: s + add(h, unravel(i, query_size), unravel(j, key_size)))
     if mask is not None:
         score_mods.append(mask_score_mod(broadcast_mask(mask), grouping.key_layout.index()[0]))
     return run_flex(q, k, v, scale, score_mods, block_mask, dropout)
@@ -118,7 +128,7 @@ def unravel(index: Tensor, size: Sequence[int]) -> list[Tensor]:
     return coords[::-1]
 
 
-def pattern_mask(grouping: Grouping, causal: bool) -> Any:
+def pattern_mask(grouping: Grouping) -> Any:
     """Build the ``BlockMask`` of a pattern on a feature map: the non-empty blocks of 128 queries by 128 keys."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -127,7 +137,7 @@ def pattern_mask(grouping: Grouping, causal: bool) -> Any:
     positions = keys.index()[0]
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        allowed = positions[j] <= i if causal else j >= 0
+        allowed = positions[j] <= i if grouping.causal else j >= 0
         at = zip(tables, unravel(i, queries.group_size), unravel(j, keys.group_size), strict=True)
         for table, query, key in at:
             if table is not None:

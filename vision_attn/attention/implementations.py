@@ -9,8 +9,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from vision_attn.attention import masks
-from vision_attn.attention.dispatch import attend_auto, repeat_kv, without_autocast
-from vision_attn.attention.flex import attend_flex, attend_inputs_flex
+from vision_attn.attention.dispatch import attend_auto, repeat_kv, select_auto, without_autocast
+from vision_attn.attention.flex import attend_flex, attend_pattern_flex
 from vision_attn.attention.kernels import BMM, EINX, Kernel, attend_einsum, attend_sdpa, to_4d_mask
 from vision_attn.checks import check_bools, check_choice, check_number, check_probability, check_type
 
@@ -19,8 +19,8 @@ IMPLEMENTATIONS: dict[str, Kernel] = {
     "bmm": BMM,
     "einsum": replace(BMM, attend=attend_einsum),
     "sdpa": replace(BMM, attend=attend_sdpa),
-    "flex": replace(BMM, attend=attend_flex, attend_inputs=attend_inputs_flex),
-    "auto": replace(BMM, attend=attend_auto),
+    "flex": replace(BMM, attend=attend_flex, attend_pattern=attend_pattern_flex),
+    "auto": replace(BMM, attend=attend_auto, select=select_auto),
 }
 
 #: Names of the implementations in this package; ``"auto"`` selects one of them.

@@ -4,7 +4,7 @@ Every implementation consists of the same five steps. Letters: ``b`` batch, ``n`
 query token, ``j`` key token, ``d`` width of queries and keys, ``e`` width of values.
 
     partition     (b, c, h, w)                                             ->  (b·groups, c, h', w')
-    split heads   (b·groups, n·d, h', w')                                  ->  (b·groups, n, i, d)
+    split heads   (b·groups, n·d + …, h', w')                              ->  (b·groups, n, i, d), …
     attend        q (b·groups, n, i, d)   k (…, n, j, d)   v (…, n, j, e)  ->  (b·groups, n, i, e)
     merge heads   (b·groups, n, i, e)                                      ->  (b·groups, n·e, h', w')
     reverse       (b·groups, c, h', w')                                    ->  (b, c, h, w)
@@ -13,23 +13,25 @@ The first and the last step are for patterns that are a plain reshape; any other
 index.
 
 ``mask`` is None, bool (True = may attend) or an additive float, ``(b or 1, groups or 1, n or 1, i, j)``, and allows at
-least one key for every query. It is None if ``causal`` is True. Logits and softmax are computed in at least float32.
+least one key for every query. Its rows may be padded; columns from ``j`` on are ignored. It is None if ``causal`` is
+True. Logits and softmax are computed in at least float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from math import gcd
 from operator import index
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import cudnn_sdp_enabled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vision_attn.attention.masks import Mask, add_mask, split_mask, upcast
+from vision_attn.attention.masks import Mask, add_mask, align_mask, split_mask, upcast
 from vision_attn.attention.patterns.layout import TokenLayout
 from vision_attn.attention.patterns.rearrangement import AXES, BoundRearrangement
 
@@ -39,27 +41,34 @@ FLASH_FROM_KEYS = 2048
 MAX_BATCH = 65_535
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """The steps of an implementation."""
 
     partition: Callable[[Tensor, BoundRearrangement], Tensor]
-    split_heads: Callable[[Tensor, int], Tensor]
+    split_heads: Callable[..., list[Tensor]]
     attend: Callable[..., Tensor]
     merge_heads: Callable[[Tensor, Sequence[int]], Tensor]
     reverse: Callable[[Tensor, BoundRearrangement], Tensor]
     #: If given, this function replaces ``attend``. It receives the pattern and the bias instead of one combined mask.
-    attend_inputs: Callable[..., Tensor] | None = None
+    attend_pattern: Callable[..., Tensor] | None = None
+    #: If given, this function selects ``attend`` for one kind of inputs, with the arguments of ``select_auto``.
+    select: Callable[..., Callable[..., Tensor]] | None = None
+
+
+#: The permutations from ``(b, c, *size)`` to ``(b, *size, c)`` and back, by the number of axes.
+TO_LAST = {3: (0, 2, 1), 4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
+TO_FIRST = {3: (0, 2, 1), 4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
 
 
 def channels_last(x: Tensor) -> Tensor:
     """View ``(b, c, *size)`` as ``(b, *size, c)``."""
-    return x.permute(0, *range(2, x.dim()), 1)
+    return x.permute(*TO_LAST[x.dim()])
 
 
 def channels_first(x: Tensor) -> Tensor:
     """View ``(b, *size, c)`` as ``(b, c, *size)``."""
-    return x.permute(0, x.dim() - 1, *range(1, x.dim() - 1))
+    return x.permute(*TO_FIRST[x.dim()])
 
 
 def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
@@ -68,11 +77,10 @@ def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
         return x
     if layout.rearrangement is not None:
         return kernel.partition(x, layout.rearrangement)
-    x = x.flatten(2).transpose(1, 2)
+    c, x = x.shape[1], x.flatten(2).transpose(1, 2)
     if layout.zero_padded:
         x = F.pad(x, (0, 0, 0, 1))
-    x = x.index_select(1, layout.gather_index).reshape(-1, layout.tokens, x.shape[2])
-    return x.transpose(1, 2).unflatten(2, layout.group_size)
+    return channels_first(x.index_select(1, layout.gather_index).reshape(-1, *layout.group_size, c))
 
 
 def from_groups(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
@@ -81,8 +89,9 @@ def from_groups(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
         return y
     if layout.rearrangement is not None:
         return kernel.reverse(y, layout.rearrangement)
-    y = y.flatten(2).transpose(1, 2).reshape(-1, layout.groups * layout.tokens, y.shape[1])
-    return y.index_select(1, layout.inverse_index).transpose(1, 2).unflatten(2, layout.size)
+    c = y.shape[1]
+    y = channels_last(y).reshape(-1, layout.groups * layout.tokens, c).index_select(1, layout.inverse_index)
+    return channels_first(y.reshape(-1, *layout.size, c))
 
 
 # --- einx: axes by name -----------------------------------------------------------------------------------------------
@@ -94,10 +103,12 @@ def partition_einx(x: Tensor, bound: BoundRearrangement) -> Tensor:
     return channels_first(einx.id(f"{bound.map_text} -> {bound.groups_text}", x, **bound.sizes))
 
 
-def split_heads_einx(x: Tensor, n: int) -> Tensor:
+def split_heads_einx(x: Tensor, *heads: int) -> list[Tensor]:
     import einx
 
-    return einx.id("b (n d) s... -> b n (s...) d", x, n=n)
+    width = x.shape[1] // sum(heads)
+    parts = x.split([n * width for n in heads], dim=1)
+    return [einx.id("b (n d) s... -> b n (s...) d", part, n=n) for part, n in zip(parts, heads, strict=True)]
 
 
 def attend_einx(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
@@ -130,12 +141,15 @@ def reverse_einx(y: Tensor, bound: BoundRearrangement) -> Tensor:
 
 def partition_torch(x: Tensor, bound: BoundRearrangement) -> Tensor:
     c = x.shape[1]
-    x = channels_last(x).reshape(-1, *bound.split_size, c)
-    return channels_first(x.permute(bound.forward_perm).reshape(-1, *bound.group_size, c))
+    x = x.reshape(-1, c, *bound.split_size).permute(*bound.forward_perm)
+    return x.reshape(-1, *bound.group_size, c).permute(*TO_FIRST[2 + len(bound.size)])
 
 
-def split_heads_torch(x: Tensor, n: int) -> Tensor:
-    return x.reshape(x.shape[0], n, x.shape[1] // n, -1).transpose(2, 3)
+def split_heads_torch(x: Tensor, *heads: int) -> list[Tensor]:
+    # The heads are split before they become the second axis: the gradients are then concatenated without another copy.
+    n = sum(heads)
+    x = x.permute(*TO_LAST[x.dim()]).reshape(x.shape[0], -1, n, x.shape[1] // n)
+    return [part.transpose(1, 2) for part in x.split_with_sizes(heads, dim=2)]
 
 
 def attend_bmm(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
@@ -150,13 +164,14 @@ def attend_bmm(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, cau
 
 
 def merge_heads_torch(y: Tensor, size: Sequence[int]) -> Tensor:
-    return y.transpose(1, 2).flatten(2).transpose(1, 2).unflatten(2, size)
+    b, n, _, e = y.shape
+    return y.transpose(1, 2).reshape(b, *size, n * e).permute(*TO_FIRST[2 + len(size)])
 
 
 def reverse_torch(y: Tensor, bound: BoundRearrangement) -> Tensor:
     c = y.shape[1]
-    y = channels_last(y).reshape(-1, *bound.grouped_size, c)
-    return channels_first(y.permute(bound.inverse_perm).reshape(-1, *bound.size, c))
+    y = y.reshape(-1, *bound.groups_size, c, *bound.tokens_size)
+    return y.permute(*bound.inverse_perm).reshape(-1, *bound.size, c).permute(*TO_FIRST[2 + len(bound.size)])
 
 
 def drop(weights: Tensor, dropout: float) -> Tensor:
@@ -183,25 +198,26 @@ def attend_einsum(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, 
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
-    shape, e, on_cpu, width = q.shape[:3], v.shape[3], q.device.type == "cpu", max(q.shape[3], v.shape[3])
+    e, on_cpu = v.shape[3], q.is_cpu
+    if scale <= 0:  # cuDNN, flash attention and the causal CPU kernel multiply their -inf by the scale
+        q, scale = scale * q, 1.0
     if not on_cpu:
         q, k, v = align_widths(q, k, v, mask)
     elif q.shape[3] != e:  # the CPU kernel requires equal widths
+        width = max(q.shape[3], e)
         q, k, v = (F.pad(x, (0, width - x.shape[3])) for x in (q, k, v))
-    elif not torch.compiler.is_compiling() and k.shape[2] > 1024 and k.stride(2) * k.element_size() >= 1024:
+    elif k.stride(2) * k.element_size() >= 1024 and not torch.compiler.is_compiling() and k.shape[2] > 1024:
         # The kernel reads all keys for each block of queries: a contiguous copy of many strided keys saves time.
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    inputs = q, k, v
-    if mask is not None:
+    sdpa = F.scaled_dot_product_attention if on_cpu else sdpa_on_gpu
+    if mask is None:
+        y = sdpa(q, k, v, attn_mask=None, dropout_p=dropout, scale=scale, is_causal=causal)
+    else:
+        b, n, i, _ = q.shape
         mask = mask if mask.dtype in (torch.bool, q.dtype) else cast_mask(mask, q.dtype)
         q, k, v, mask = to_4d_mask(q, k, v, mask)
-    elif causal and scale <= 0:  # the kernel would multiply its -inf by the scale
-        q, scale = scale * q, 1.0
-    sdpa = F.scaled_dot_product_attention if on_cpu else sdpa_on_gpu
-    y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
-    if y.requires_grad:
-        name_missing_derivative(y, *inputs)
-    y = y if mask is None else y.reshape(*shape, y.shape[3])
+        y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=False)
+        y = y if y.shape[1] == n else y.reshape(b, n, i, y.shape[3])
     return y if y.shape[3] == e else y[..., :e]
 
 
@@ -210,13 +226,14 @@ def sdpa_on_gpu(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Mask, **options: 
 
     With a mask, cuDNN's kernel is excluded, because its gradients can be NaN (pytorch/pytorch#196678).
     """
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with nullcontext() if attn_mask is None or not q.is_cuda else sdpa_kernel(backends):
-        if torch.compiler.is_compiling() or q.shape[0] <= MAX_BATCH:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
-        masks = split_mask(attn_mask, MAX_BATCH, axis=0)
-        chunks = zip(*(x.split(MAX_BATCH) for x in (q, k, v)), masks, strict=False)
-        return torch.cat([F.scaled_dot_product_attention(*chunk, **options) for chunk in chunks])
+    if attn_mask is not None and q.is_cuda and cudnn_sdp_enabled():
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return sdpa_on_gpu(q, k, v, attn_mask=attn_mask, **options)
+    if q.shape[0] <= MAX_BATCH or torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
+    masks = split_mask(attn_mask, MAX_BATCH, axis=0)
+    chunks = zip(*(x.split(MAX_BATCH) for x in (q, k, v)), masks, strict=False)
+    return torch.cat([F.scaled_dot_product_attention(*chunk, **options) for chunk in chunks])
 
 
 def align_widths(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,6 +249,8 @@ def align_widths(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
     half = q.dtype in (torch.float16, torch.bfloat16)
     step = 8 if half else 4
     if mask is None and half and d == e <= 256:
+        if q.stride(3) == k.stride(3) == v.stride(3) == 1:
+            return q, k, v
         step = 1
     elif mask is None and half and e < d <= 256 and not torch.compiler.is_compiling() and k.shape[2] >= FLASH_FROM_KEYS:
         e = d
@@ -244,7 +263,7 @@ def align(x: Tensor, width: int, step: int) -> Tensor:
         return F.pad(x, (0, width - x.shape[3]))
     if torch.compiler.is_compiling():  # the compiler aligns the inputs of the kernel
         return x
-    aligned = x.stride(3) == 1 and not any(stride % step for stride in (*x.stride()[:3], x.storage_offset()))
+    aligned = x.stride(3) == 1 and gcd(*x.stride()[:3], x.storage_offset()) % step == 0
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -257,10 +276,8 @@ def to_4d_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, T
     batch, groups, heads = mask.shape[:3]
     i, j = q.shape[2], k.shape[2]
     aligned = q.device.type != "cpu"
-    if aligned:  # torch copies a mask unless it is additive and its rows start at multiples of 8 elements
-        mask = F.pad(mask.expand(-1, -1, -1, -1, j), (0, -j % 8))
-        if mask.dtype == torch.bool:
-            mask = q.new_zeros(mask.shape).masked_fill(mask.logical_not(), -torch.inf)
+    if aligned and (mask.dtype == torch.bool or mask.shape[4] % 8 or mask.stride(3) % 8):
+        mask = align_mask(mask.expand(-1, -1, -1, -1, j), q.dtype)
     if batch == 1 and groups > 1:
         n, width = q.shape[1], q.shape[3]
         eager = not torch.compiler.is_compiling() and not torch._C._is_tracing()
@@ -269,7 +286,7 @@ def to_4d_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, T
         else:
             q, k, v = (x.reshape(-1, groups * n, *x.shape[2:]) for x in (q, k, v))
             mask = mask.expand(-1, -1, n, -1, -1).flatten(1, 2)
-            return q, k, v, mask[..., :j] if aligned else mask
+            return q, k, v, mask[..., :j]
     elif batch > 1:
         mask = mask.expand(-1, q.shape[0] // batch, -1, -1, -1)
     mask = mask.flatten(0, 1)
@@ -281,21 +298,3 @@ def cast_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.finfo(dtype).bits < torch.finfo(mask.dtype).bits:
         mask = mask - mask.detach().amax(dim=-1, keepdim=True)
     return mask.to(dtype)
-
-
-def refuse_second_derivative(gradient: Tensor) -> None:
-    raise NotImplementedError("torch's fused attention has no second derivative. Use va.use_impl(model, 'bmm')")
-
-
-def name_missing_derivative(y: Tensor, *inputs: Tensor) -> None:
-    """Make second derivatives raise an error that recommends ``impl="bmm"``, in ordinary eager execution."""
-
-    def add_error(gradient: Tensor) -> None:
-        if gradient.requires_grad:  # as with create_graph=True
-            gradient.register_hook(refuse_second_derivative)
-
-    usual = not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(y)
-    if usual and "ScaledDotProduct" in type(y.grad_fn).__name__:
-        for x in inputs:
-            if x.requires_grad and not x.is_leaf:
-                x.register_hook(add_error)

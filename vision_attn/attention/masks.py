@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vision_attn.checks import product
@@ -24,19 +25,29 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def add_mask(logits: Tensor, mask: Mask, causal: bool) -> Tensor:
-    """Mask logits ``(b·groups, n, i, j)``."""
+    """Mask logits ``(b·groups, n, i, j)``; the rows of the mask may be padded."""
     if causal:
         mask = combine_masks(causal_mask(logits.shape[2], logits.shape[3], logits.device), mask)
     if mask is None:
         return logits
-    logits = logits.unflatten(0, split_groups(mask))
+    mask = mask if mask.shape[4] in (1, logits.shape[3]) else mask[..., : logits.shape[3]]
+    logits = split_groups(logits, mask)
     logits = torch.where(mask, logits, -torch.inf) if mask.dtype == torch.bool else logits + mask
     return logits.flatten(0, 1)
 
 
-def split_groups(mask: Tensor) -> tuple[int, int]:
-    """Return the sizes into which the axis ``b·groups`` is split for a mask."""
-    return (-1, mask.shape[1]) if mask.shape[0] == 1 else (mask.shape[0], -1)
+def split_groups(x: Tensor, mask: Tensor) -> Tensor:
+    """Split the first axis of ``(b·groups, …)`` for a mask ``(b or 1, groups or 1, …)``."""
+    batch, groups = mask.shape[:2]
+    return x.reshape(-1, groups, *x.shape[1:]) if batch == 1 else x.reshape(batch, -1, *x.shape[1:])
+
+
+def align_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an additive mask whose rows start at multiples of 8 elements; fused GPU kernels would copy others."""
+    mask = F.pad(mask, (0, -mask.shape[-1] % 8))
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask.logical_not(), -torch.inf)
 
 
 def combine_masks(first: Tensor, second: Mask) -> Tensor:
@@ -94,7 +105,7 @@ def zero_fully_masked_rows(y: Tensor, row_has_key: Mask) -> Tensor:
     """Set fully masked rows of ``(b·groups, n, i, …)`` to zero; the mask is ``(b or 1, groups or 1, n or 1, i, 1)``."""
     if row_has_key is None:
         return y
-    y = y.unflatten(0, split_groups(row_has_key))
+    y = split_groups(y, row_has_key)
     return torch.where(row_has_key, y, torch.zeros((), dtype=y.dtype, device=y.device)).flatten(0, 1)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks import Attention, attention_modules
 from vision_attn.attention.blocks.attention_maps import weights_on_map
-from vision_attn.attention.dispatch import AttentionInputs
+from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list, check_choice, product
 from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention

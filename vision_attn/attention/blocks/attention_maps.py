@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vision_attn.attention import masks
-from vision_attn.attention.dispatch import AttentionInputs, repeat_kv, without_autocast
+from vision_attn.attention.dispatch import repeat_kv, without_autocast
+from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.patterns import Grouping
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
@@ -18,6 +20,16 @@ from vision_attn.checks import product
 def attn_hook(block: nn.Module, hook: Callable[[AttentionInputs], object]) -> AbstractContextManager[None]:
     """Call a hook with the inputs of a block's kernel in each forward pass of this thread, inside a ``with`` block."""
     return scope(block, "attention", {block: hook})
+
+
+class Rows(NamedTuple):
+    """Queries and keys of attention weights, with their masks ``(b or 1, groups or 1, n or 1, i, j or 1)``."""
+
+    q: Tensor  # (b·groups, n, i, d)
+    k: Tensor  # (b·groups, n, j, d)
+    scale: float
+    mask: masks.Mask
+    row_has_key: masks.Mask
 
 
 def weights_on_map(
@@ -31,42 +43,70 @@ def weights_on_map(
     Weights are computed for the selected queries (token indices) and heads only, which saves memory. Pass ``grouping``
     if the batch axis of the inputs holds the groups of larger feature maps.
     """
-    q, k, _, scale, inner, bias, mask, causal = inputs
-    k = repeat_kv(q, k)
-    with without_autocast(q):
-        mask, row_has_key, causal = inner.build_attn_mask(mask, causal, bias is not None)
-        if bias is not None:
-            q, k, scale, mask = bias.apply(masks.upcast(q), masks.upcast(k), scale, mask)
-        if queries is not None and causal:
-            mask, causal = masks.combine_masks(masks.causal_mask(q.shape[2], k.shape[2], q.device), mask), False
-        both = [mask, row_has_key]
-        if grouping is None:
-            grouping = inner
-        else:  # here the batch axis of the masks runs over groups
-            groups = (-1, grouping.groups)
-            both = [x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, groups) for x in both]
+    outer = inputs.grouping if grouping is None else grouping
+    with without_autocast(inputs.q):
+        rows = fold_bias(inputs, None if grouping is None else grouping.groups)
         if heads is not None:
-            q, k, both = q[:, heads], k[:, heads], [select(x, 2, heads) for x in both]
-        layout, is_identity = grouping.query_layout, grouping.query_layout.is_identity
-        if is_identity:  # there is one group; class tokens may come first
-            row = torch.arange(q.shape[2], device=q.device) if queries is None else queries
-            group = torch.zeros_like(row)
+            both = (select(x, 2, heads) for x in rows[3:])
+            rows = Rows(rows.q[:, heads], rows.k[:, heads], rows.scale, *both)
+        if outer.query_layout.is_identity:  # there is one group; class tokens may come first
+            weights = softmax_rows(select_tokens(rows, queries))
+            group = torch.zeros(weights.shape[2], dtype=torch.long, device=weights.device)
+        elif queries is None:
+            group, row = outer.locate(None)
+            weights = softmax_rows(rows).unflatten(0, (-1, outer.groups))[:, group, :, row].movedim(0, 2)
         else:
-            group, row = grouping.locate(queries)
-        if queries is not None and is_identity:
-            q, both = q[:, :, queries], [select(x, 3, queries) for x in both]
-        elif queries is not None:  # each query becomes a separate group
-            q = q.unflatten(0, (-1, layout.groups))[:, group, :, row].movedim(0, 1).flatten(0, 1)[:, :, None]
-            k = k.unflatten(0, (-1, layout.groups))[:, group].flatten(0, 1)
-            shape = (-1, layout.groups, -1, layout.tokens, -1)
-            both = [x if x is None else x.expand(shape)[:, group, :, row].movedim(0, 1)[:, :, :, None] for x in both]
-        logits = masks.add_mask(scale * masks.upcast(q) @ masks.upcast(k).mT, both[0], causal)
-        weights = masks.zero_fully_masked_rows(logits.softmax(-1), both[1])  # (b·groups, n, i, j)
-    if queries is None and not is_identity:
-        weights = weights.unflatten(0, (-1, layout.groups))[:, group, :, row].movedim(0, 2)
-    elif not is_identity:
-        weights = weights[:, :, 0].unflatten(0, (-1, len(row))).transpose(1, 2)
-    return weights if grouping.key_layout.is_identity else grouping.scatter_to_map(weights, group)
+            group, row = outer.locate(queries)
+            weights = softmax_rows(select_in_groups(rows, group, row, outer))[:, :, 0]
+            weights = weights.unflatten(0, (-1, len(row))).transpose(1, 2)
+    return weights if outer.key_layout.is_identity else outer.scatter_to_map(weights, group)
+
+
+def fold_bias(inputs: AttentionInputs, groups: int | None) -> Rows:
+    """Include the position bias in queries, keys and mask.
+
+    If ``groups`` is given, the batch axis of the inputs runs over the groups of larger feature maps.
+    """
+    q, k, _, scale, grouping, bias, mask = inputs
+    k, row_has_key = repeat_kv(q, k), None
+    if mask is not None:
+        mask, row_has_key = grouping.combine(mask)
+    if bias is not None:
+        q, k, scale = bias.fold(masks.upcast(q), masks.upcast(k), scale)
+        mask = bias.attn_mask(mask, q)
+    elif mask is None:
+        mask = grouping.attn_mask(q)
+    mask = None if mask is None else mask[..., : k.shape[2]]
+    if groups is not None:
+        mask, row_has_key = (
+            x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, groups)) for x in (mask, row_has_key)
+        )
+    return Rows(q, k, scale, mask, row_has_key)
+
+
+def select_tokens(rows: Rows, queries: Tensor | None) -> Rows:
+    """Select queries of the only group."""
+    if queries is None:
+        return rows
+    q, k, scale, *both = rows
+    return Rows(q[:, :, queries], k, scale, *(select(x, 3, queries) for x in both))
+
+
+def select_in_groups(rows: Rows, group: Tensor, row: Tensor, grouping: Grouping) -> Rows:
+    """Select queries by their group and their row in the group; each query becomes a separate group."""
+    q, k, scale, *both = rows
+    groups, tokens = grouping.groups, grouping.query_layout.tokens
+    q = q.unflatten(0, (-1, groups))[:, group, :, row].movedim(0, 1).flatten(0, 1)[:, :, None]
+    k = k.unflatten(0, (-1, groups))[:, group].flatten(0, 1)
+    shape = (-1, groups, -1, tokens, -1)
+    both = [x if x is None else x.expand(shape)[:, group, :, row].movedim(0, 1)[:, :, :, None] for x in both]
+    return Rows(q, k, scale, *both)
+
+
+def softmax_rows(rows: Rows) -> Tensor:
+    """Return attention weights, ``(b·groups, n, i, j)``; rows without any allowed key are zero."""
+    logits = masks.add_mask(rows.scale * masks.upcast(rows.q) @ masks.upcast(rows.k).mT, rows.mask, causal=False)
+    return masks.zero_fully_masked_rows(logits.softmax(-1), rows.row_has_key)
 
 
 def select(mask: masks.Mask, axis: int, index: Tensor) -> masks.Mask:

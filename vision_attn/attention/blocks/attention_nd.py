@@ -12,16 +12,18 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention_maps import check_queries, weights_on_map
 from vision_attn.attention.blocks.config import ConfigurableImpl
-from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unbatched, shape_error, to_memory_format_of
+from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unbatched, shape_error, to_memory_format
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, qk_norms
 from vision_attn.attention.blocks.rules import check_arguments
-from vision_attn.attention.dispatch import AttentionInputs, attend_in_groups
 from vision_attn.attention.implementations import IMPLEMENTATIONS
-from vision_attn.attention.kernels import Kernel, from_groups, to_groups
+from vision_attn.attention.inputs import AttentionInputs, PositionBias
+from vision_attn.attention.kernels import from_groups, to_groups
 from vision_attn.attention.masks import check_mask, upcast
-from vision_attn.attention.patterns import AnyPattern, Grouping, GroupingCache, resolve_pattern
+from vision_attn.attention.patterns import AnyPattern, resolve_pattern
+from vision_attn.attention.patterns.grouping import in_graph
+from vision_attn.attention.plan import Plan, PlanCache, make_plan
 from vision_attn.attention.position import AnyPosition, AttentionShape, PositionEncoding, new_encoding
-from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
+from vision_attn.attention.scopes import SCOPES, scoped_values
 from vision_attn.checks import product
 
 
@@ -78,7 +80,8 @@ class Attention(ConfigurableImpl):
         self.kv_stride = kv_stride
         self.causal = causal
         self.attn_drop = attn_drop
-        self.groupings: GroupingCache = GroupingCache(self.resolved_pattern)
+        self.proj_drop = proj_drop
+        self.plans: PlanCache = PlanCache(self.resolved_pattern)
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv = POINTWISE[self.rank]
@@ -96,7 +99,6 @@ class Attention(ConfigurableImpl):
         is_cross = kv_stride > 1 or context_channels is not None
         shape = AttentionShape(channels, n, d, self.resolved_pattern, is_cross, context_channels)
         self.position: PositionEncoding | None = None if position is None else new_encoding(position, shape, **factory)
-        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
         self.init_match()
 
     def init_match(self) -> None:
@@ -124,63 +126,73 @@ class Attention(ConfigurableImpl):
         Raises:
             ValueError: the shape or type of ``x``, ``context`` or ``mask`` is wrong.
         """
-        plain = mask is None and context is None and self.context_channels is None and self.kv_stride == 1
-        keys_size = tuple(x.shape[2:]) if plain else self.check_inputs(x, mask, context)
-        if 0 in x.shape:  # some implementations and patterns do not support empty tensors
+        plan = self.plan(x, mask, context)
+        if plan is None:  # there are no positions
             return self.proj(x.new_zeros(x.shape[0], self.proj.in_channels, *x.shape[2:]))
-        scoped = in_scope() if torch.compiler.is_dynamo_compiling() else SCOPES.get()
-        kernel = IMPLEMENTATIONS[self.impl if scoped else self._impl]
-        inputs = self.kernel_inputs(kernel, x, keys_size, mask, context)
-        for hook in scoped_values("attention", self) if scoped else ():
-            hook(inputs)
-        y = attend_in_groups(kernel, inputs, self.attn_drop if self.training else 0.0)  # (b·groups, n, i, e)
-        layout = inputs.grouping.query_layout
-        y = from_groups(kernel, layout, kernel.merge_heads(y, layout.group_size))  # (b, n·e, h, w)
+        q, k, v, bias = self.encode(plan, x, context)
+        for hook in scoped_values("attention", self) if SCOPES.get() else ():
+            hook(AttentionInputs(q, k, v, self.scale, plan.grouping, bias, mask))
+        y = plan.attend(q, k, v, bias, mask)  # (b·groups, n, i, e)
+        del q, k, v, bias  # without gradients, their memory is now free
+        layout = plan.grouping.query_layout
+        y = plan.kernel.merge_heads(y, layout.group_size)  # (b·groups, n·e, h', w')
+        y = y if layout.is_identity else from_groups(plan.kernel, layout, y)  # (b, n·e, h, w)
         y = self.proj(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
-        return to_memory_format_of(x, self.proj_drop(y))
+        y = F.dropout(y, self.proj_drop) if self.proj_drop and self.training else y
+        return to_memory_format(y, plan.channels_last, plan.as_matrix)
 
-    def kernel_inputs(
-        self, kernel: Kernel, x: Tensor, keys_size: tuple[int, ...], mask: Tensor | None, context: Tensor | None
-    ) -> AttentionInputs:
-        """Project, split into groups and heads, normalize, and encode positions; return the inputs of a kernel."""
-        prefer_mask = kernel.attend_inputs is not None
-        grouping = self.groupings.get(x, keys_size, prefer_mask, unmasked=mask is None and not self.causal)
-        q, k, v = self.project(kernel, grouping, x, context)  # (b·groups, n, i, d), (…, m, j, d), (…, m, j, e)
+    def plan(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Plan | None:
+        """Return the plan for inputs of this kind, or None if they are empty."""
+        if in_graph(x):
+            return make_plan(self, IMPLEMENTATIONS[self.impl], x, mask, context, self.plans.create)
+        kernel = IMPLEMENTATIONS[self.impl if SCOPES.get() else self._impl]
+        return self.plans.get(self, kernel, x, mask, context)
+
+    def encode(
+        self, plan: Plan, x: Tensor, context: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, PositionBias | None]:
+        """Project, split into groups and heads, normalize, and encode positions.
+
+        Returns:
+            Queries ``(b·groups, n, i, d)``, keys ``(b·groups, m, j, d)``, values ``(b·groups, m, j, e)`` and a bias.
+        """
+        if (position := self.position) is not None and position.adds_to_map:
+            x = position.add_to_map(x, plan.grouping)
+            context = None if context is None else position.add_to_map(context, plan.grouping)
+        q, k, v = self.project(plan, x, context)
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast, normalization returns float32; the kernel expects the dtype of the values.
-            q, k = self.q_norm(q).to(v.dtype), grouping.zero_padding(self.k_norm(k).to(v.dtype))
-        bias = None
-        if self.position is not None:
-            q, k, bias = self.position(q, k, grouping)
-        return AttentionInputs(q, k, v, self.scale, grouping, bias, mask, self.causal)
+            q, k = self.q_norm(q).to(v.dtype), plan.grouping.zero_padding(self.k_norm(k).to(v.dtype))
+        q, k, bias = (q, k, None) if position is None else position(q, k, plan.grouping)
+        return q, k, v, bias
 
-    def project(
-        self, kernel: Kernel, grouping: Grouping, x: Tensor, context: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, plan: Plan, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Project to queries ``(b·groups, n, i, d)``, keys ``(…, m, j, d)`` and values ``(…, m, j, e)``."""
         n, m, d, e = self.num_heads, self.num_kv_heads, self.key_dim, self.value_dim
-        queries, keys, widths = grouping.query_layout, grouping.key_layout, [n * d, m * d, m * e]
-        if self.position is not None and self.position.adds_to_map:
-            x = self.position.add_to_map(x, grouping)
-            context = None if context is None else self.position.add_to_map(context, grouping)
+        kernel, queries, keys = plan.kernel, plan.grouping.query_layout, plan.grouping.key_layout
         if self.groups > 1:  # queries, keys and values have separate groups of channels
             x = torch.cat([x] * 3, dim=1)
             context = None if context is None else torch.cat([context] * 3, dim=1)
-        if context is None and keys is queries and self.qk_norm != "match":
+        if plan.one_input:
             # Rearranging one input is cheaper than rearranging its three projections.
-            q, k, v = self.qkv(to_groups(kernel, queries, x)).split(widths, dim=1)
+            y = self.qkv(x if queries.is_identity else to_groups(kernel, queries, x))
+            if d == e:
+                q, k, v = kernel.split_heads(y, n, m, m)
+                return q, k, v
+            y, v = y.split_with_sizes([(n + m) * d, m * e], dim=1)
+            return *kernel.split_heads(y, n, m), *kernel.split_heads(v, m)
+        widths = [n * d, m * d, m * e]
+        if self.context_channels is None:
+            q, k, v = self.qkv(x).split_with_sizes(widths, dim=1)
+            if context is not None:
+                _, k, v = self.qkv(context).split_with_sizes(widths, dim=1)
         else:
-            if self.context_channels is None:
-                q, k, v = self.qkv(x).split(widths, dim=1)
-                if context is not None:
-                    _, k, v = self.qkv(context).split(widths, dim=1)
-            else:
-                q, (k, v) = self.q(x), self.kv(context).split(widths[1:], dim=1)
-            if self.qk_norm == "match":
-                q, k = center(q), center(k)
-            q = to_groups(kernel, queries, q)
-            k, v = (to_groups(kernel, keys, self.pool_kv(y)) for y in (k, v))
-        return kernel.split_heads(q, n), kernel.split_heads(k, m), kernel.split_heads(v, m)
+            q, (k, v) = self.q(x), self.kv(context).split_with_sizes(widths[1:], dim=1)
+        if self.qk_norm == "match":
+            q, k = center(q), center(k)
+        q = to_groups(kernel, queries, q)
+        k, v = (to_groups(kernel, keys, self.pool_kv(y)) for y in (k, v))
+        return *kernel.split_heads(q, n), *kernel.split_heads(k, m), *kernel.split_heads(v, m)
 
     def pool_kv(self, y: Tensor) -> Tensor:
         """Average projected keys or values over squares of side ``kv_stride``; averaging and projecting commute."""
@@ -242,13 +254,14 @@ class Attention(ConfigurableImpl):
             return self.attention_weights(x[None], mask, queries, None if context is None else context[None])
         if not isinstance(x, Tensor) or x.dim() != 2 + self.rank or x.shape[1] != self.channels:
             raise shape_error("x", x, self.channels, self.rank)
-        keys_size = self.check_inputs(x, mask, context)
+        plan = self.plan(x, mask, context)
         if queries is not None:
             check_queries(queries, x.shape[2:])
-        if 0 in x.shape:
+        if plan is None:
             tokens = x.shape[2:].numel() if queries is None else len(queries)
-            return x.new_zeros(x.shape[0], self.num_heads, tokens, product(keys_size))
-        return weights_on_map(self.kernel_inputs(IMPLEMENTATIONS[self.impl], x, keys_size, mask, context), queries)
+            return x.new_zeros(x.shape[0], self.num_heads, tokens, product(self.keys_size(x, context)))
+        q, k, v, bias = self.encode(plan, x, context)
+        return weights_on_map(AttentionInputs(q, k, v, self.scale, plan.grouping, bias, mask), queries)
 
     @property
     def default_scale(self) -> float:

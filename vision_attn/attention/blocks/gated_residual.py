@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.attention import Attention1d, Attention2d, Attention3d
 from vision_attn.attention.blocks.attention_nd import Attention
 from vision_attn.attention.blocks.projection import ChannelNorm, accepts_unbatched
-from vision_attn.attention.scopes import scoped_output
+from vision_attn.attention.patterns.grouping import in_graph
+from vision_attn.attention.scopes import SCOPES, scoped_output
 from vision_attn.checks import check_factory_args, check_number
 
 #: Parameters that ``torch.nn.utils.spectral_norm`` and ``weight_norm`` add to a layer.
@@ -78,10 +79,14 @@ class GatedResidual(nn.Module):
 
     def add(self, x: Tensor, branch: Tensor) -> Tensor:
         """Return ``x + gate · branch``, ``(b, c, h, w)``, in the dtype of ``x``."""
-        if self.zero_init:
+        if self.zero_init and torch.is_grad_enabled():
             refuse_normalized_zeros(self, self.last_projection())
-        # Under autocast, normalization returns float32; the feature map keeps the dtype of the backbone.
-        return scoped_output(self, x, x + (self.gate.view(-1, *(1,) * self.rank) * branch).to(x.dtype))
+        gate = self.gate.view(-1, *(1,) * self.rank)
+        if x.dtype == branch.dtype == gate.dtype and not in_graph(x):
+            y = torch.addcmul(x, gate, branch)  # not every runtime of exported graphs supports addcmul
+        else:  # under autocast, normalization returns float32; the feature map keeps the dtype of the backbone
+            y = x + (gate * branch).to(x.dtype)
+        return scoped_output(self, x, y) if SCOPES.get() else y
 
 
 #: The attention layer for feature maps with one, two and three axes.

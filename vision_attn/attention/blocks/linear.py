@@ -184,7 +184,7 @@ class LinearAttention2d(ConfigurableImpl):
         if 0 in x.shape:  # einx does not support empty tensors
             return self.proj(torch.zeros_like(x))
         kernel = LINEAR_IMPLS[impl := self.impl]
-        q, k, v = (kernel.split_heads(y, self.num_heads) for y in self.qkv(x).chunk(3, dim=1))
+        q, k, v = kernel.split_heads(self.qkv(x), *[self.num_heads] * 3)
         y = attend_linear(q, k, v, impl=impl, mask=mask, feature_map=self.feature_map)
         y = kernel.merge_heads(y, x.shape[2:])
         return to_memory_format_of(x, self.proj_drop(self.proj(y)))

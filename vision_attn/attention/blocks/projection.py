@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention.dispatch import can_chunk
-from vision_attn.attention.kernels import channels_first, channels_last
+from vision_attn.attention.kernels import TO_FIRST, TO_LAST, channels_first, channels_last
 
 #: A convolution on feature maps with any number of axes.
 Conv = nn.modules.conv._ConvNd
@@ -26,10 +26,10 @@ def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(forward)
     def batched(self: Any, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         given = (mask,) if context is None else (mask, context)  # some blocks have no argument context
-        if isinstance(x, torch.fx.Proxy):  # the operations inside depend on the size of the feature map
-            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *given), {})
         if isinstance(x, Tensor) and x.dim() == 2 + self.rank and x.shape[1] == self.channels:
             return forward(self, x, *given)
+        if isinstance(x, torch.fx.Proxy):  # the operations inside depend on the size of the feature map
+            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *given), {})
         if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
             return batched(self, x[None], mask, *(y[None] for y in given[1:]))[0]
         raise shape_error("x", x, self.channels, self.rank)
@@ -50,16 +50,15 @@ class Pointwise:
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if self.groups > 1:
+        if self.groups > 1 or (dim := x.dim()) == 1 + len(self.kernel_size):
             return super().forward(x)  # type: ignore[misc]
-        if x.dim() == 1 + len(self.kernel_size):
-            return self.forward(x[None])[0]
-        weight, tokens = self.weight.flatten(1), x.flatten(2).transpose(1, 2)
-        if self.bias is not None and x.is_contiguous() and product_per_image(x, weight):
-            y = torch.baddbmm(self.bias, tokens, weight.t().expand(len(x), -1, -1))
-        else:
-            y = F.linear(tokens.contiguous(), weight, self.bias)
-        return y.transpose(1, 2).unflatten(2, x.shape[2:])
+        weight, bias = self.weight, self.bias
+        trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        if trained or bias is None or not product_per_image(x, weight):
+            return F.linear(x.permute(*TO_LAST[dim]).contiguous(), weight.flatten(1), bias).permute(*TO_FIRST[dim])
+        weights = weight.flatten(1).t().expand(x.shape[0], -1, -1)
+        y = torch.baddbmm(bias, x.flatten(2).transpose(1, 2), weights)
+        return channels_first(y.view(x.shape[0], *x.shape[2:], weight.shape[0]))
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Keep the weight's strides equal to those of its gradient, also in channels-last networks.
@@ -95,10 +94,9 @@ def product_per_image(x: Tensor, weight: Tensor) -> bool:
     This holds for inference on feature maps with many positions. In training, a product per image would compute weight
     gradients per image and sum them. Quantized weights support one product only.
     """
-    if x.dtype != torch.float32 or type(weight) is not Tensor or not can_chunk(x):
+    if x.dtype != torch.float32 or not x.is_contiguous() or type(weight) not in (Tensor, nn.Parameter):
         return False
-    trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return not trained and 8 * x.shape[2:].numel() >= len(weight)
+    return can_chunk(x) and 8 * x.shape[2:].numel() >= weight.shape[0]
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -110,8 +108,16 @@ class ChannelNorm(nn.LayerNorm):
 
 def to_memory_format_of(x: Tensor, y: Tensor) -> Tensor:
     """Return ``y`` in the memory format of ``x``, or contiguous if ``x`` is in both formats."""
-    if x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous():
-        return channels_first(channels_last(y).contiguous())
-    if y.shape[0] == 1 and y.stride(1) == 1:  # torch transposes a matrix in tiles, up to four times as fast on a CPU
-        return channels_last(y).reshape(-1, y.shape[1]).t().contiguous().view(y.shape)
-    return y.contiguous()
+    is_channels_last = x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous()
+    return to_memory_format(y, is_channels_last, as_matrix=y.shape[0] == 1 and y.stride(1) == 1)
+
+
+def to_memory_format(y: Tensor, is_channels_last: bool, as_matrix: bool) -> Tensor:
+    """Return feature maps in channels-last memory format, or contiguous; ``as_matrix`` requires a single feature map.
+
+    torch transposes a large matrix in tiles, up to four times as fast on a CPU.
+    """
+    if is_channels_last:
+        last = channels_last(y)
+        return y if last.is_contiguous() else channels_first(last.contiguous())
+    return y.reshape(y.shape[1], -1).contiguous().view(y.shape) if as_matrix else y.contiguous()

@@ -7,7 +7,7 @@ Letters: ``b`` batch, ``n`` heads, ``d`` width of a head, ``t h w`` the axes of 
 """
 
 from vision_attn.attention.patterns.expression_patterns import PATTERNS, Grid, Pattern, Window, resolve_pattern
-from vision_attn.attention.patterns.grouping import Grouping, GroupingCache
+from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.halo import Halo
 from vision_attn.attention.patterns.neighborhood import Neighborhood
 from vision_attn.attention.patterns.pattern import AnyPattern

@@ -1,4 +1,4 @@
-"""A pattern for feature maps of one size: the layouts of queries and keys, their mask, and a cache by size."""
+"""A pattern for feature maps of one size: the layouts of queries and keys, and their mask."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vision_attn.attention.masks import Mask, broadcast_mask, combine_masks, unmask_empty_rows
+from vision_attn.attention.masks import Mask, align_mask, broadcast_mask, combine_masks, unmask_empty_rows
 from vision_attn.attention.patterns.layout import Size, TokenLayout, inverse_index, is_fixed, outer, padding_last
 from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisTiles
 from vision_attn.attention.patterns.rearrangement import AXES, Rearrangement
 from vision_attn.checks import product
 
-#: Maximum number of groupings in the cache of a block.
-CACHED_SIZES = 4
-
 
 class Grouping:
     """A pattern for queries from feature maps of one size and keys from feature maps of one size.
 
-    With ``pattern_as_mask``, the complete feature map is one group, and the pattern is a mask of queries and keys.
+    With ``causal``, queries attend to no later key in row-major order. With ``pattern_as_mask``, the complete feature
+    map is one group, and the pattern is a mask of queries and keys.
     """
 
     def __init__(
-        self, pattern: AnyPattern, size: Size, keys_size: Size, device: torch.device, *, pattern_as_mask: bool = False
+        self,
+        pattern: AnyPattern,
+        size: Size,
+        keys_size: Size,
+        device: torch.device,
+        *,
+        causal: bool = False,
+        pattern_as_mask: bool = False,
     ) -> None:
         split = pattern.axis_as_one_tile if pattern_as_mask else pattern.axis_tiles
         axes = [split(axis, length, device) for axis, length in enumerate(size)]
@@ -41,6 +46,8 @@ class Grouping:
         )
         #: True if every query may attend to every key of the feature map.
         self.is_global: bool = pattern.is_global
+        #: True if queries attend to no later key.
+        self.causal: bool = causal
         #: True if the feature map is one group and the pattern is a mask.
         self.pattern_as_mask: bool = pattern_as_mask
         self.window_shape: tuple[int | None, ...] = pattern.window_shape
@@ -55,13 +62,16 @@ class Grouping:
         if any(axis.queries is not axis.keys for axis in axes):
             self.key_layout = layout(keys_size, [axis.keys for axis in axes], pattern.zero_padded)
         self.groups: int = self.query_layout.groups
-        #: The keys that each query may attend to, ``(1, groups, 1, i, j)`` bool; None if all keys of the group.
-        self.mask: Mask = None if pattern_as_mask else self.dense_mask()
+        #: True if the sizes are constants, and False if they may be symbolic: in a graph.
+        self.is_fixed: bool = is_fixed((*size, *keys_size))
+        self.in_graph: bool = torch.compiler.is_compiling()
+        #: True if queries attend to all keys of their group, so that :meth:`allowed` is None.
+        self.is_dense: bool = not causal and all(axis.allowed is None for axis in axes)
         self.cache: dict[Any, Any] = {}
 
     def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
         """Return a cached value that depends on the pattern and the size only; compute it on the first call."""
-        if torch.compiler.is_compiling():  # the key may contain symbolic sizes, and each graph is traced only once
+        if self.in_graph:  # the key may contain symbolic sizes, and each graph is traced only once
             with outside_graph((*self.query_layout.size, *self.key_layout.size)):
                 return compute()
         value = self.cache.get(key)
@@ -77,42 +87,34 @@ class Grouping:
         """For each axis, key minus query in steps of the pattern, ``(tiles or 1, queries, keys)``."""
         return self.cached("coords", lambda: [*map(relative_coords, self.axes, self.window_shape)])
 
-    def dense_mask(self) -> Mask:
-        """Compute :attr:`mask`; a grouping with ``pattern_as_mask`` does not store it, because it is large."""
-        if all(axis.allowed is None for axis in self.axes):
+    def allowed(self) -> Mask:
+        """Return the keys that each query may attend to, ``(1, groups, 1, i, j)`` bool; None if all of its group."""
+        if self.is_dense:
             return None
-        return outer([*map(allowed_pairs, self.axes)], torch.logical_and)[None, :, None]
+        # The mask of a complete feature map is large, and only attention maps need it.
+        return self.compute_allowed() if self.pattern_as_mask else self.cached("allowed", self.compute_allowed)
 
-    def causal_mask(self) -> Tensor:
-        """Return :attr:`mask` without the keys that follow the query in row-major order."""
-
-        def compute() -> Tensor:
+    def compute_allowed(self) -> Tensor:
+        pairs = outer([*map(allowed_pairs, self.axes)], torch.logical_and)
+        if self.causal:
             queries, keys = self.query_layout.index()[:, :, None], self.key_layout.index()[:, None, :]
             # Padding queries attend to every key: their output is dropped, and an empty row would have NaN gradients.
-            return combine_masks(torch.logical_or(keys <= queries, queries < 0)[None, :, None], self.dense_mask())
+            pairs = torch.logical_and(pairs, torch.logical_or(keys <= queries, queries < 0))
+        return pairs[None, :, None]
 
-        return self.cached("causal", compute)
+    def attn_mask(self, q: Tensor) -> Mask:
+        """Return :meth:`allowed` for a kernel: bool on a CPU; on other devices, additive with aligned rows."""
+        if (allowed := self.allowed()) is None or q.is_cpu:
+            return allowed
+        return self.cached(("attn_mask", q.dtype), lambda: align_mask(allowed, q.dtype))
 
-    def build_attn_mask(self, mask: Mask, causal: bool, has_bias: bool) -> tuple[Mask, Mask, bool]:
-        """Combine the pattern, the mask passed by the user and the causal mask.
-
-        Args:
-            mask: the user's mask, broadcastable to ``(b, n, tokens, key tokens)`` of the feature maps.
-            causal: prevent queries from attending to later keys.
-            has_bias: True if a position encoding adds a bias to the logits.
+    def combine(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Combine the user's mask, broadcastable to ``(b, n, tokens, key tokens)``, and the mask of the pattern.
 
         Returns:
-            The combined mask ``(b or 1, groups or 1, n or 1, i, j)``; a bool tensor of the rows with at least one
-            allowed key, or None for all rows; and True if the kernel must apply the causal mask, which is then the only
-            mask.
+            The mask ``(b or 1, groups or 1, n or 1, i, j)``, and the rows with at least one allowed key.
         """
-        in_kernel = causal and self.is_global and mask is None and not has_bias
-        built = self.dense_mask() if self.pattern_as_mask else self.mask
-        if causal and not in_kernel:
-            built = self.causal_mask()
-        if mask is None:
-            return built, None, in_kernel
-        return *unmask_empty_rows(combine_masks(self.partition_mask(broadcast_mask(mask)), built)), in_kernel
+        return unmask_empty_rows(combine_masks(self.partition_mask(broadcast_mask(mask)), self.allowed()))
 
     def partition_mask(self, mask: Tensor) -> Tensor:
         """Partition a mask of the feature map ``(b, n, tokens, tokens)`` into groups, ``(b, groups, n, i, j)``.
@@ -149,51 +151,17 @@ class Grouping:
         return dense.scatter(3, columns.expand(*weights.shape[:2], -1, -1), weights)[..., :tokens]
 
 
-class GroupingCache:
-    """A cache of the groupings for recent sizes of feature maps; copies and pickles of a block have an empty cache."""
-
-    def __init__(self, pattern: AnyPattern) -> None:
-        self.pattern = pattern
-        self.recent: dict[Any, Grouping] = {}
-        #: Groupings that a captured CUDA graph uses. They are never removed: each replay reads the same memory.
-        self.captured: dict[Any, Grouping] = {}
-
-    def __reduce__(self) -> Any:
-        return GroupingCache, (self.pattern,)
-
-    def get(self, x: Tensor, keys_size: Size, prefer_mask: bool = False, unmasked: bool = True) -> Grouping:
-        """Return the grouping for feature maps ``x`` and keys from feature maps of size ``keys_size``.
-
-        With ``prefer_mask``, the pattern becomes a mask of the complete feature map, unless it is a plain reshape and
-        there is no other mask (``unmasked``).
-        """
-        size = tuple(x.shape[2:])
-        key = (size, keys_size, x.device, prefer_mask and unmasked, prefer_mask)
-        plain = type(x) is Tensor and type(size[0]) is int and not torch.compiler.is_compiling()
-        grouping = (self.captured.get(key) or self.recent.get(key)) if plain else None
-        if grouping is None:
-            with outside_graph((*size, *keys_size)), torch.inference_mode(False):  # also valid in training
-                grouping = Grouping(self.pattern, size, keys_size, x.device)
-                is_reshape = (
-                    grouping.key_layout is grouping.query_layout and grouping.query_layout.rearrangement is not None
-                )
-                if prefer_mask and not grouping.is_global and not (unmasked and is_reshape):
-                    grouping = Grouping(self.pattern, size, keys_size, x.device, pattern_as_mask=True)
-            if plain and can_cache(grouping.axes[0].queries.positions):
-                if len(self.recent) >= CACHED_SIZES:
-                    self.recent.clear()
-                self.recent[key] = grouping
-        elif not torch.compiler.is_compiling() and is_capturing():
-            self.captured[key] = grouping
-        return grouping
-
-
 def outside_graph(size: Size) -> AbstractContextManager[object]:
     """Return a context in which ``torch.export`` stores tensors as constants, if the size is fixed.
 
     For other sizes, the graph computes the tensors in every call, with operations that not every runtime supports.
     """
     return _disable_current_modes() if torch.compiler.is_compiling() and is_fixed(size) else nullcontext()
+
+
+def in_graph(x: Tensor) -> bool:
+    """Return True while a graph is traced or exported, where sizes may be symbolic."""
+    return type(x) is not Tensor or torch.compiler.is_dynamo_compiling() or torch._C._is_tracing()
 
 
 def can_cache(x: Tensor) -> bool:

@@ -51,6 +51,7 @@ class AbsPos:
 
 
 class AbsPosEncoding(PositionEncoding):
+    adds_bias = False
     has_tables = True
 
     def __init__(self, config: AbsPos, shape: AttentionShape, device: Any, dtype: Any) -> None:

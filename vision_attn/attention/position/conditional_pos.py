@@ -47,6 +47,7 @@ class ConditionalPos:
 
 class ConditionalEncoding(PositionEncoding):
     adds_to_map = True
+    adds_bias = False
 
     def __init__(self, config: ConditionalPos, shape: AttentionShape, device: Any, dtype: Any) -> None:
         super().__init__(config)

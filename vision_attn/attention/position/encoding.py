@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from vision_attn.attention.dispatch import PositionBias
+from vision_attn.attention.inputs import PositionBias
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.pattern import AnyPattern
 
@@ -56,6 +56,8 @@ class PositionEncoding(nn.Module):
     has_tables = False
     #: True if the encoding is added to the feature map and depends on its number of channels.
     adds_to_map = False
+    #: True if :meth:`forward` may return a bias of the logits.
+    adds_bias = True
 
     def __init__(self, config: AnyPosition) -> None:
         super().__init__()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.dispatch import PositionBias
+from vision_attn.attention.inputs import PositionBias
 from vision_attn.attention.masks import Mask, upcast
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.position.encoding import AXIS_NAMES, AttentionShape, Encoded, PositionEncoding
 from vision_attn.attention.position.relative_table import RelativePosition, resize_by_offset, table_lengths
 from vision_attn.checks import product
+
+#: Smallest scale by which position logits are divided; smaller ones would overflow in half precision.
+MIN_DIVISOR = 2**-8
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,9 @@ class DecomposedEncoding(PositionEncoding):
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
         tables = {}
         for axis, name in self.names.items():
-            tables[axis] = getattr(self, name)
-            if grouping.window_shape[axis] is None:
-                tables[axis] = resize_by_offset(tables[axis], 2 * grouping.axes[axis].extent - 1)
+            tables[axis], length = getattr(self, name), 2 * grouping.axes[axis].extent - 1
+            if grouping.window_shape[axis] is None and not (grouping.is_fixed and tables[axis].shape[0] == length):
+                tables[axis] = resize_by_offset(tables[axis], length)
         return q, k, DecomposedBias(tables, grouping)
 
     def resize_pos_embed(self, name: str, saved: Tensor) -> Tensor | None:
@@ -86,75 +88,76 @@ class DecomposedBias(PositionBias):
     tables: dict[int, Tensor]
     grouping: Grouping
 
-    def axis_logits(self, q: Tensor) -> dict[int, Tensor]:
-        """Return for each axis the logits of queries and key coordinates, ``(b, <tiles>, n, <queries>, keys)``.
+    is_chunkable = True
 
-        The axes ``<tiles>`` exist only if relative positions differ between tiles, as in a :class:`.Neighborhood`.
+    def gather_logits(self, q: Tensor, scale: float = 1.0) -> Tensor:
+        """Return ``q_i · R_h[y - y_i]`` for all rows and ``q_i · R_w[x - x_i]`` for all columns, divided by ``scale``.
+
+        One product of the queries with all offsets is followed by one gather. Returns ``(b·groups, n, i, rows +
+        columns)``, padded with zeros to the width of :meth:`one_hot`.
         """
-        layout = self.grouping.query_layout
-        differ = any(len(axis.queries.coords) > 1 for axis in self.grouping.axes)
-        tiles = [len(axis.positions) for axis in layout.axes] if differ else []
-        x = q.unflatten(2, layout.group_size)
-        x = x.reshape(-1, *tiles, *x.shape[1:]) if tiles else x
-        logits = {}
-        for axis, table in self.tables.items():
-            rows = self.grouping.cached(("offsets", axis), partial(self.offsets, axis, table))
-            relative = table.to(q.dtype).index_select(0, rows.flatten()).reshape(-1, rows.shape[2], q.shape[3])
-            # One matrix product per query coordinate on this axis, and per tile if tiles differ: these axes come first.
-            first = [*([1 + axis] if len(rows) > 1 else []), 2 + len(tiles) + axis]
-            order = [*first, *(other for other in range(x.dim()) if other not in first)]
-            front = x.permute(order)
-            y = torch.bmm(front.reshape(len(relative), -1, q.shape[3]), relative.transpose(1, 2))
-            back = sorted(range(x.dim()), key=order.__getitem__)
-            logits[axis] = y.view(*front.shape[:-1], rows.shape[2]).permute(back)
-        return logits
+        b, n, i, d = q.shape
+        index, zero = self.grouping.cached(("offsets", q.dtype, d), lambda: self.offsets(q))
+        tables = torch.cat([*[table.to(q.dtype) for table in self.tables.values()], zero])
+        tables = tables if scale == 1.0 else tables / scale
+        # The heads are the batch of the product, because queries of one head have regular strides: nothing is copied.
+        x = q.transpose(1, 2).reshape(-1, n, d).transpose(0, 1)
+        logits = torch.bmm(x, tables.t().expand(n, -1, -1)).view(n, -1, index.shape[0], i, tables.shape[0])
+        logits = logits.permute(1, 2, 0, 3, 4)  # (b, groups or 1, n, i, offsets)
+        return logits.gather(4, index.expand(logits.shape[0], -1, n, -1, -1)).view(b, n, i, index.shape[3])
 
-    def offsets(self, axis: int, table: Tensor) -> Tensor:
-        """Return the table row of each query and key along an axis, ``(tiles or 1, queries, keys)``."""
-        return self.grouping.relative_coords[axis] + table.shape[0] // 2
+    def offsets(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of the joint table for each query, ``(groups or 1, 1, i, width)``, and its last row."""
+        layout, first, columns = self.grouping.query_layout, 0, []
+        differ = any(axis.queries.coords.shape[0] > 1 for axis in self.grouping.axes)
+        tiles = [axis.positions.shape[0] if differ else 1 for axis in layout.axes]
+        for axis, table in self.tables.items():
+            offset = self.grouping.relative_coords[axis] + (table.shape[0] // 2 + first)
+            rank, shape = len(tiles), [1] * (2 * len(tiles))
+            shape[axis], shape[rank + axis] = offset.shape[:2]
+            offset = offset.view(*shape, -1).expand(*tiles, *layout.group_size, -1)
+            columns.append(offset.reshape(product(tiles), 1, layout.tokens, -1))
+            first += table.shape[0]
+        index = torch.cat(columns, dim=3)
+        index = F.pad(index, (0, -(q.shape[3] + index.shape[3]) % 8), value=first)
+        return index, torch.zeros(1, q.shape[3], dtype=q.dtype, device=q.device)
 
     def rel_logits(self, q: Tensor) -> list[Tensor]:
         """Return one term per axis, ``(b·groups, n, i, <keys along this axis, 1 along the others>)``."""
-        window = self.grouping.key_layout.group_size
-        return [
-            logits.reshape(*q.shape[:3], *[length if other == axis else 1 for other, length in enumerate(window)])
-            for axis, logits in self.axis_logits(upcast(q)).items()
-        ]
+        window, first, terms = self.grouping.key_layout.group_size, 0, []
+        logits = self.gather_logits(upcast(q))
+        for axis in self.tables:
+            keys = [length if other == axis else 1 for other, length in enumerate(window)]
+            terms.append(logits.narrow(3, first, window[axis]).view(*logits.shape[:3], *keys))
+            first += window[axis]
+        return terms
 
-    def apply(self, q: Tensor, k: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor, float, Mask]:
-        """Fold the bias into queries and keys, so that memory is linear in the number of tokens in every kernel.
+    def fold(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor, float]:
+        """Extend queries and keys, so that memory is linear in the number of tokens in every kernel.
 
-        Scaled queries are extended by their logits for each row and column, and keys by the one-hot vectors of their
-        row and column. The width is padded to a multiple of 8, because flash attention would otherwise pad and copy
-        queries, keys and values.
+        Queries are extended by their logits for each row and column, and keys by the one-hot vectors of their row and
+        column. The width is padded to a multiple of 8, because flash attention would otherwise pad and copy queries,
+        keys and values.
         """
-        logits = [*self.axis_logits(q).values()]
-        one_hot, zero = self.grouping.cached(("one_hot", k.dtype), lambda: self.one_hot(k))
-        scaled = (scale * q).reshape(*logits[0].shape[:-1], q.shape[3])
-        filler = zero.expand(*scaled.shape[:-1], one_hot.shape[1] - sum(term.shape[-1] for term in logits))
-        width = q.shape[3] + one_hot.shape[1]  # not -1, because Core ML requires a width independent of the batch size
-        extended = torch.cat([scaled, *logits, filler], dim=-1).reshape(-1, *q.shape[1:3], width)
-        return extended, torch.cat([k, one_hot.expand(*k.shape[:2], -1, -1)], dim=-1), 1.0, mask
+        one_hot = self.grouping.cached(("one_hot", k.dtype, k.shape[3]), lambda: self.one_hot(k))
+        if scale >= MIN_DIVISOR:  # the kernel multiplies the logits by the scale
+            logits = self.gather_logits(q, scale)
+        else:
+            logits, q, scale = self.gather_logits(q), scale * q, 1.0
+        return torch.cat([q, logits], dim=-1), torch.cat([k, one_hot.expand(*k.shape[:2], -1, -1)], dim=-1), scale
 
-    def one_hot(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return one-hot rows and columns of the keys in a group, ``(j, rows + columns)``, and a zero as filler."""
+    def one_hot(self, k: Tensor) -> Tensor:
+        """Return one-hot rows and columns of the keys in a group, ``(j, width)``."""
         window = self.grouping.key_layout.group_size
         number, columns = torch.arange(product(window), device=k.device), []
         for axis in self.tables:
             index = number // product(window[axis + 1 :]) % window[axis]
             columns.append(index[:, None] == torch.arange(window[axis], device=k.device))
-        width = k.shape[3] + sum(column.shape[1] for column in columns)
-        columns.append(columns[0].new_zeros(len(number), -width % 8))
-        return torch.cat(columns, dim=1).to(k.dtype), torch.zeros((), dtype=k.dtype, device=k.device)
+        one_hot = torch.cat(columns, dim=1)
+        return F.pad(one_hot, (0, -(k.shape[3] + one_hot.shape[1]) % 8)).to(k.dtype)
 
-    def scores(self, q: Tensor) -> Callable[..., Tensor]:
-        """Return the bias as a function of indices; it reads the product of each query with all rows of a table."""
-        tables = []
-        for axis, table in self.tables.items():
-            tables.append((axis, upcast(q @ table.to(q.dtype).t()), self.offsets(axis, table)[0]))
+    def attn_mask(self, mask: Mask, q: Tensor) -> Mask:
+        return self.grouping.attn_mask(q) if mask is None else mask
 
-        def score(b: Tensor, h: Tensor, i: Tensor, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Tensor:
-            parts = [logits[b, h, i, rows[queries[axis], keys[axis]]] for axis, logits, rows in tables]
-            return sum(parts[1:], parts[0])
-
-        return score
+    def scores(self) -> None:
+        """Return None: the bias is folded into queries and keys."""

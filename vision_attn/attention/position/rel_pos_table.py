@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.dispatch import PositionBias
+from vision_attn.attention.inputs import PositionBias
 from vision_attn.attention.masks import Mask, combine_masks
 from vision_attn.attention.patterns.grouping import Grouping
+from vision_attn.attention.patterns.layout import outer
 from vision_attn.attention.position.encoding import AttentionShape, Encoded, PositionEncoding
 from vision_attn.attention.position.relative_table import RelativePosition, resize_by_offset, table_lengths
 from vision_attn.checks import product
@@ -65,11 +67,18 @@ class TableEncoding(PositionEncoding):
         self.relative_position_bias_table: nn.Parameter = nn.Parameter(table)
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
-        table = self.relative_position_bias_table.t().reshape(-1, *[2 * length - 1 for length in self.lengths])
-        for dim, (window, axis) in enumerate(zip(grouping.window_shape, grouping.axes, strict=True), 1):
-            if window is None:
-                table = resize_by_offset(table, 2 * axis.extent - 1, dim)
-        return q, k, TableBias(table, grouping)
+        table, lengths = self.relative_position_bias_table.t(), self.lengths
+        wanted = [
+            length if window is not None else axis.extent
+            for length, window, axis in zip(lengths, grouping.window_shape, grouping.axes, strict=True)
+        ]
+        if not grouping.is_fixed or wanted != [*lengths]:
+            table = table.view(-1, *[2 * length - 1 for length in lengths])
+            for dim, (window, length) in enumerate(zip(grouping.window_shape, wanted, strict=True), 1):
+                if window is None:
+                    table = resize_by_offset(table, 2 * length - 1, dim)
+            table = table.flatten(1)
+        return q, k, TableBias(table, wanted, grouping)
 
     def resize_pos_embed(self, name: str, saved: Tensor) -> Tensor | None:
         current = self.relative_position_bias_table
@@ -95,39 +104,59 @@ class TableEncoding(PositionEncoding):
 
 @dataclass
 class TableBias(PositionBias):
-    """The bias from a table ``(n, 2h - 1, 2w - 1)``, for the groups of a pattern."""
+    """The bias from a table ``(n, (2h - 1) · (2w - 1))`` for offsets up to ``lengths``, for the groups of a pattern."""
 
     table: Tensor
+    lengths: Sequence[int]
     grouping: Grouping
 
     def rows(self) -> list[Tensor]:
         """Return for each axis the table index of each query and key, ``(tiles or 1, queries, keys)``."""
-        sizes = zip(self.grouping.relative_coords, self.table.shape[1:], strict=True)
-        return [length // 2 - coords for coords, length in sizes]
+        return [length - 1 - at for at, length in zip(self.grouping.relative_coords, self.lengths, strict=True)]
 
-    def apply(self, q: Tensor, k: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor, float, Mask]:
+    def look_up(self, masked: bool) -> tuple[Tensor, tuple[int, ...], Tensor | None]:
+        """Return the element of a head's table for each query and key, the shape of the bias, and -inf for each head.
+
+        With ``masked``, the keys that the pattern excludes have an additional element, -inf. On a GPU, so do columns
+        that align the rows of the bias.
+        """
+        widths = [2 * length - 1 for length in self.lengths]
+        strides, excluded = [product(widths[axis + 1 :]) for axis in range(len(widths))], product(widths)
+        index = outer([row * stride for row, stride in zip(self.rows(), strides, strict=True)], torch.add)
+        allowed = self.grouping.allowed() if masked else None
+        if allowed is not None:
+            index = torch.where(allowed[0, :, 0], index, excluded)
+        if not index.is_cpu:
+            index = F.pad(index, (0, -index.shape[2] % 8), value=excluded)
+        column = None
+        if allowed is not None or not index.is_cpu:
+            column = torch.full((len(self.table), 1), -torch.inf, dtype=self.table.dtype, device=index.device)
+        return index.flatten(), (self.table.shape[0], *index.shape), column
+
+    def attn_mask(self, mask: Mask, q: Tensor) -> Mask:
         """Look up the bias of each query and key, and combine it with the mask."""
-        bias, rows = self.table, self.grouping.cached("rows", self.rows)
-        # Axes are indexed one after another, the last axis first, so that no index has as many elements as the bias.
-        for axis in range(len(rows), 0, -1):
-            bias = bias.index_select(axis, rows[axis - 1].flatten()).unflatten(axis, rows[axis - 1].shape)
-        # The shape (n, <tiles, queries and keys of each axis>) becomes (1, groups or 1, n, queries, keys).
-        rank, last = len(rows), 3 * len(rows) + 1
-        bias = bias.permute(*range(1, last, 3), 0, *range(2, last, 3), *range(3, last, 3))
-        bias = bias.flatten(2 * rank + 1).flatten(rank + 1, 2 * rank).flatten(0, rank - 1)[None]
-        if mask is None or mask.dtype == torch.bool:
-            return q, k, scale, bias if mask is None else torch.where(mask, bias, -torch.inf)
-        return q, k, scale, combine_masks(bias, mask)
+        key = ("table", mask is None, self.table.dtype)
+        index, shape, column = self.grouping.cached(key, lambda: self.look_up(mask is None))
+        table = self.table if column is None else torch.cat([self.table, column], dim=1)
+        n, groups, i, j = shape
+        bias = table.index_select(1, index)  # (n, groups or 1 · i · j)
+        bias = bias.view(1, 1, n, i, j) if groups == 1 else bias.view(1, n, groups, i, j).transpose(1, 2)
+        if mask is None:
+            return bias
+        bias = bias[..., : self.grouping.key_layout.tokens]
+        return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else combine_masks(bias, mask)
 
-    def scores(self, q: Tensor) -> Callable[..., Tensor]:
-        """Return the bias as a function of the head and the coordinates of query and key."""
-        rows, lengths = [index[0] for index in self.rows()], self.table.shape[1:]
-        table = self.table.flatten(1)
+    def scores(self) -> Callable[..., Tensor]:
+        rows, widths, table = (
+            [index[0] for index in self.rows()],
+            [2 * length - 1 for length in self.lengths],
+            self.table,
+        )
 
-        def score(b: Tensor, h: Tensor, i: Tensor, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Tensor:
-            index = torch.zeros_like(i)
-            for row, length, query, key in zip(rows, lengths, queries, keys, strict=True):
-                index = index * length + row[query, key]
+        def score(h: Tensor, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Tensor:
+            index = torch.zeros_like(h)
+            for row, width, query, key in zip(rows, widths, queries, keys, strict=True):
+                index = index * width + row[query, key]
             return table[h, index]
 
         return score

@@ -65,6 +65,7 @@ class Rope2d:
 
 
 class RotaryEncoding(PositionEncoding):
+    adds_bias = False
     config: Rope2d
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
@@ -100,6 +101,8 @@ class RotaryEncoding(PositionEncoding):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs of channels of ``(b·groups, n, i, d)``: ``x · cos + partner · (±sin)``."""
-    x = x.unflatten(0, (-1, len(cos)))
+    shape, groups = x.shape, cos.shape[0]
+    x = x if groups == 1 else x.reshape(-1, groups, *shape[1:])
     partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return torch.addcmul(x * cos, partner, sin).flatten(0, 1)
+    y = torch.addcmul(x * cos, partner, sin)
+    return y if groups == 1 else y.flatten(0, 1)

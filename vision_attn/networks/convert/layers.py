@@ -136,7 +136,7 @@ def to_timm_attention(block: Attention) -> nn.Module:
         norm_layer=nn.LayerNorm,
         proj_bias=block.proj.bias is not None,
         attn_drop=block.attn_drop,
-        proj_drop=block.proj_drop.p,
+        proj_drop=block.proj_drop,
         device="meta",
     )
     if isinstance(block.q_norm, nn.LayerNorm) and isinstance(block.k_norm, nn.LayerNorm):
@@ -152,7 +152,7 @@ def convert_block(block: Attention, layer: Any, names: dict[str, str], *supporte
     checked by name where a comparison on a small feature map would not detect them.
     """
     options = {name: x for name, x in block.get_config().items() if name not in ("num_heads", *supported)}
-    if options.pop("pattern") != "full" or options or block.proj_drop.p * ("proj_drop" not in supported):
+    if options.pop("pattern") != "full" or options or block.proj_drop * ("proj_drop" not in supported):
         raise ValueError(f"block must have full attention and no options that the layer does not support, got {block}")
 
     def convert(block: Attention) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from vision_attn.attention.dispatch import AttentionInputs
+from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, resolve_pattern
 from vision_attn.checks import product
 from vision_attn.networks.insertion.layout import token_grid
