@@ -141,7 +141,7 @@ def reverse_einx(y: Tensor, bound: BoundRearrangement) -> Tensor:
 
 def partition_torch(x: Tensor, bound: BoundRearrangement) -> Tensor:
     c = x.shape[1]
-    x = x.reshape(-1, c, *bound.split_size).permute(*bound.forward_perm)
+    x = channels_last(x).reshape(-1, *bound.split_size, c).permute(*bound.forward_perm)
     return x.reshape(-1, *bound.group_size, c).permute(*TO_FIRST[2 + len(bound.size)])
 
 
@@ -170,7 +170,7 @@ def merge_heads_torch(y: Tensor, size: Sequence[int]) -> Tensor:
 
 def reverse_torch(y: Tensor, bound: BoundRearrangement) -> Tensor:
     c = y.shape[1]
-    y = y.reshape(-1, *bound.groups_size, c, *bound.tokens_size)
+    y = channels_last(y).reshape(-1, *bound.grouped_size, c)
     return y.permute(*bound.inverse_perm).reshape(-1, *bound.size, c).permute(*TO_FIRST[2 + len(bound.size)])
 
 

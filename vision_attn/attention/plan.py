@@ -6,7 +6,7 @@ symbolic and tensors belong to the graph, it makes a plan in every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,6 +51,8 @@ class Plan(NamedTuple):
     channels_last: bool
     #: True if the output is one large feature map, which is transposed as a matrix.
     as_matrix: bool
+    #: Functions of the active ``with`` blocks, which receive the inputs of attention.
+    hooks: Sequence[Callable[..., object]] = ()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: PositionBias | None, mask: Mask) -> Tensor:
         """Compute attention in the groups of the pattern, ``(b·groups, n, i, e)``; fully masked rows are zero."""

@@ -23,7 +23,7 @@ from vision_attn.attention.patterns import AnyPattern, resolve_pattern
 from vision_attn.attention.patterns.grouping import in_graph
 from vision_attn.attention.plan import Plan, PlanCache, make_plan
 from vision_attn.attention.position import AnyPosition, AttentionShape, PositionEncoding, new_encoding
-from vision_attn.attention.scopes import SCOPES, scoped_values
+from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
 from vision_attn.checks import product
 
 
@@ -130,7 +130,7 @@ class Attention(ConfigurableImpl):
         if plan is None:  # there are no positions
             return self.proj(x.new_zeros(x.shape[0], self.proj.in_channels, *x.shape[2:]))
         q, k, v, bias = self.encode(plan, x, context)
-        for hook in scoped_values("attention", self) if SCOPES.get() else ():
+        for hook in plan.hooks:
             hook(AttentionInputs(q, k, v, self.scale, plan.grouping, bias, mask))
         y = plan.attend(q, k, v, bias, mask)  # (b·groups, n, i, e)
         del q, k, v, bias  # without gradients, their memory is now free
@@ -144,9 +144,12 @@ class Attention(ConfigurableImpl):
     def plan(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Plan | None:
         """Return the plan for inputs of this kind, or None if they are empty."""
         if in_graph(x):
-            return make_plan(self, IMPLEMENTATIONS[self.impl], x, mask, context, self.plans.create)
-        kernel = IMPLEMENTATIONS[self.impl if SCOPES.get() else self._impl]
-        return self.plans.get(self, kernel, x, mask, context)
+            scoped, plan = in_scope(), make_plan(self, IMPLEMENTATIONS[self.impl], x, mask, context, self.plans.create)
+        else:
+            scoped = SCOPES.get()
+            kernel = IMPLEMENTATIONS[self.impl if scoped else self._impl]
+            plan = self.plans.get(self, kernel, x, mask, context)
+        return plan._replace(hooks=scoped_values("attention", self)) if scoped and plan is not None else plan
 
     def encode(
         self, plan: Plan, x: Tensor, context: Tensor | None

@@ -81,12 +81,12 @@ class GatedResidual(nn.Module):
         """Return ``x + gate · branch``, ``(b, c, h, w)``, in the dtype of ``x``."""
         if self.zero_init and torch.is_grad_enabled():
             refuse_normalized_zeros(self, self.last_projection())
-        gate = self.gate.view(-1, *(1,) * self.rank)
-        if x.dtype == branch.dtype == gate.dtype and not in_graph(x):
+        gate, graph = self.gate.view(-1, *(1,) * self.rank), in_graph(x)
+        if x.dtype == branch.dtype == gate.dtype and not graph:
             y = torch.addcmul(x, gate, branch)  # not every runtime of exported graphs supports addcmul
         else:  # under autocast, normalization returns float32; the feature map keeps the dtype of the backbone
             y = x + (gate * branch).to(x.dtype)
-        return scoped_output(self, x, y) if SCOPES.get() else y
+        return scoped_output(self, x, y) if graph or SCOPES.get() else y
 
 
 #: The attention layer for feature maps with one, two and three axes.

@@ -121,16 +121,14 @@ class BoundRearrangement:
         #: ``(b gh gw) h w c``.
         self.map_text: str = f"b c {line.axes_text}"
         self.groups_text: str = f"{join_names(('b', *line.groups))} {' '.join(map(join_names, tokens))} c"
-        #: The permutations from ``(b, c, <split axes>)`` to ``(b, <groups>, <tokens>, c)``, and from ``(b, <groups>, c,
-        #: <tokens>)`` to ``(b, <split axes>, c)``.
-        split, grouped = ["b", "c", *line.names], ["b", *line.groups, "c", *line.tokens]
-        self.forward_perm: list[int] = [split.index(name) for name in ("b", *line.groups, *line.tokens, "c")]
-        self.inverse_perm: list[int] = [grouped.index(name) for name in ("b", *line.names, "c")]
+        #: The permutation from ``(b, <split axes>, c)`` to ``(b, <groups>, <tokens>, c)``, and its inverse.
+        split, grouped = ["b", *line.names, "c"], ["b", *line.groups, *line.tokens, "c"]
+        self.forward_perm: list[int] = [split.index(name) for name in grouped]
+        self.inverse_perm: list[int] = [grouped.index(name) for name in split]
         self.size: tuple[int, ...] = tuple([product(axis) for axis in lengths])
         self.split_size: list[int] = list(self.sizes.values())
         self.group_size: tuple[int, ...] = tuple([product([self.sizes[name] for name in axis]) for axis in tokens])
-        self.groups_size: list[int] = [self.sizes[name] for name in line.groups]
-        self.tokens_size: list[int] = [self.sizes[name] for name in line.tokens]
+        self.grouped_size: list[int] = [self.sizes[name] for name in grouped[1:-1]]
 
 
 @lru_cache

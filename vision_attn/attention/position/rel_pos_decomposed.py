@@ -97,17 +97,17 @@ class DecomposedBias(PositionBias):
         columns)``, padded with zeros to the width of :meth:`one_hot`.
         """
         b, n, i, d = q.shape
-        index, zero = self.grouping.cached(("offsets", q.dtype, d), lambda: self.offsets(q))
-        tables = torch.cat([*[table.to(q.dtype) for table in self.tables.values()], zero])
+        index, zeros = self.grouping.cached(("offsets", q.dtype, d), lambda: self.offsets(q))
+        tables = torch.cat([*[table.to(q.dtype) for table in self.tables.values()], zeros])
         tables = tables if scale == 1.0 else tables / scale
-        # The heads are the batch of the product, because queries of one head have regular strides: nothing is copied.
-        x = q.transpose(1, 2).reshape(-1, n, d).transpose(0, 1)
-        logits = torch.bmm(x, tables.t().expand(n, -1, -1)).view(n, -1, index.shape[0], i, tables.shape[0])
-        logits = logits.permute(1, 2, 0, 3, 4)  # (b, groups or 1, n, i, offsets)
+        logits = (q @ tables.t()).view(-1, index.shape[0], n, i, tables.shape[0])  # (b, groups or 1, n, i, offsets)
         return logits.gather(4, index.expand(logits.shape[0], -1, n, -1, -1)).view(b, n, i, index.shape[3])
 
     def offsets(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of the joint table for each query, ``(groups or 1, 1, i, width)``, and its last row."""
+        """Return the rows of the joint table for each query, ``(groups or 1, 1, i, width)``, and its last rows, zeros.
+
+        The number of rows is a multiple of 8, because matrix products of other sizes are slow on a GPU.
+        """
         layout, first, columns = self.grouping.query_layout, 0, []
         differ = any(axis.queries.coords.shape[0] > 1 for axis in self.grouping.axes)
         tiles = [axis.positions.shape[0] if differ else 1 for axis in layout.axes]
@@ -120,7 +120,7 @@ class DecomposedBias(PositionBias):
             first += table.shape[0]
         index = torch.cat(columns, dim=3)
         index = F.pad(index, (0, -(q.shape[3] + index.shape[3]) % 8), value=first)
-        return index, torch.zeros(1, q.shape[3], dtype=q.dtype, device=q.device)
+        return index, torch.zeros(8 - first % 8, q.shape[3], dtype=q.dtype, device=q.device)
 
     def rel_logits(self, q: Tensor) -> list[Tensor]:
         """Return one term per axis, ``(b·groups, n, i, <keys along this axis, 1 along the others>)``."""

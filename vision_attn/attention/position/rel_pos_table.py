@@ -114,37 +114,29 @@ class TableBias(PositionBias):
         """Return for each axis the table index of each query and key, ``(tiles or 1, queries, keys)``."""
         return [length - 1 - at for at, length in zip(self.grouping.relative_coords, self.lengths, strict=True)]
 
-    def look_up(self, masked: bool) -> tuple[Tensor, tuple[int, ...], Tensor | None]:
-        """Return the element of a head's table for each query and key, the shape of the bias, and -inf for each head.
+    def look_up(self) -> tuple[Tensor, tuple[int, ...]]:
+        """Return the element of a head's table for each query and key, and its shape ``(groups or 1, i, j)``.
 
-        With ``masked``, the keys that the pattern excludes have an additional element, -inf. On a GPU, so do columns
-        that align the rows of the bias.
+        On a GPU, the rows are padded to multiples of 8 elements, as fused kernels require.
         """
         widths = [2 * length - 1 for length in self.lengths]
-        strides, excluded = [product(widths[axis + 1 :]) for axis in range(len(widths))], product(widths)
+        strides = [product(widths[axis + 1 :]) for axis in range(len(widths))]
         index = outer([row * stride for row, stride in zip(self.rows(), strides, strict=True)], torch.add)
-        allowed = self.grouping.allowed() if masked else None
-        if allowed is not None:
-            index = torch.where(allowed[0, :, 0], index, excluded)
-        if not index.is_cpu:
-            index = F.pad(index, (0, -index.shape[2] % 8), value=excluded)
-        column = None
-        if allowed is not None or not index.is_cpu:
-            column = torch.full((len(self.table), 1), -torch.inf, dtype=self.table.dtype, device=index.device)
-        return index.flatten(), (self.table.shape[0], *index.shape), column
+        index = index if index.is_cpu else F.pad(index, (0, -index.shape[2] % 8))
+        return index.flatten(), index.shape
 
     def attn_mask(self, mask: Mask, q: Tensor) -> Mask:
         """Look up the bias of each query and key, and combine it with the mask."""
-        key = ("table", mask is None, self.table.dtype)
-        index, shape, column = self.grouping.cached(key, lambda: self.look_up(mask is None))
-        table = self.table if column is None else torch.cat([self.table, column], dim=1)
-        n, groups, i, j = shape
-        bias = table.index_select(1, index)  # (n, groups or 1 · i · j)
+        index, (groups, i, j) = self.grouping.cached("table", self.look_up)
+        bias = self.table.index_select(1, index)  # (n, groups or 1 · i · j)
+        n = bias.shape[0]
         bias = bias.view(1, 1, n, i, j) if groups == 1 else bias.view(1, n, groups, i, j).transpose(1, 2)
-        if mask is None:
+        if mask is not None:
+            return combine_masks(mask, bias[..., : self.grouping.key_layout.tokens])
+        if (mask := self.grouping.attn_mask(q)) is None:
             return bias
-        bias = bias[..., : self.grouping.key_layout.tokens]
-        return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else combine_masks(bias, mask)
+        # An additive mask contains only zeros and -inf, so that the sum is exact in half precision.
+        return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
     def scores(self) -> Callable[..., Tensor]:
         rows, widths, table = (
