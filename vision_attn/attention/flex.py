@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vision_attn.attention.inputs import PositionBias
+from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.masks import Mask, broadcast_mask
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.scopes import outside_scopes
@@ -28,17 +28,9 @@ DEVICES = ("cpu", "cuda", "hpu", "xpu")
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def attend_pattern_flex(
-    grouping: Grouping,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    bias: PositionBias | None,
-    mask: Mask,
-    dropout: float,
-) -> Tensor:
+def attend_pattern_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
     """Compute attention in the groups of a pattern, ``(b·groups, n, i, e)``."""
+    q, k, v, scale, grouping, bias, mask = inputs
     block_mask = None
     if grouping.pattern_as_mask or grouping.causal:
         block_mask = grouping.cached("block_mask", lambda: pattern_mask(grouping))

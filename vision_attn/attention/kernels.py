@@ -50,7 +50,7 @@ class Kernel:
     attend: Callable[..., Tensor]
     merge_heads: Callable[[Tensor, Sequence[int]], Tensor]
     reverse: Callable[[Tensor, BoundRearrangement], Tensor]
-    #: If given, this function replaces ``attend``. It receives the pattern and the bias instead of one combined mask.
+    #: If given, this function replaces ``attend``. It receives :class:`.AttentionInputs` instead of one combined mask.
     attend_pattern: Callable[..., Tensor] | None = None
     #: If given, this function selects ``attend`` for one kind of inputs, with the arguments of ``select_auto``.
     select: Callable[..., Callable[..., Tensor]] | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vision_attn.attention import dispatch
 from vision_attn.attention.dispatch import attend_chunked, repeat_kv
-from vision_attn.attention.inputs import PositionBias
+from vision_attn.attention.inputs import AttentionInputs, PositionBias
 from vision_attn.attention.kernels import Kernel
 from vision_attn.attention.masks import Mask, zero_fully_masked_rows
 from vision_attn.attention.patterns.grouping import Grouping, can_cache, in_graph, is_capturing, outside_graph
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     dropout: float
     #: True if nothing but the pattern restricts or changes the logits, so that the kernel is called directly.
     is_direct: bool
-    #: The keys that each query may attend to, if the kernel is called directly.
+    #: The keys that each query may attend to, without a mask of the user and without a bias.
     mask: Mask
     #: True if the kernel excludes later keys itself, which it then skips.
     causal: bool
@@ -62,7 +62,8 @@ class Plan(NamedTuple):
             with torch.autocast(self.autocast, enabled=False):
                 return self._replace(autocast=None).attend(q, k, v, bias, mask)
         if self.kernel.attend_pattern is not None:
-            return self.kernel.attend_pattern(self.grouping, q, k, v, self.scale, bias, mask, self.dropout)
+            inputs = AttentionInputs(q, k, v, self.scale, self.grouping, bias, mask)
+            return self.kernel.attend_pattern(inputs, self.dropout)
         if k.shape[1] != q.shape[1]:
             k, v = repeat_kv(q, k), repeat_kv(q, v)
         grouping, row_has_key = self.grouping, None
@@ -105,14 +106,14 @@ def make_plan(block: Any, kernel: Kernel, x: Tensor, mask: Mask, context: Tensor
     # The mask. The causal order alone is left to the kernel, which then skips later keys.
     adds_bias = position is not None and position.adds_bias
     causal = block.causal and grouping.is_global and mask is None and not adds_bias
-    pattern_only = mask is None and not adds_bias and kernel.attend_pattern is None
-    allowed = grouping.attn_mask(x) if pattern_only and not causal else None
+    is_plain = mask is None and kernel.attend_pattern is None
+    allowed = grouping.attn_mask(x) if is_plain and not causal else None
 
     # The implementation. The kernel is called directly if there is no other step; "auto" then selects one now.
     device = x.device.type
     autocast = device if not x.is_meta and torch.is_autocast_enabled(device) else None  # meta has no autocast
     dropout = block.attn_drop if block.training else 0.0
-    is_direct = pattern_only and autocast is None and block.num_heads == block.num_kv_heads
+    is_direct = is_plain and not adds_bias and autocast is None and block.num_heads == block.num_kv_heads
     attend = kernel.attend
     if is_direct and kernel.select is not None:
         sizes = x.shape[0] * grouping.groups * queries.tokens, keys.tokens, block.key_dim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,28 +45,22 @@ def weights_on_map(
     """
     outer = inputs.grouping if grouping is None else grouping
     with without_autocast(inputs.q):
-        rows = fold_bias(inputs, None if grouping is None else grouping.groups)
-        if heads is not None:
-            both = (select(x, 2, heads) for x in rows[3:])
-            rows = Rows(rows.q[:, heads], rows.k[:, heads], rows.scale, *both)
+        rows = select_heads(fold_bias(inputs, grouping), heads)
         if outer.query_layout.is_identity:  # there is one group; class tokens may come first
-            weights = softmax_rows(select_tokens(rows, queries))
+            weights = softmax_rows(rows if queries is None else select_queries(rows, queries))
             group = torch.zeros(weights.shape[2], dtype=torch.long, device=weights.device)
-        elif queries is None:
-            group, row = outer.locate(None)
-            weights = softmax_rows(rows).unflatten(0, (-1, outer.groups))[:, group, :, row].movedim(0, 2)
         else:
             group, row = outer.locate(queries)
-            weights = softmax_rows(select_in_groups(rows, group, row, outer))[:, :, 0]
-            weights = weights.unflatten(0, (-1, len(row))).transpose(1, 2)
+            if queries is None:
+                weights = softmax_rows(rows).unflatten(0, (-1, outer.groups))[:, group, :, row].movedim(0, 2)
+            else:
+                weights = softmax_rows(select_in_groups(rows, group, row, outer))[:, :, 0]
+                weights = weights.unflatten(0, (-1, len(row))).transpose(1, 2)
     return weights if outer.key_layout.is_identity else outer.scatter_to_map(weights, group)
 
 
-def fold_bias(inputs: AttentionInputs, groups: int | None) -> Rows:
-    """Include the position bias in queries, keys and mask.
-
-    If ``groups`` is given, the batch axis of the inputs runs over the groups of larger feature maps.
-    """
+def fold_bias(inputs: AttentionInputs, outer: Grouping | None) -> Rows:
+    """Include the position bias in queries, keys and mask; the batch axis may run over the groups of ``outer``."""
     q, k, _, scale, grouping, bias, mask = inputs
     k, row_has_key = repeat_kv(q, k), None
     if mask is not None:
@@ -77,28 +71,30 @@ def fold_bias(inputs: AttentionInputs, groups: int | None) -> Rows:
     elif mask is None:
         mask = grouping.attn_mask(q)
     mask = None if mask is None else mask[..., : k.shape[2]]
-    if groups is not None:
-        mask, row_has_key = (
-            x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, groups)) for x in (mask, row_has_key)
-        )
-    return Rows(q, k, scale, mask, row_has_key)
+    both: Any = (mask, row_has_key)
+    if outer is not None:
+        groups = (-1, outer.groups)
+        both = tuple(x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, groups) for x in both)
+    return Rows(q, k, scale, *both)
 
 
-def select_tokens(rows: Rows, queries: Tensor | None) -> Rows:
-    """Select queries of the only group."""
-    if queries is None:
+def select_heads(rows: Rows, heads: Tensor | None) -> Rows:
+    if heads is None:
         return rows
-    q, k, scale, *both = rows
-    return Rows(q[:, :, queries], k, scale, *(select(x, 3, queries) for x in both))
+    return Rows(rows.q[:, heads], rows.k[:, heads], rows.scale, *(select(x, 2, heads) for x in rows[3:]))
+
+
+def select_queries(rows: Rows, queries: Tensor) -> Rows:
+    """Select queries of the only group."""
+    return Rows(rows.q[:, :, queries], rows.k, rows.scale, *(select(x, 3, queries) for x in rows[3:]))
 
 
 def select_in_groups(rows: Rows, group: Tensor, row: Tensor, grouping: Grouping) -> Rows:
     """Select queries by their group and their row in the group; each query becomes a separate group."""
     q, k, scale, *both = rows
-    groups, tokens = grouping.groups, grouping.query_layout.tokens
+    shape = (-1, groups := grouping.groups, -1, grouping.query_layout.tokens, -1)
     q = q.unflatten(0, (-1, groups))[:, group, :, row].movedim(0, 1).flatten(0, 1)[:, :, None]
     k = k.unflatten(0, (-1, groups))[:, group].flatten(0, 1)
-    shape = (-1, groups, -1, tokens, -1)
     both = [x if x is None else x.expand(shape)[:, group, :, row].movedim(0, 1)[:, :, :, None] for x in both]
     return Rows(q, k, scale, *both)
 

@@ -146,7 +146,7 @@ class Attention(ConfigurableImpl):
         if in_graph(x):
             scoped, plan = in_scope(), make_plan(self, IMPLEMENTATIONS[self.impl], x, mask, context, self.plans.create)
         else:
-            scoped = SCOPES.get()
+            scoped = bool(SCOPES.get())
             kernel = IMPLEMENTATIONS[self.impl if scoped else self._impl]
             plan = self.plans.get(self, kernel, x, mask, context)
         return plan._replace(hooks=scoped_values("attention", self)) if scoped and plan is not None else plan
@@ -169,7 +169,7 @@ class Attention(ConfigurableImpl):
         q, k, bias = (q, k, None) if position is None else position(q, k, plan.grouping)
         return q, k, v, bias
 
-    def project(self, plan: Plan, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, plan: Plan, x: Tensor, context: Tensor | None) -> list[Tensor]:
         """Project to queries ``(b·groups, n, i, d)``, keys ``(…, m, j, d)`` and values ``(…, m, j, e)``."""
         n, m, d, e = self.num_heads, self.num_kv_heads, self.key_dim, self.value_dim
         kernel, queries, keys = plan.kernel, plan.grouping.query_layout, plan.grouping.key_layout
@@ -180,10 +180,9 @@ class Attention(ConfigurableImpl):
             # Rearranging one input is cheaper than rearranging its three projections.
             y = self.qkv(x if queries.is_identity else to_groups(kernel, queries, x))
             if d == e:
-                q, k, v = kernel.split_heads(y, n, m, m)
-                return q, k, v
+                return kernel.split_heads(y, n, m, m)
             y, v = y.split_with_sizes([(n + m) * d, m * e], dim=1)
-            return *kernel.split_heads(y, n, m), *kernel.split_heads(v, m)
+            return [*kernel.split_heads(y, n, m), *kernel.split_heads(v, m)]
         widths = [n * d, m * d, m * e]
         if self.context_channels is None:
             q, k, v = self.qkv(x).split_with_sizes(widths, dim=1)
@@ -195,7 +194,7 @@ class Attention(ConfigurableImpl):
             q, k = center(q), center(k)
         q = to_groups(kernel, queries, q)
         k, v = (to_groups(kernel, keys, self.pool_kv(y)) for y in (k, v))
-        return *kernel.split_heads(q, n), *kernel.split_heads(k, m), *kernel.split_heads(v, m)
+        return [*kernel.split_heads(q, n), *kernel.split_heads(k, m), *kernel.split_heads(v, m)]
 
     def pool_kv(self, y: Tensor) -> Tensor:
         """Average projected keys or values over squares of side ``kv_stride``; averaging and projecting commute."""

@@ -1,0 +1,153 @@
+"""Plans of a block: what they depend on, and inputs for which no plan exists."""
+
+import pytest
+import torch
+from impls import CASES, CPU_IMPLS, make_position
+
+import vision_attn as va
+from vision_attn.attention.inputs import PositionBias
+from vision_attn.attention.position import PositionEncoding
+
+SHIFTED = va.Window(3, shift=1)
+
+
+def layer(**options):
+    torch.manual_seed(0)
+    return va.Attention2d(16, 2, **options).double().eval()
+
+
+def images(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*(shape or (2, 16, 5, 7)), dtype=torch.float64, generator=generator)
+
+
+def outputs(block, *inputs):
+    """Return the output, and the gradients of the input and the parameters."""
+    x = inputs[0].clone().requires_grad_()
+    y = block(x, *inputs[1:])
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])]
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+CHANGES = {
+    "scale": lambda block: setattr(block, "scale", 0.1),
+    "causal": lambda block: setattr(block, "causal", True),
+    "position": lambda block: setattr(block, "position", None),
+    "implementation": lambda block: va.set_impl_(block, "einx"),
+    "gate": lambda block: setattr(block, "gate", torch.nn.Conv2d(16, 16, 1).double()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("position", [va.RelPosTable((5, 7)), va.RelPosDecomposed((5, 7)), va.Rope2d()], ids=str)
+def test_a_block_that_has_a_plan_can_be_changed(position, change):
+    x, used, new = images(), layer(position=position), layer(position=position)
+    outputs(used, x)
+    for block in (used, new):
+        torch.manual_seed(1)
+        CHANGES[change](block)
+    assert_equal(outputs(used, x), outputs(new, x))
+
+
+def test_a_plan_depends_on_every_input():
+    """Each of these calls follows calls with other inputs, and must equal the call of a block without plans."""
+    mask = torch.rand(35, 35) > 0.3
+    calls = [(images(),), (images(), mask), (images(), mask.double()), (images(3, 16, 5, 7),), (images(2, 16, 7, 5),)]
+    calls.append((images().to(memory_format=torch.channels_last),))
+    used = layer(position=va.RelPosTable((5, 7)))
+    for inputs in calls * 2:
+        assert_equal(outputs(used, *inputs), outputs(layer(position=va.RelPosTable((5, 7))), *inputs))
+    with torch.no_grad():
+        assert_equal([used(images())], [layer(position=va.RelPosTable((5, 7)))(images())])
+    dropped = layer(attn_drop=0.5)
+    before = dropped(images())
+    assert not torch.equal(dropped.train()(images()), before)
+    assert torch.equal(dropped.eval()(images()), before)
+
+
+@pytest.mark.parametrize("impl", CPU_IMPLS)
+def test_contexts_of_two_sizes_in_one_block(impl):
+    used = layer(context_channels=8, impl=impl)
+    for size in ((4, 6), (9, 3), (4, 6)):
+        inputs = images(), None, images(2, 8, *size)
+        assert_equal(outputs(used, *inputs), outputs(layer(context_channels=8, impl=impl), *inputs))
+
+
+class Scaled(PositionEncoding):
+    """A custom encoding that changes queries and returns no bias."""
+
+    def forward(self, q, k, grouping):
+        return 2 * q, k, None
+
+
+class Distance(PositionBias):
+    """A custom bias: minus the distance of query and key in their group."""
+
+    def __init__(self, grouping):
+        self.grouping = grouping
+
+    def attn_mask(self, mask, q):
+        query = torch.arange(self.grouping.query_layout.tokens, dtype=q.dtype)
+        key = torch.arange(self.grouping.key_layout.tokens, dtype=q.dtype)
+        bias = -(query[:, None] - key).abs()[None, None, None]
+        mask = self.grouping.attn_mask(q) if mask is None else mask
+        return bias if mask is None else torch.where(mask, bias, -torch.inf)
+
+
+class Alibi(PositionEncoding):
+    def forward(self, q, k, grouping):
+        return q, k, Distance(grouping)
+
+
+@pytest.mark.parametrize("name", ["full", "shifted window", "halo", "neighborhood"])
+@pytest.mark.parametrize("impl", CPU_IMPLS)
+def test_custom_encodings_keep_the_pattern(name, impl):
+    block, x = layer(pattern=CASES[name].pattern, impl=impl), images()
+    weights = block.attention_weights(x)
+    block.position = Scaled(None)
+    doubled = block.attention_weights(x)
+    block.position, block.scale = None, 2 * block.scale
+    torch.testing.assert_close(doubled, block.attention_weights(x))
+    block.scale, block.position = block.scale / 2, Alibi(None)
+    biased, found = block.attention_weights(x), block(x)
+    assert not torch.allclose(biased, weights)
+    assert torch.equal(biased > 0, weights > 0)
+    v = block.qkv(x)[:, 32:].unflatten(1, (2, 8)).flatten(3).mT
+    torch.testing.assert_close(found, block.proj((biased @ v).mT.flatten(1, 2).unflatten(2, (5, 7))))
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-8])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"pattern": SHIFTED}], ids=str)
+@pytest.mark.parametrize("position", [None, va.RelPosDecomposed, va.RelPosTable], ids=str)
+def test_scales_that_are_not_positive(position, options, scale, monkeypatch):
+    """The fused kernels multiply their -inf by the scale, so such a scale is multiplied with the queries."""
+    position = make_position(position, options.get("pattern", "full"), (5, 7))
+    expected = outputs(layer(impl="bmm", scale=scale, position=position, **options), images())
+    for impl in ("sdpa", "einx"):
+        assert_equal(outputs(layer(impl=impl, scale=scale, position=position, **options), images()), expected)
+    monkeypatch.setattr("vision_attn.attention.dispatch.can_chunk", lambda q: False)  # as on a GPU
+    assert_equal(outputs(layer(impl="sdpa", scale=scale, position=position, **options), images()), expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 5, 7), (2, 16, 0, 7)])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_empty_inputs(name, grad, shape):
+    block = layer(pattern=CASES[name].pattern)
+    with torch.set_grad_enabled(grad):
+        for x in (images(*shape), images(*shape).to(memory_format=torch.channels_last)):
+            assert block(x).shape == shape
+            assert va.AttentionBlock2d(16).double()(x).shape == shape
+            assert block.attention_weights(x).shape == (shape[0], 2, shape[2] * 7, shape[2] * 7)
+
+
+def test_plans_are_bounded_and_are_not_copied():
+    block = layer(pattern=SHIFTED)
+    for number in range(80):
+        block(images(1 + number % 40, 16, 4, 4 + number // 40))
+    assert len(block.plans.recent) <= 32
+    assert len(block.plans.groupings) <= 4
