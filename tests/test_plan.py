@@ -90,11 +90,10 @@ class Distance(PositionBias):
     def __init__(self, grouping):
         self.grouping = grouping
 
-    def attn_mask(self, mask, q):
-        query = torch.arange(self.grouping.query_layout.tokens, dtype=q.dtype)
-        key = torch.arange(self.grouping.key_layout.tokens, dtype=q.dtype)
+    def attn_mask(self, mask):
+        query = torch.arange(self.grouping.query_layout.tokens, dtype=torch.float64)
+        key = torch.arange(self.grouping.key_layout.tokens, dtype=torch.float64)
         bias = -(query[:, None] - key).abs()[None, None, None]
-        mask = self.grouping.attn_mask(q) if mask is None else mask
         return bias if mask is None else torch.where(mask, bias, -torch.inf)
 
 

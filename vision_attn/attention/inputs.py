@@ -21,12 +21,9 @@ class PositionBias:
         """Return queries, keys and a scale whose scaled dot products contain the bias, or a part of it."""
         return q, k, scale
 
-    def attn_mask(self, mask: Mask, q: Tensor) -> Mask:
-        """Return the mask for folded queries ``q`` and keys, ``(b or 1, groups or 1, n or 1, i, j)``.
-
-        ``mask`` is None if only the pattern restricts the keys; the mask of the pattern must then be included.
-        """
-        raise NotImplementedError
+    def attn_mask(self, mask: Mask) -> Mask:
+        """Combine the mask of the pattern and the user, ``(b or 1, groups or 1, n or 1, i, j)``, with the bias."""
+        return mask
 
     def rel_logits(self, q: Tensor) -> list[Tensor]:
         """Return one term per axis, ``(b·groups, n, i, <keys along this axis, 1 along the others>)``.

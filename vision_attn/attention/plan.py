@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     dropout: float
     #: True if nothing but the pattern restricts or changes the logits, so that the kernel is called directly.
     is_direct: bool
-    #: The keys that each query may attend to, without a mask of the user and without a bias.
+    #: The keys that each query may attend to, if the kernel is called directly.
     mask: Mask
     #: True if the kernel excludes later keys itself, which it then skips.
     causal: bool
@@ -66,18 +66,18 @@ class Plan(NamedTuple):
             return self.kernel.attend_pattern(inputs, self.dropout)
         if k.shape[1] != q.shape[1]:
             k, v = repeat_kv(q, k), repeat_kv(q, v)
-        grouping, row_has_key = self.grouping, None
+        row_has_key = None
         if mask is not None:
-            mask, row_has_key = grouping.combine(mask)
+            mask, row_has_key = self.grouping.combine(mask)
+        elif not self.causal and not self.grouping.is_dense:
+            mask = self.grouping.attn_mask(q)
         if bias is None:
-            mask = self.mask if mask is None else mask
             y = self.attend_heads(q, k, v, mask=mask, causal=self.causal)
         elif bias.is_chunkable and dispatch.can_chunk(q):
-            mask = grouping.allowed() if mask is None else mask
-            y = attend_chunked(self.attend_heads, q, k, v, mask, bias.rel_logits(q), grouping.groups)
+            y = attend_chunked(self.attend_heads, q, k, v, mask, bias.rel_logits(q), self.grouping.groups)
         else:
             q, k, scale = bias.fold(q, k, self.scale)
-            y = self.attend_heads(q, k, v, mask=bias.attn_mask(mask, q), causal=False, scale=scale)
+            y = self.attend_heads(q, k, v, mask=bias.attn_mask(mask), causal=False, scale=scale)
         return y if row_has_key is None else zero_fully_masked_rows(y, row_has_key)
 
 
@@ -106,14 +106,13 @@ def make_plan(block: Any, kernel: Kernel, x: Tensor, mask: Mask, context: Tensor
     # The mask. The causal order alone is left to the kernel, which then skips later keys.
     adds_bias = position is not None and position.adds_bias
     causal = block.causal and grouping.is_global and mask is None and not adds_bias
-    is_plain = mask is None and kernel.attend_pattern is None
-    allowed = grouping.attn_mask(x) if is_plain and not causal else None
 
     # The implementation. The kernel is called directly if there is no other step; "auto" then selects one now.
     device = x.device.type
     autocast = device if not x.is_meta and torch.is_autocast_enabled(device) else None  # meta has no autocast
     dropout = block.attn_drop if block.training else 0.0
-    is_direct = is_plain and not adds_bias and autocast is None and block.num_heads == block.num_kv_heads
+    is_direct = mask is None and not adds_bias and kernel.attend_pattern is None
+    is_direct = is_direct and autocast is None and block.num_heads == block.num_kv_heads
     attend = kernel.attend
     if is_direct and kernel.select is not None:
         sizes = x.shape[0] * grouping.groups * queries.tokens, keys.tokens, block.key_dim
@@ -126,7 +125,7 @@ def make_plan(block: Any, kernel: Kernel, x: Tensor, mask: Mask, context: Tensor
         scale=block.scale,
         dropout=dropout,
         is_direct=is_direct,
-        mask=allowed,
+        mask=grouping.attn_mask(x) if is_direct and not causal else None,
         causal=causal,
         autocast=autocast,
         channels_last=x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous(),

@@ -62,14 +62,11 @@ def weights_on_map(
 def fold_bias(inputs: AttentionInputs, outer: Grouping | None) -> Rows:
     """Include the position bias in queries, keys and mask; the batch axis may run over the groups of ``outer``."""
     q, k, _, scale, grouping, bias, mask = inputs
-    k, row_has_key = repeat_kv(q, k), None
-    if mask is not None:
-        mask, row_has_key = grouping.combine(mask)
+    k = repeat_kv(q, k)
+    mask, row_has_key = (grouping.allowed(), None) if mask is None else grouping.combine(mask)
     if bias is not None:
         q, k, scale = bias.fold(masks.upcast(q), masks.upcast(k), scale)
-        mask = bias.attn_mask(mask, q)
-    elif mask is None:
-        mask = grouping.attn_mask(q)
+        mask = bias.attn_mask(mask)
     mask = None if mask is None else mask[..., : k.shape[2]]
     both: Any = (mask, row_has_key)
     if outer is not None:

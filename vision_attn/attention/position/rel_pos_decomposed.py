@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention.inputs import PositionBias
-from vision_attn.attention.masks import Mask, upcast
+from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.position.encoding import AXIS_NAMES, AttentionShape, Encoded, PositionEncoding
 from vision_attn.attention.position.relative_table import RelativePosition, resize_by_offset, table_lengths
@@ -155,9 +155,6 @@ class DecomposedBias(PositionBias):
             columns.append(index[:, None] == torch.arange(window[axis], device=k.device))
         one_hot = torch.cat(columns, dim=1)
         return F.pad(one_hot, (0, -(k.shape[3] + one_hot.shape[1]) % 8)).to(k.dtype)
-
-    def attn_mask(self, mask: Mask, q: Tensor) -> Mask:
-        return self.grouping.attn_mask(q) if mask is None else mask
 
     def scores(self) -> None:
         """Return None: the bias is folded into queries and keys."""

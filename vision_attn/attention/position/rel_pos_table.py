@@ -125,18 +125,17 @@ class TableBias(PositionBias):
         index = index if index.is_cpu else F.pad(index, (0, -index.shape[2] % 8))
         return index.flatten(), index.shape
 
-    def attn_mask(self, mask: Mask, q: Tensor) -> Mask:
+    def attn_mask(self, mask: Mask) -> Mask:
         """Look up the bias of each query and key, and combine it with the mask."""
         index, (groups, i, j) = self.grouping.cached("table", self.look_up)
         bias = self.table.index_select(1, index)  # (n, groups or 1 · i · j)
         n = bias.shape[0]
         bias = bias.view(1, 1, n, i, j) if groups == 1 else bias.view(1, n, groups, i, j).transpose(1, 2)
-        if mask is not None:
-            return combine_masks(mask, bias[..., : self.grouping.key_layout.tokens])
-        if (mask := self.grouping.attn_mask(q)) is None:
+        if mask is None:
             return bias
-        # An additive mask contains only zeros and -inf, so that the sum is exact in half precision.
-        return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+        if mask.shape[4] == j and mask.dtype == bias.dtype:
+            return bias + mask  # the mask of the pattern contains only zeros and -inf: exact in half precision
+        return combine_masks(mask, bias[..., : self.grouping.key_layout.tokens])
 
     def scores(self) -> Callable[..., Tensor]:
         rows, widths, table = (
