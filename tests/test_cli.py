@@ -15,7 +15,8 @@ from PIL import Image
 
 import vision_attn as va
 from vision_attn import errors
-from vision_attn.networks.models import create_model, folder
+from vision_attn.networks.checkpoints import folder
+from vision_attn.networks.models import create_model
 from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools import cli
 from vision_attn.tools.cli.commands import parse_settings

@@ -35,6 +35,7 @@ from .networks.checkpoints import (
     load_checkpoint as load_checkpoint,
     save_adapter as save_adapter,
 )
+from .networks.checkpoints.folder import load_model as load_model, save_model as save_model
 from .networks.contributions import contribution as contribution, disabled as disabled
 from .networks.convert.swap import swap_ as swap_, swap_back_ as swap_back_
 from .networks.insertion import (
@@ -51,7 +52,6 @@ from .networks.insertion import (
     unfreeze_backbone_ as unfreeze_backbone_,
 )
 from .networks.inspection import inspect_model as inspect_model
-from .networks.models.folder import load_model as load_model, save_model as save_model
 from .networks.recording import capture as capture
 from .tools.explorer import explore as explore
 from .tools.training.run import train as train

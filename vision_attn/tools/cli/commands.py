@@ -94,7 +94,7 @@ def predict(
     import torch
 
     from vision_attn.checks import check_count
-    from vision_attn.networks.models import folder
+    from vision_attn.networks.checkpoints import folder
     from vision_attn.networks.safe import check_writable
     from vision_attn.tools.training.folder import write_table
 
@@ -139,7 +139,7 @@ def export(
         int8: Folder with train/CLASS/IMAGE and val/CLASS/IMAGE, for quantization to 8 bits.
         normalize: Include the normalization in the file, so that it accepts pixels in 0…1.
     """
-    from vision_attn.networks.models import folder
+    from vision_attn.networks.checkpoints import folder
     from vision_attn.tools.export.export import export_model
 
     options: dict[str, Any] = {"dynamic": dynamic, "int8": int8, "normalize": normalize}

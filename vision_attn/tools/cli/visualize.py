@@ -72,10 +72,9 @@ def open_network(name: str, pretrained: bool, adapter: Path | None) -> Any:
     from timm.data import ImageNetInfo, infer_imagenet_subset
     from timm.models import get_pretrained_cfg
 
-    from vision_attn.networks.checkpoints import load_adapter_
+    from vision_attn.networks.checkpoints import folder, load_adapter_
     from vision_attn.networks.checkpoints.adapter import read_adapter
     from vision_attn.networks.convert.swap import swap_
-    from vision_attn.networks.models import folder
     from vision_attn.networks.models.registry import create_model, get_model_cfg
 
     if Path(name).exists():

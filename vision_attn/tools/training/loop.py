@@ -32,8 +32,8 @@ from tqdm import tqdm
 
 from vision_attn.errors import CheckpointError, Interrupted, TrainingError
 from vision_attn.networks.checkpoints import load_checkpoint, save_adapter
+from vision_attn.networks.checkpoints.folder import save_model
 from vision_attn.networks.insertion import inserted_blocks, parameter_groups
-from vision_attn.networks.models.folder import save_model
 from vision_attn.networks.safe.write import rename_folder
 from vision_attn.tools.training.data import DecodedImages, InMemory, choose_crop, seed_all
 from vision_attn.tools.training.evaluation import Evaluation, Scores
