@@ -21,7 +21,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import RLock
 from typing import Any
 
@@ -44,7 +43,7 @@ from vision_attn.networks.insertion.block_factories import BLOCKS
 from vision_attn.networks.insertion.exact import unwrap_exact_block
 from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import read_file, write_atomically
-from vision_attn.networks.safe.write import TEMPORARY, name_errors
+from vision_attn.networks.safe.write import name_errors, temporary_folder
 from vision_attn.text import escape_control_characters, shorten
 from vision_attn.version import __version__
 
@@ -143,8 +142,7 @@ def save_model(
     config[SECTION] = {"format": file_format.FORMAT, "library": __version__, "save": identity}
     with LOCK, name_errors(Path(folder)):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=TEMPORARY, dir=target if target.is_dir() else target.parent) as temporary:
-            new = Path(temporary)
+        with temporary_folder(target if target.is_dir() else target.parent) as new:
             save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
             config = json.loads((new / "config.json").read_text())
             saved = file_format.Saved(state, blocks, arguments=arguments, metadata=config)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from filelock import FileLock
 from safetensors.torch import save
 from torch import Tensor
 
 #: Prefix of hidden temporary folders for incomplete files.
 TEMPORARY = ".vision_attn-"
+#: Name of the lock in a temporary folder.
+LOCK = ".lock"
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
@@ -42,8 +46,8 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
                 opened.write(content)
             return
         target = Path(os.path.realpath(path))
-        with TemporaryDirectory(prefix=TEMPORARY, dir=target.parent) as folder:
-            partial = Path(folder) / target.name
+        with temporary_folder(target.parent) as folder:
+            partial = folder / target.name
             partial.write_bytes(content)  # with default permissions, unlike a file of tempfile
             sync(partial)
             if target.exists():
@@ -61,7 +65,29 @@ def check_writable(path: Path) -> None:
         if path.is_file() or path.is_dir():
             os.close(os.open(path, os.O_WRONLY))
         if find_stream(path) is None:
-            TemporaryDirectory(prefix=TEMPORARY, dir=os.path.dirname(os.path.realpath(path))).cleanup()
+            with temporary_folder(Path(os.path.realpath(path)).parent):
+                pass
+
+
+@contextmanager
+def temporary_folder(parent: Path) -> Iterator[Path]:
+    """Create a hidden folder for incomplete files, and remove the hidden folders of processes that were killed.
+
+    A lock, which the system releases when a process ends, protects the folders of running processes.
+    """
+    for folder in parent.glob(f"{TEMPORARY}*"):
+        with suppress(OSError, NotImplementedError):
+            if len(os.listdir(folder)) > 1:  # otherwise, its process may be about to acquire the lock
+                with FileLock(folder / LOCK, timeout=0):
+                    shutil.rmtree(folder, ignore_errors=True)
+    with TemporaryDirectory(prefix=TEMPORARY, dir=parent) as name:
+        lock = FileLock(Path(name) / LOCK)
+        with suppress(OSError, NotImplementedError):  # a disk without locks
+            lock.acquire()
+        try:
+            yield Path(name)
+        finally:
+            lock.release()
 
 
 def find_stream(path: Path) -> Path | int | None:
@@ -87,7 +113,7 @@ def name_errors(path: Path) -> Iterator[None]:
 
 def sync(path: Path) -> None:
     """Wait until the content of a file is on disk."""
-    with open(path, "rb") as file:
+    with open(path, "r+b") as file:  # Windows requires write access
         os.fsync(file.fileno())
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from vision_attn.errors import ExportError
 from vision_attn.networks.insertion import inserted_blocks, unwrap_model
 from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import check_writable, write_atomically
-from vision_attn.networks.safe.write import TEMPORARY
+from vision_attn.networks.safe.write import temporary_folder
 from vision_attn.tools.export.formats import DIMS, FORMATS, Axis, Format, export_program
 from vision_attn.version import __version__
 
@@ -164,14 +163,14 @@ def export_model(
 
         calibration, _ = load_images(Path(int8), metadata, train=True)
         labeled = load_images(Path(int8), metadata, train=False)
-    with TemporaryDirectory(prefix=TEMPORARY, dir=output.parent) as folder:
-        written = Path(folder) / f"network{suffix}"
+    with temporary_folder(output.parent) as folder:
+        written = folder / f"network{suffix}"
         comparison, notes = export_and_compare(network, form, written, axes, metadata)
         if int8 is not None:
             with quiet():
                 notes.append(quantize(written, calibration, *labeled))
         for ending, path in targets.items():
-            staged = Path(folder) / f"network{ending}"
+            staged = folder / f"network{ending}"
             write_atomically(path, staged.read_bytes())
             staged.unlink()  # frees disk space for the next file
     size = sum(path.stat().st_size for path in targets.values())
