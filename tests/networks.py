@@ -15,6 +15,14 @@ def convolutions(*widths, **options):
     return nn.Sequential(*layers[:-1]).eval()
 
 
+def randomize_(model):
+    """Set random values in every tensor. The constant values of new norms would hide an exchange of two tensors."""
+    for value in model.state_dict().values():
+        random = torch.randn(value.shape) / 10 if value.dim() > 1 else torch.rand(value.shape) + 0.5
+        value.copy_(random if value.is_floating_point() else torch.randint(1, 100, value.shape))
+    return model
+
+
 def copied(model):
     """Return a copy of the state dict."""
     return {key: value.clone() for key, value in model.state_dict().items()}

@@ -1,14 +1,19 @@
 """Checkpoints in common formats are compared completely, and then loaded or rejected with the reason."""
 
 import argparse
+import signal
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_type_hints
 
+import numpy as np
 import pytest
 import timm
 import torch
 from crafted import shards
-from networks import assert_same, copied
+from networks import assert_same, copied, randomize_
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -19,6 +24,7 @@ from vision_attn.networks.checkpoints.file_format import Saved, write_saved
 from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.checkpoints.weights import PRESETS
 from vision_attn.networks.insertion import inserted_keys
+from vision_attn.networks.safe import read_file
 from vision_attn.tools.training.network import build_network
 from vision_attn.tools.training.settings import Settings
 
@@ -30,10 +36,7 @@ def small_network(classes=3, in_chans=3):
 
 @pytest.fixture
 def state():
-    torch.manual_seed(1)
-    model = small_network()
-    model(torch.randn(4, 3, 8, 8))
-    return model.state_dict()
+    return randomize_(small_network()).state_dict()
 
 
 def save(content, folder):
@@ -132,6 +135,50 @@ def test_the_average_is_loaded_on_request_and_other_entries_are_reported(state, 
         va.load_checkpoint(model, save({"model": state}, tmp_path), ema=True)
 
 
+#: Content of a file, in which the weights are not at a well-known place, and their entry.
+ENTRIES = {
+    "teacher": lambda state: {"teacher": state, "epoch": 1},
+    "checkpoint.model": lambda state: {"checkpoint": {"model": prefixed("module.", state), "step": 3}},
+    "module": lambda state: {"module": state, "optimizer": {"state": {0: {"step": torch.ones(1)}}}},
+    "backbone": lambda state: {
+        "backbone": state,
+        "model": {"loss.weight": torch.ones(3)},
+        "ema": {"0.bias": torch.ones(8)},
+    },
+    "generator": lambda state: {"critic": small_network(5).state_dict(), "generator": prefixed("net.", state)},
+    "params_ema": lambda state: {"params_ema": state},
+    "params": lambda state: {"params_ema": averaged(state), "params": state},
+    "": lambda state: {**state, "queue": averaged(state)},
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_weights_are_found_under_any_name_and_selected_by_prefix(entry, state, tmp_path):
+    """facebookresearch/dino#44, TencentARC/AnimeSR#10, SarahRastegar/SelEx#5."""
+    path = save(ENTRIES[entry](state), tmp_path)
+    for prefix in ("", f"{entry}." if entry else ""):
+        model = small_network()
+        assert va.load_checkpoint(model, path, prefix=prefix).entry == entry
+        assert_same(model.state_dict(), state)
+
+
+def test_an_error_lists_entries_that_match_equally(state, tmp_path):
+    """facebookresearch/dino#217: the teacher and the student have the same keys."""
+    content = {"student": averaged(state), "teacher": prefixed("backbone.", state), "center": torch.ones(1, 3)}
+    path, model = save(content, tmp_path), small_network()
+    before = copied(model)
+    with pytest.raises(va.CheckpointError, match=r"under 2 entries. Pass prefix='student\.' or prefix='teacher\.'"):
+        va.load_checkpoint(model, path)
+    assert_same(model.state_dict(), before)
+    for prefix in ("teacher.", "teacher.backbone"):
+        model = small_network()
+        report = va.load_checkpoint(model, path, prefix=prefix)
+        assert (report.entry, report.prefix, report.other_entries) == ("teacher", "backbone.", ("student",))
+        assert_same(model.state_dict(), state)
+    with pytest.raises(va.CheckpointError, match=r"prefix='head\.'"):
+        va.load_checkpoint(model, path, prefix="head.")
+
+
 def test_model_keys_that_resemble_wrappers_are_kept(tmp_path):
     parts = {"module": nn.Linear(2, 3), "backbone": torch.compile(nn.Linear(2, 3))}
     for model in (nn.ModuleDict(parts), torch.optim.swa_utils.AveragedModel(nn.Linear(2, 3))):
@@ -206,7 +253,10 @@ def test_the_report_separates_new_missing_unexpected_and_mismatched_keys(state, 
         ([torch.zeros(1)], "must contain a dictionary of tensors, got list"),
         ({"epoch": 3, "names": ["a"]}, "contains no weights.*got epoch, names"),
         ({"other.gamma": torch.zeros(1)}, "another architecture: .* weight, bias; .* other.gamma"),
-        ({"bias": torch.ones(3), "weight": torch.zeros(3, 2).to_sparse()}, "reference to 'torch._utils._rebuild_sp"),
+        ({"weight": torch.ones(3, 2).to_sparse(), "bias": torch.ones(3)}, r"weight is a sparse tensor.* to_dense\(\)"),
+        ({"model": {"weight": np.ones((3, 2)), "bias": np.ones(3)}}, "weight is a NumPy array.* torch.from_numpy"),
+        ({"weight": Path("a"), "bias": torch.ones(3)}, "weight is the object pathlib.PosixPath instead of a tensor"),
+        ({"model": nn.Linear(2, 3)}, r"contains no weights.* model \(the object torch.nn.*Linear\)\. .*only the state"),
         ({"bias": torch.ones(3), "weight": torch.zeros(3, 2, dtype=torch.int8)}, "weight is integer .* floating"),
         ({"bias": torch.ones(3), "weight": torch.zeros(3, 2) * 1j}, "weight is complex .* floating"),
         ({"_orig_mod.weight": torch.ones(3, 2), "weight": torch.ones(3, 2)}, "tensors with the same key.*weight"),
@@ -220,25 +270,82 @@ def test_other_files_are_rejected_before_anything_is_loaded(content, message, tm
     assert_same(model.state_dict(), before)
 
 
-def test_if_a_tensor_cannot_be_written_the_model_is_unchanged(tmp_path):
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_quantized_tensors_are_rejected_by_key_but_may_be_skipped(tmp_path):
+    content = {"weight": torch.quantize_per_tensor(torch.ones(3, 2), 0.1, 0, torch.qint8), "bias": torch.ones(3)}
+    path = save(content, tmp_path)
+    with pytest.raises(va.CheckpointError, match=r"weight is a quantized tensor.* dequantize\(\)"):
+        va.load_checkpoint(nn.Linear(2, 3), path, strict=False)
+    assert va.load_checkpoint(nn.Linear(2, 3), path, skip="weight").loaded == ("bias",)
+
+
+def expanded():
+    return torch.ones(1).expand(3)
+
+
+def sparse():
+    return torch.ones(3).to_sparse()
+
+
+@torch.inference_mode()
+def created_in_inference_mode():
+    return torch.ones(3)
+
+
+@pytest.mark.parametrize("make", [expanded, sparse, created_in_inference_mode])
+def test_if_a_tensor_cannot_be_written_the_model_is_unchanged(make, tmp_path):
     model = nn.Linear(2, 2)
-    model.odd = nn.Buffer(torch.ones(1).expand(3))
+    model.odd = nn.Buffer(make())
     before = copied(model)
     path = save({"weight": torch.ones(2, 2), "bias": torch.ones(2), "odd": torch.zeros(3)}, tmp_path)
-    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+    with pytest.raises(ValueError, match="model: odd cannot be written, because it"):
         va.load_checkpoint(model, path)
-    assert_same(model.state_dict(), before)
+    assert torch.equal(model.weight, before["weight"])
     for empty in (nn.Linear(2, 2, device="meta"), nn.LazyLinear(2)):
         with pytest.raises(ValueError, match="model has tensors without values"):
             va.load_checkpoint(empty, path)
+
+
+def test_ctrl_c_takes_effect_after_the_last_copy(state, tmp_path, monkeypatch):
+    path, model, copy = save(state, tmp_path), small_network(), torch.Tensor.copy_
+
+    def interrupted_copy(tensor, value):
+        signal.raise_signal(signal.SIGINT)
+        return copy(tensor, value)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", interrupted_copy)
+    with pytest.raises(KeyboardInterrupt):
+        va.load_checkpoint(model, path)
+    assert_same(model.state_dict(), state)
+    with ThreadPoolExecutor(1) as pool:  # a thread other than the main thread cannot handle signals
+        monkeypatch.setattr(torch.Tensor, "copy_", copy)
+        assert pool.submit(va.load_checkpoint, model, path).result().loaded
+
+
+def test_each_shard_is_released_after_its_last_copy(state, tmp_path, monkeypatch):
+    """Loading needs memory for one shard in addition to the model."""
+    index, copy, references, alive = shards(tmp_path, "model.safetensors", state), torch.Tensor.copy_, [], []
+
+    def read(path):
+        file = read_file(path)
+        references.extend(weakref.ref(value) for value in file.content.values())
+        return file
+
+    def counted_copy(tensor, value):
+        alive.append(sum(reference() is not None for reference in references))
+        return copy(tensor, value)
+
+    monkeypatch.setattr("vision_attn.networks.checkpoints.load.read_file", read)
+    monkeypatch.setattr(torch.Tensor, "copy_", counted_copy)
+    va.load_checkpoint(small_network(), index)
+    assert alive == list(range(len(state), 0, -1))
 
 
 # --- inserted blocks --------------------------------------------------------------------------------------------------
 
 
 def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
-    torch.manual_seed(0)
-    source = timm.create_model("resnet20_a", num_classes=10)
+    source = randomize_(timm.create_model("resnet20_a", num_classes=10))
     path, models = save(source.state_dict(), tmp_path), [timm.create_model("resnet20_a").eval() for _ in range(2)]
     va.load_checkpoint(models[0], path)
     for model in models:
@@ -250,7 +357,7 @@ def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
     assert torch.equal(models[1](x), source(x))
 
     # A checkpoint with blocks is loaded into a model with blocks.
-    nn.init.normal_(va.inserted_blocks(models[1])["layer3.2"].attn.proj.weight, std=0.1)
+    randomize_(models[1])
     path = save(models[1].state_dict(), tmp_path)
     assert not va.load_checkpoint(models[0], path).newly_initialized
     assert torch.equal(models[0](x), models[1](x))
@@ -265,7 +372,7 @@ def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
 
 
 def test_loading_before_or_after_replacement_leaves_the_same_model(tmp_path):
-    source = timm.create_model("resnet20", num_classes=10)
+    source = randomize_(timm.create_model("resnet20", num_classes=10))
     path, models = save(source.state_dict(), tmp_path), [timm.create_model("resnet20") for _ in range(2)]
     va.load_checkpoint(models[0], path)
     for model in models:
@@ -285,10 +392,9 @@ BLOCK = {"num_heads": 4, "pattern": va.Window(4), "position": va.RelPosDecompose
 
 
 def with_block(**options):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU())
     va.insert_(model, names="0", example_input=(1, 3, 8, 8), **{**BLOCK, **options})
-    return model
+    return randomize_(model)
 
 
 DIFFERENT = [
@@ -359,7 +465,20 @@ def test_keys_are_renamed_by_regular_expressions_in_order(form, state, tmp_path)
 def test_the_same_tensors_under_other_names_are_recognized(state, tmp_path):
     content = {f"layer{number}": value for number, value in enumerate(without_counters(state).values())}
     with pytest.raises(va.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
-        va.load_checkpoint(small_network(), save(content, tmp_path))
+        va.load_checkpoint(small_network(), save(dict(reversed(content.items())), tmp_path))
+    fc = {key.replace("4.", "classifier."): value for key, value in state.items()}
+    norm = {key.replace("1.", "norm."): value for key, value in reversed(state.items())}
+    for renamed, pair in ((fc, "'classifier.weight' for '4.weight'"), (norm, "'norm.weight' for '1.weight'")):
+        with pytest.raises(va.CheckpointError, match=f"such as {pair}"):
+            va.load_checkpoint(small_network(), save(renamed, tmp_path))
+    several = save({"loss": {"scale": torch.ones(3)}, "model": {"scale": torch.ones(3)}, "teacher": content}, tmp_path)
+    for prefix in ("teacher.", "teacher"):
+        with pytest.raises(va.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
+            va.load_checkpoint(small_network(), several, prefix=prefix)
+    largest = save({"loss": {"scale": torch.ones(3)}, "teacher": content}, tmp_path)
+    with pytest.raises(va.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
+        va.load_checkpoint(small_network(), largest)
+    content = {f"layer{number}": value for number, value in enumerate(without_counters(state).values())}
     with pytest.raises(va.CheckpointError, match=r"another architecture.* prefix="):
         va.load_checkpoint(small_network(classes=5), save(content, tmp_path))
 
@@ -392,7 +511,7 @@ def efficientnet_pytorch_names(network):
 
 
 def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error_names(tmp_path):
-    source, model = (timm.create_model("tf_efficientnet_b1", num_classes=3) for _ in range(2))
+    source, model = (randomize_(timm.create_model("tf_efficientnet_b1", num_classes=3)) for _ in range(2))
     names = efficientnet_pytorch_names(source)
     assert names["blocks.0.0.conv_pw.weight"] == "_blocks.0._project_conv.weight"
     assert names["blocks.2.0.bn3.running_var"] == "_blocks.5._bn2.running_var"
@@ -405,7 +524,7 @@ def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error
 
 def test_training_can_start_from_weights_with_keys_of_another_package(tmp_path):
     assert get_type_hints(Settings)["rename"] == Literal[*PRESETS] | None
-    source, data = timm.create_model("tf_efficientnet_b0", num_classes=3), ("red", "green", "blue")
+    source, data = randomize_(timm.create_model("tf_efficientnet_b0", num_classes=3)), ("red", "green", "blue")
     names = efficientnet_pytorch_names(source)
     path = save({names[key]: value for key, value in source.state_dict().items()}, tmp_path)
     data = SimpleNamespace(name="images", classes=data, pixels=None)
@@ -427,7 +546,7 @@ def test_the_checkpoint_of_a_package_is_read_by_its_preset():
 @pytest.mark.parametrize("channels", [1, 2, 6])
 def test_the_first_convolution_is_converted_to_other_input_channels_on_request(channels, tmp_path):
     """torchgeo#2289."""
-    source, model = (timm.create_model("tiny", num_classes=3, in_chans=count) for count in (3, channels))
+    source, model = (randomize_(timm.create_model("tiny", num_classes=3, in_chans=count)) for count in (3, channels))
     path, key = save(source.state_dict(), tmp_path), next(iter(source.state_dict()))
     before = copied(model)
     with pytest.raises(va.CheckpointError, match=rf"3 input .* {channels}\. .*in_chans=3.*adapt_input_conv=True"):
@@ -443,7 +562,7 @@ def test_the_first_convolution_is_converted_to_other_input_channels_on_request(c
 
 @pytest.mark.parametrize("convolution", [nn.Conv1d, nn.Conv3d])
 def test_a_grayscale_checkpoint_has_the_same_output_for_gray_rgb_images(convolution, tmp_path):
-    gray, color = (nn.Sequential(convolution(channels, 4, 3), nn.Flatten()) for channels in (1, 3))
+    gray, color = (randomize_(nn.Sequential(convolution(channels, 4, 3), nn.Flatten())) for channels in (1, 3))
     va.load_checkpoint(color, save(gray.state_dict(), tmp_path), adapt_input_conv=True)
     image = torch.randn(2, 1, *(5,) * (gray[0].weight.dim() - 2))
     torch.testing.assert_close(color(image.repeat_interleave(3, 1)), gray(image))

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import threading
 import warnings
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from networks import assert_same, copied
 from PIL import Image
 from safetensors.torch import save_file
 from tiny import Tiny
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 
@@ -117,6 +118,36 @@ def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
         load_adapter_(small_network(classes=5), path)
     with pytest.raises(ValueError, match=r"also='head.*' .*conv1.weight"):
         save_adapter(model, path, also=["fc.*", "head.*"])
+
+
+def test_an_adapter_is_loaded_completely_or_not_at_all(model, tmp_path, monkeypatch):
+    train(model, also=["fc.weight"])
+    path, other, copy = save_adapter(model, tmp_path / "a.safetensors", also="fc.weight"), small_network(), Tensor.copy_
+    weight, other.fc.weight = other.fc.weight, nn.Parameter(torch.ones(1, 8).expand(3, 8))
+    with pytest.raises(va.CheckpointError, match=r"fc\.weight cannot be written, because it is expanded"):
+        load_adapter_(other, path)
+    assert not va.inserted_blocks(other)
+    other.fc.weight = weight
+
+    def interrupted_copy(tensor, value):
+        if tensor.data_ptr() == weight.data_ptr():
+            signal.raise_signal(signal.SIGINT)
+        return copy(tensor, value)
+
+    monkeypatch.setattr(Tensor, "copy_", interrupted_copy)
+    with pytest.raises(KeyboardInterrupt):
+        load_adapter_(other, path)
+    assert_same(other.state_dict(), model.state_dict())
+
+
+def test_blocks_loaded_in_inference_mode_can_be_trained(adapter, saved):
+    network = small_network()
+    with torch.inference_mode():
+        load_adapter_(network, adapter.parent)
+        networks = network, va.load_model(saved[0])
+    for one in networks:
+        one(torch.randn(IMAGES)).sum().backward()
+        assert all(p.grad is not None for block in va.inserted_blocks(one).values() for p in block.parameters())
 
 
 @pytest.mark.parametrize("what", ["names", "values", "types"])
@@ -425,8 +456,9 @@ def test_if_the_writer_is_killed_the_folder_has_the_old_or_the_new_network(kille
     images = torch.rand(2, 3, 32, 32)
     # Three calls: the temporary weights, the final weights, config.json.
     mixed = pytest.warns(UserWarning, match=r"config.json and model.safetensors are from different saves")
-    with mixed if killed_at == 2 else nullcontext():
+    with mixed if killed_at == 2 else nullcontext() as warned:
         again = va.load_model(tmp_path / "net")
+    assert not warned or warned[0].filename == __file__
     assert again.classes == (("a", "b", "c") if killed_at < 2 else ("d", "e", "f"))
     assert torch.equal(again(images), models[killed_at >= 2](images))
     assert [file.name for file in tmp_path.iterdir()] == ["net"]

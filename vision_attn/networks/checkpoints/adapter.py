@@ -14,7 +14,8 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints import file_format
 from vision_attn.networks.checkpoints.file_format import Saved, fingerprint, gather, unwrap_key
-from vision_attn.networks.checkpoints.load import copy_all_, refuse_without_values
+from vision_attn.networks.checkpoints.hub import resolve_source
+from vision_attn.networks.checkpoints.load import copy_all_, refuse_read_only, refuse_without_values
 from vision_attn.networks.insertion import (
     InsertionReport,
     inserted_blocks,
@@ -107,6 +108,7 @@ def save_adapter(
     return Path(path)
 
 
+@torch.inference_mode(False)  # Tensors created in inference mode cannot be trained.
 def load_adapter_(
     model: nn.Module, path: str | Path, *, strict: bool = True, block: Callable[..., nn.Module] | None = None
 ) -> AdapterReport:
@@ -116,7 +118,8 @@ def load_adapter_(
 
     Args:
         model: the network, with the weights of its original checkpoint and without inserted blocks.
-        path: a file that was written by :func:`save_adapter`.
+        path: a file that was written by :func:`save_adapter`, a folder with ``adapter.safetensors``, or a file or
+            repository of the Hugging Face Hub, ``"hf-hub:owner/name[@revision][/file]"``.
         strict: raise an error if values or dtypes of the network differ. Names and shapes must always match.
         block: the class of the inserted blocks, if they are not blocks of this library.
 
@@ -143,7 +146,7 @@ def load_adapter_(
     if blocks := inserted_blocks(model):
         sites = shorten(map(repr, blocks))
         raise ValueError(f"model must have no inserted blocks, got blocks at {sites}. Call va.remove_(model) first")
-    path = Path(path)
+    path = resolve_source(path)
     adapter = read_adapter(path)
     factories = file_format.find_factories(adapter, path, block)
     state = unwrap_state(model)
@@ -155,14 +158,15 @@ def load_adapter_(
         shapes = {(unwrap_key(key), state[unwrap_key(key)].shape) for key in insertion.inserted_keys(model)}
         if wrong := shapes ^ {(key, value.shape) for key, value in adapter.tensors.items() if key not in adapter.also}:
             raise CheckpointError(f"created and saved blocks differ in {shorten(sorted(dict(wrong)))}")
+        refuse_read_only({key: state[key] for key in adapter.tensors})
         report = InsertionReport(records(model))
-        copy_all_([(state[key], value) for key, value in adapter.tensors.items()])
     except BaseException as error:
         if inserted_blocks(model):
             remove_(model)
         if isinstance(error, Exception):
             raise CheckpointError(f"{path}: the blocks cannot be inserted into the model ({error})") from error
         raise
+    copy_all_([(state[key], value) for key, value in adapter.tensors.items()])
     return AdapterReport(str(path), report, tuple(adapter.tensors), len(adapter.base or ()), changed_tensors)
 
 

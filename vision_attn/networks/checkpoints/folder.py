@@ -11,7 +11,7 @@ save. If ``config.json`` is from another save, because a process was killed or t
 copy is used.
 
 A folder can come from an untrusted source. It can refer only to timm networks and blocks of this library. Loading it
-runs no code from the folder and downloads nothing.
+runs no code from the folder, and files in it cannot cause downloads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from torchvision.transforms.v2 import RGB, Grayscale
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import file_format
 from vision_attn.networks.checkpoints.file_format import gather, unwrap_key
-from vision_attn.networks.checkpoints.load import load_checkpoint, refuse_without_values
+from vision_attn.networks.checkpoints.hub import resolve_source
+from vision_attn.networks.checkpoints.load import load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.insertion import inserted_blocks, quiet_eval, records, remove_, unwrap_model
 from vision_attn.networks.insertion.block_factories import BLOCKS
@@ -156,14 +157,16 @@ def save_model(
     return Path(folder)
 
 
+@torch.inference_mode(False)  # Tensors created in inference mode cannot be trained.
 def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = None) -> nn.Module:
     """Load a network with its blocks, classes and image transform, in evaluation mode on the CPU.
 
-    No code from the files is run, and nothing is downloaded.
+    No code from the files is run, and nothing is downloaded except the repository that ``folder`` names.
 
     Args:
-        folder: a folder written by :func:`save_model`, by timm (without blocks), or by a training run. For a
-            training run, the best network is loaded.
+        folder: a folder written by :func:`save_model`, by timm (without blocks), or by a training run, or a repository
+            of the Hugging Face Hub with such a folder, ``"hf-hub:owner/name[@revision]"``. For a training run, the best
+            network is loaded.
         block: the class of the inserted blocks, if they are not blocks of this library.
 
     Returns:
@@ -172,7 +175,8 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
 
     Raises:
         FileNotFoundError: the folder or one of its files does not exist.
-        CheckpointError: the folder is damaged, the network does not exist in timm, or the weights do not match it.
+        CheckpointError: the folder is damaged, the network does not exist in timm, the weights do not match it, or the
+            Hub cannot be read.
 
     >>> from PIL import Image
     >>> from vision_attn.networks.models.registry import weights_folder
@@ -180,7 +184,7 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     >>> model.classes[:2], model(model.transform(Image.new("RGB", (60, 40)))[None]).shape
     (('apple', 'aquarium_fish'), torch.Size([1, 100]))
     """
-    folder = Path(folder)
+    folder = resolve_source(folder)
     if not (folder / "config.json").is_file():
         folder = folder / RUN_SUBFOLDER
     path = folder / "config.json"
@@ -196,7 +200,7 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     saved = file_format.read_saved(file)
     if saved is not None and SECTION in saved.metadata and saved.metadata[SECTION] != config.get(SECTION):
         remedy = "The configuration in model.safetensors is used; save the network again to update config.json."
-        warnings.warn(f"{folder}: config.json and model.safetensors are from different saves. {remedy}", stacklevel=2)
+        warnings.warn(f"{folder}: config.json and model.safetensors are from different saves. {remedy}", stacklevel=3)
         config = check_config(file.path, json.dumps(dict(saved.metadata)))
 
     def build() -> nn.Module:
@@ -223,7 +227,7 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
     if len(kinds) == 1:
         model.to(kinds.pop())
-    load_checkpoint(model, folder / "model.safetensors")
+    load_file_(model, file)
     classes = config.get("label_names")
     vars(model).update(classes=tuple(classes) if classes else None, transform=create_eval_transform(model))
     return model.eval()

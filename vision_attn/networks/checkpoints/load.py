@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,12 @@ from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import as_list, check_bools
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints.file_format import unwrap_key
+from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, is_convertible, remedies
 from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
 from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
 from vision_attn.networks.insertion import keys_by_site, match_keys, replaced_modules, unwrap_model
-from vision_attn.networks.safe import read_file
+from vision_attn.networks.safe import CheckpointFile, read_file
 from vision_attn.text import shorten
 
 
@@ -41,22 +45,24 @@ def load_checkpoint(
     :func:`vision_attn.replace_` are loaded into the original module, which ``remove_`` restores.
 
     ``.safetensors`` files and ``torch.save`` files (``.pt``, ``.pth``, ``.th``, …) are read without running code.
-    Weights are found at the top level of the file or under an entry such as ``state_dict`` or ``model``. Parts that
-    wrappers add to the keys (``module.``, ``_orig_mod.``, …) are ignored. A prefix is removed if the checkpoint
-    contains all tensors of the model under it. A hash in the file name, such as ``resnet18-f37072fd.pth``, is verified.
+    Weights are found at the top level of the file or under any entry, such as ``state_dict`` or ``checkpoint.model``.
+    Parts that wrappers add to the keys (``module.``, ``_orig_mod.``, …) are ignored. A prefix is removed if the
+    checkpoint contains all tensors of the model under it. A hash in the file name, such as ``resnet18-f37072fd.pth``,
+    is verified.
 
     If the model is sharded by FSDP2 (``fully_shard``), call this function on every process.
 
     Args:
         model: the network; it changes only if the checkpoint fits.
-        path: a checkpoint file, or a folder in the layout of Hugging Face or timm, with or without shards.
+        path: a checkpoint file, or a folder in the layout of Hugging Face or timm, with or without shards; or a file or
+            repository of the Hugging Face Hub, ``"hf-hub:owner/name[@revision][/file]"``.
         strict: raise an error if keys are missing or unexpected, shapes differ, or blocks are configured differently.
             Keys of inserted blocks and keys that match ``skip`` may be missing. If False, load the keys that fit and
             report all others.
         ema: load the moving average of the weights.
         skip: globs on keys that are not loaded: ``["fc.*"]`` for a new classifier.
-        prefix: load only keys with this prefix, such as ``"backbone."``. By default, the prefix is detected, and an
-            error is raised if several prefixes fit.
+        prefix: load only keys with this prefix, such as ``"backbone."``, or the entry of this name, such as
+            ``"teacher."``. By default, entry and prefix are detected, and an error is raised if several fit.
         rename: pairs of a regular expression and its replacement, applied in order to the keys (without ``prefix``), as
             in ``[(r"^head\.fc\.", "fc.")]``, or the name of a preset. ``"efficientnet-pytorch"`` converts the keys of
             that package to keys of timm.
@@ -69,9 +75,10 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the model is on the meta device or lazy, ``skip`` matches no key, or ``rename`` is invalid.
-        CheckpointError: the file is damaged, requires code, contains no weights, or does not fit the model. The message
-            lists the keys and a remedy.
+        ValueError: a tensor of the model is on the meta device, lazy, expanded or sparse, ``skip`` matches no key, or
+            ``rename`` is invalid.
+        CheckpointError: the file is damaged, requires code, contains no weights, or does not fit the model, or the Hub
+            cannot be read. The message lists the keys and a remedy.
 
     >>> import tempfile, torch
     >>> file = Path(tempfile.mkdtemp()) / "linear.pth"
@@ -82,8 +89,22 @@ def load_checkpoint(
     check_bools(strict=strict, ema=ema, adapt_input_conv=adapt_input_conv)
     model = unwrap_model(model)
     refuse_without_values(model)
+    return load_file_(
+        model, read_file(resolve_source(path)), strict, skip, adapt_input_conv, ema=ema, prefix=prefix, rename=rename
+    )
+
+
+def load_file_(
+    model: nn.Module,
+    file: CheckpointFile,
+    strict: bool = True,
+    skip: str | Iterable[str] = (),
+    adapt_input_conv: bool = False,
+    **source_options: Any,
+) -> LoadReport:
+    """Load the content of a file into a model without wrappers; the arguments are those of :func:`load_checkpoint`."""
     target = Target(model, skip)
-    tensors, arguments, source = find_weights(read_file(path), target.required, ema=ema, prefix=prefix, rename=rename)
+    tensors, arguments, source = find_weights(file, target.required, **source_options)
     saved = {key: value for key, value in tensors.items() if not any(fnmatchcase(key, glob) for glob in target.skip)}
     converted = convert_tensors(model, target.tensors, saved, adapt_input_conv)
     report = compare(target, saved, converted, arguments, source)
@@ -92,7 +113,10 @@ def load_checkpoint(
         strict and (report.missing or report.unexpected or report.mismatched or report.config_mismatches)
     ):
         raise explain_refusal(report, model, target, tensors)
-    copy_all_([(target.tensors[key], converted.get(key, saved[key])) for key in fitting])
+    refuse_read_only({key: target.tensors[key] for key in fitting})
+    values = [(target.tensors[key], converted.get(key, saved[key])) for key in fitting]
+    del file, tensors, saved, converted  # the only references to the tensors of the file are in the list
+    copy_all_(values)
     return report
 
 
@@ -213,18 +237,48 @@ def explain_refusal(report: LoadReport, model: nn.Module, target: Target, saved:
     return CheckpointError(what, *str(report).split("\n")[1:], *remedy)
 
 
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
-def copy_all_(values: Sequence[tuple[Any, Tensor]]) -> None:
-    """Copy values into tensors; restore all tensors if a copy fails."""
-    before = [tensor.clone() for tensor, _ in values]
-    try:
-        for tensor, value in values:
+def copy_all_(values: list[tuple[Any, Tensor]]) -> None:
+    """Copy values into writable tensors, and remove both from the list. Ctrl-C takes effect after the last copy."""
+    with defer_interrupt():
+        while values:  # a shard is released after its last tensor
+            tensor, value = values.pop()
             if hasattr(tensor, "device_mesh"):  # sharded by FSDP2; each process has read the complete file
                 from torch.distributed.tensor import distribute_tensor
 
                 value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
             tensor.copy_(value)
-    except BaseException:  # for example a read-only tensor, or Ctrl-C between two copies
-        for (tensor, _), value in zip(values, before, strict=True):
-            tensor.copy_(value)
-        raise
+
+
+def refuse_read_only(tensors: Mapping[str, Any]) -> None:
+    """Raise an error if values cannot be copied into one of the tensors of a model."""
+    for key, tensor in tensors.items():
+        dense = not tensor.is_nested and tensor.layout == torch.strided
+        inference = tensor.is_inference() and not torch.is_inference_mode_enabled()
+        if (
+            inference
+            or not dense
+            or any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        ):
+            kind = "was created in inference mode" if inference else "is expanded" if dense else "is sparse or nested"
+            raise ValueError(f"model: {key} cannot be written, because it {kind}. Replace it by a dense copy")
+
+
+@contextmanager
+def defer_interrupt() -> Iterator[None]:
+    """Handle Ctrl-C after the block; only the main thread receives it."""
+    handler = signal.getsignal(signal.SIGINT)
+    received: list[object] = []
+    if threading.current_thread() is not threading.main_thread() or handler is None:  # None: not set by Python
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *event: received.append(event))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            signal.raise_signal(signal.SIGINT)

@@ -9,7 +9,7 @@ from vision_attn.networks.insertion import CHILD
 from vision_attn.text import Report, escape_control_characters, shorten
 
 #: Entries under which training scripts save the moving average of the weights.
-EMA_ENTRIES = ("model_ema", "state_dict_ema", "ema")
+EMA_ENTRIES = ("model_ema", "state_dict_ema", "ema", "params_ema")
 
 #: key -> (shape in the model, shape in the checkpoint)
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]

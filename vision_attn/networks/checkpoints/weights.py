@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import SequenceMatcher
 from typing import Any
 
 from torch import Tensor
@@ -13,11 +14,25 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints.file_format import WRAPPERS, read_saved, unwrap_key
 from vision_attn.networks.checkpoints.load_report import EMA_ENTRIES
 from vision_attn.networks.checkpoints.option_code import Arguments, get_arguments
-from vision_attn.networks.safe import CheckpointFile
+from vision_attn.networks.safe import SAVE_STATE_DICT, CheckpointFile, Placeholder
 from vision_attn.text import shorten
 
-#: Entries under which training scripts save the weights of a network.
-WEIGHT_ENTRIES = ("state_dict", "model", "model_state_dict", "net")
+#: Entries under which training scripts save the weights of a network. They are preferred to other entries that match.
+WEIGHT_ENTRIES = ("state_dict", "model", "model_state_dict", "net", "params")
+
+SHARD = (
+    "a shard. Save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) "
+    "of torch.distributed.checkpoint.state_dict"
+)
+#: Names of placeholders that stand for tensors -> kind and remedy.
+OTHER_TENSORS = {
+    "torch._utils._rebuild_qtensor": "a quantized tensor. Save the result of its dequantize()",
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor. Save the result of its to_dense()",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor without values, on the meta device",
+    "torch.distributed.tensor.DTensor": SHARD,
+    "numpy.core.multiarray._reconstruct": "a NumPy array. Save the result of torch.from_numpy",
+    "numpy._core.multiarray._reconstruct": "a NumPy array. Save the result of torch.from_numpy",
+}
 
 Tensors = Mapping[str, Tensor]
 #: Pairs of a regular expression and its replacement, or the name of a preset.
@@ -33,46 +48,58 @@ def find_weights(
         The tensors by keys of the model, the arguments of attention blocks by path, and the fields ``path``, ``entry``,
         ``other_entries``, ``prefix`` and ``ignored`` of :class:`LoadReport`.
     """
-    entry = find_entry(file, ema=ema)
-    values = read_values(file, entry, required)
     # Parallel and averaged models add a part "module", but it can also be a module of the network.
     wrappers = WRAPPERS | ({"module"} - {part for key in required for part in key.split(".")})
-    plain = {key: unwrap_key(key, wrappers) for key in values}
     prefix = unwrap_key(f"{prefix.removesuffix('.')}.", wrappers) if prefix else ""
-    names = rename_keys(remove_prefix(plain, prefix), rename, required)
+    pairs = parse_rename(rename, required)
+
+    def convert(entry: str, keys: Iterable[str]) -> dict[str, str]:
+        """Convert the keys of an entry that start with the prefix, which can include the name of the entry."""
+        names = {key: unwrap_key(key, wrappers) for key in keys}
+        return rename_keys(remove_prefix(names, prefix.removeprefix(f"{entry}.")), pairs)
+
+    entries = {name: value for name, value in iterate_entries(file.content) if is_state_dict(value)}
+    converted = {name: convert(name, content) for name, content in entries.items()}
+    entry = choose_entry(file, entries, converted, required, ema=ema)
+    values = read_values(file, entries[entry], required)
+    names = convert(entry, values)
     if not names:
-        first_parts = shorten(dict.fromkeys(name.partition(".")[0] for name in plain.values()))
+        first_parts = shorten(dict.fromkeys(unwrap_key(key, wrappers).partition(".")[0] for key in values))
         raise CheckpointError(f"{file.path}: no key starts with prefix={prefix!r}; the keys start with {first_parts}")
     found_prefix = find_prefix(file.path, select_tensors(file.path, names, values), required)
     names = remove_prefix(names, found_prefix)
-    other_entries = tuple(name for name, value in file.content.items() if name != entry and is_state_dict(value))
-    ignored = tuple(name for key, name in plain.items() if key not in names and not key.endswith("."))
+    for key, name in names.items():
+        if name in required and isinstance(values[key], Placeholder):
+            kind = OTHER_TENSORS.get(values[key].name, f"the object {values[key].name} instead of a tensor")
+            raise CheckpointError(f"{file.path}: {key} is {kind}")
+    tensors = select_tensors(file.path, names, values)
     source = {
         "path": str(file.path),
         "entry": entry,
-        "other_entries": other_entries,
-        "prefix": prefix + found_prefix,
-        "ignored": ignored,
+        "other_entries": tuple(name for name in entries if name not in ("", entry)),
+        "prefix": prefix.removeprefix(f"{entry}.") + found_prefix,
+        "ignored": tuple(
+            unwrap_key(k, wrappers) for k, v in values.items() if k not in names and isinstance(v, Tensor)
+        ),
     }
     arguments = {name.strip("."): values[key] for key, name in names.items() if key.endswith(".")}
-    return select_tensors(file.path, names, values), arguments, source
+    return tensors, arguments, source
 
 
-def read_values(file: CheckpointFile, entry: str, required: Tensors) -> dict[str, Any]:
-    """Return the tensors in an entry of a file by key, and the arguments of blocks by path with a dot at the end."""
+def read_values(file: CheckpointFile, content: Any, required: Tensors) -> dict[str, Any]:
+    """Return the values of an entry by key, and the arguments of blocks by path with a dot at the end."""
     saved = read_saved(file)
     if saved is not None and saved.base is not None:
         remedy = "Load the checkpoint of the network, then call va.load_adapter_"
         raise CheckpointError(f"{file.path} is an adapter. {remedy}")
-    content: Any = file.content[entry] if entry else file.content
-    tensors = {key: value for key, value in content.items() if isinstance(value, Tensor)}
+    values = {key: value for key, value in content.items() if isinstance(value, Tensor | Placeholder)}
     if "n_averaged" not in required:  # a counter of torch's AveragedModel
-        tensors.pop("n_averaged", None)
+        values.pop("n_averaged", None)
     try:
         arguments = saved.arguments if saved else get_arguments(content)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged: the configuration of blocks is invalid ({error})") from error
-    return tensors | {f"{path}.": values for path, values in arguments.items()}
+    return values | {f"{path}.": options for path, options in arguments.items()}
 
 
 def select_tensors(path: object, names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -84,21 +111,58 @@ def select_tensors(path: object, names: Mapping[str, str], values: Mapping[str, 
     return {names[key]: values[key] for key in keys}
 
 
-def find_entry(file: CheckpointFile, *, ema: bool) -> str:
-    candidates = {**file.content, "": file.content}
-    entries = EMA_ENTRIES if ema else (*WEIGHT_ENTRIES, *EMA_ENTRIES, "")
-    if (entry := next((name for name in entries if is_state_dict(candidates.get(name))), None)) is not None:
-        return entry
-    what = "averaged weights for ema=True" if ema else "weights"
-    expected = f"expected a state dict, alone or under {', '.join(filter(None, entries))}"
-    raise CheckpointError(f"{file.path} contains no {what}: {expected}, got {shorten(map(str, file.content))}")
+# --- entries ----------------------------------------------------------------------------------------------------------
 
 
-def is_state_dict(value: object) -> bool:
+def iterate_entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the content of a file, and the dictionaries in it to a depth of two, by names such as ``"ema.model"``."""
+    yield "", content
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield f"{name}", value
+            yield from ((f"{name}.{inner}", item) for inner, item in value.items() if isinstance(item, Mapping))
+
+
+def is_state_dict(value: Mapping[Any, Any]) -> bool:
     """Return True for a dictionary with string keys and at least one tensor; other values can be counters."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        return False
-    return any(isinstance(item, Tensor) for item in value.values())
+    tensors = (isinstance(v, Tensor) or getattr(v, "name", None) in OTHER_TENSORS for v in value.values())
+    return all(isinstance(key, str) for key in value) and any(tensors)
+
+
+def choose_entry(
+    file: CheckpointFile,
+    entries: Mapping[str, Mapping[str, Any]],
+    converted: Mapping[str, Mapping[str, str]],
+    required: Tensors,
+    *,
+    ema: bool,
+) -> str:
+    """Return the entry with the most keys and shapes of the model; raise an error if there is none, or several."""
+    known = EMA_ENTRIES if ema else (*WEIGHT_ENTRIES, *EMA_ENTRIES, "")
+    scores = {n: count_matches(entries[n], converted[n], required) for n in entries if not ema or n in known}
+    if not scores:
+        what = "averaged weights for ema=True" if ema else "weights"
+        expected = f"a dictionary of tensors, alone or under {', '.join(filter(None, known))}"
+        objects = {k: f"{k} (the object {v.name})" for k, v in file.content.items() if isinstance(v, Placeholder)}
+        found = shorten(objects.get(name, name) for name in file.content) + f". {SAVE_STATE_DICT}" * bool(objects)
+        raise CheckpointError(f"{file.path} contains no {what}: expected {expected}, got {found}")
+    best = [name for name, score in scores.items() if score == max(scores.values())]
+    if preferred := [name for name in known if name in best and converted[name]]:
+        return preferred[0]
+    if len(best) > 1 and any(scores.values()):
+        choices = " or ".join(f"prefix={f'{name}.'!r}" for name in best[:6])
+        raise CheckpointError(f"{file.path} has weights for the model under {len(best)} entries. Pass {choices}")
+    return max(best, key=lambda name: len(converted[name]))
+
+
+def count_matches(content: Mapping[str, Any], names: Mapping[str, str], required: Tensors) -> int:
+    """Count the required keys, and required keys with the same shape, under any prefix."""
+    shapes: dict[str, set[object]] = {}
+    for key, name in names.items():
+        parts = name.split(".")
+        for first in range(len(parts)):
+            shapes.setdefault(".".join(parts[first:]), set()).add(getattr(content[key], "shape", None))
+    return sum(1 + (value.shape in shapes[key]) for key, value in required.items() if key in shapes)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -120,19 +184,29 @@ def efficientnet_pytorch(keys: Iterable[str]) -> list[tuple[str, str]]:
 PRESETS: dict[str, Callable[[Iterable[str]], list[tuple[str, str]]]] = {"efficientnet-pytorch": efficientnet_pytorch}
 
 
-def rename_keys(names: Mapping[str, str], rename: Rename, keys: Iterable[str]) -> dict[str, str]:
-    r"""Replace regular expressions in the values, in order, for a network with the given ``keys``.
-
-    >>> rename_keys({"a": "body.conv.weight"}, [(r"^body\.", ""), ("conv", "conv1")], keys=())
-    {'a': 'conv1.weight'}
-    """
+def parse_rename(rename: Rename, keys: Iterable[str]) -> list[tuple[re.Pattern[str], str]]:
+    """Return pairs of a compiled expression and its replacement, for a network with the given ``keys``."""
     try:
-        for pattern, replacement in PRESETS[rename](keys) if isinstance(rename, str) else dict(rename).items():
-            names = {key: re.sub(pattern, replacement, name) for key, name in names.items()}
+        pairs = PRESETS[rename](keys) if isinstance(rename, str) else dict(rename).items()
+        compiled = [(re.compile(pattern), replacement) for pattern, replacement in pairs]
+        for pattern, replacement in compiled:
+            pattern.sub(replacement, "")  # raises an error for an invalid replacement
     except (LookupError, TypeError, ValueError, re.error) as error:
         expected = f"pairs of a regular expression and its replacement, or one of {', '.join(map(repr, PRESETS))}"
         raise ValueError(f"rename must be {expected}, got {rename!r} ({error})") from error
-    return dict(names)
+    return compiled
+
+
+def rename_keys(names: Mapping[str, str], pairs: Iterable[tuple[re.Pattern[str], str]]) -> dict[str, str]:
+    r"""Replace regular expressions in the values, in order.
+
+    >>> rename_keys({"a": "body.conv.weight"}, parse_rename([(r"^body\.", ""), ("conv", "conv1")], keys=()))
+    {'a': 'conv1.weight'}
+    """
+    renamed = dict(names)
+    for pattern, replacement in pairs:
+        renamed = {key: pattern.sub(replacement, name) for key, name in renamed.items()}
+    return renamed
 
 
 def remove_prefix(names: Mapping[str, str], prefix: str) -> dict[str, str]:
@@ -157,11 +231,16 @@ def find_prefix(path: object, saved: Tensors, required: Tensors) -> str:
 def rename_hint(saved: Tensors, required: Tensors) -> str:
     """Return how to rename the keys of a checkpoint of the same network; empty if it is another network."""
     for preset in PRESETS:
-        if required.keys() <= {*rename_keys({key: key for key in saved}, preset, required).values()}:
+        if required.keys() <= {*rename_keys({key: key for key in saved}, parse_rename(preset, required)).values()}:
             flag = f"--rename {preset} on the command line"
             return f'The checkpoint has other keys for this network. Pass rename="{preset}" ({flag}).'
-    theirs = [key for key in saved if not key.endswith("num_batches_tracked")]
-    if [saved[key].shape for key in theirs] != [value.shape for value in required.values()]:
+    theirs = {key: value.shape for key, value in saved.items() if not key.endswith("num_batches_tracked")}
+    if Counter(theirs.values()) != Counter(value.shape for value in required.values()):
         return ""
-    pair = f'{theirs[0]!r} for {next(iter(required))!r}. Pass rename=[(r"^pattern", "replacement"), …]'
+    ours = next((key for key in required if key not in saved), "")
+    fitting = [key for key in theirs if ours and key not in required and theirs[key] == required[ours].shape]
+    if not fitting:
+        return ""
+    closest = max(fitting, key=lambda key: SequenceMatcher(None, key, ours).ratio())
+    pair = f'{closest!r} for {ours!r}. Pass rename=[(r"^pattern", "replacement"), …]'
     return f"The checkpoint has the same tensors as the model under other keys, such as {pair}."

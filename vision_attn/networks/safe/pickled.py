@@ -1,14 +1,13 @@
-"""Read the pickle in a checkpoint: only tensors and plain values, up to a maximum number.
+"""Read the pickle in a checkpoint: tensors and plain values. Every other object becomes a placeholder.
 
-``pickle`` calls any function that a file names, with any arguments. torch's ``weights_only`` does this for a list of
-allowed names. This is not sufficient: a file of 400 bytes can call ``bytearray(2**31)``, and the constructors of NumPy,
-which old files with NumPy scores need, follow pointers in the file. This reader replaces each supported name by its
-own function, rejects files with other names, and counts values.
+``pickle`` calls any function that a file names, with any arguments. torch's ``weights_only`` calls only functions on a
+list, which is not sufficient: a file of 400 bytes can call ``bytearray(2**31)``, and a dictionary whose key consists of
+300,000 nested tuples crashes the process (torch 2.14). This reader replaces each supported name by its own function,
+imports nothing, hashes only plain keys, and counts values.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import pickletools
 from collections import OrderedDict
@@ -16,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.storage import _storage_type_to_dtype_map
@@ -34,11 +32,12 @@ DTYPES: dict[str, torch.dtype] = {
 
 #: Storage dtypes by name in files.
 STORAGES: dict[str, torch.dtype] = {
-    f"torch.{name}": dtype for name, dtype in _storage_type_to_dtype_map().items() if dtype in DTYPES.values()
-} | {"torch.storage.UntypedStorage": torch.uint8}
+    **{f"torch.{name}": dtype for name, dtype in _storage_type_to_dtype_map().items()},
+    "torch.storage.UntypedStorage": torch.uint8,
+}
 
-#: NumPy scalar types of fixed size.
-NUMPY_TYPES = {"b1", "f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
+#: Names of these modules show that a file is an attack.
+BLOCKED = {"nt", "os", "posix", "subprocess", "sys"}
 
 #: Instructions that push their argument, and instructions that push a constant.
 ARGUMENTS = {"BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "LONG1", "SHORT_BINSTRING"}
@@ -53,6 +52,14 @@ class Name(str):
     """Name of a function or class in a file. It is only compared, not imported."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Placeholder:
+    """Stands for an object that is neither a tensor nor a plain value."""
+
+    #: name of the function or class of the object in the file
+    name: str
+
+
 @dataclass(frozen=True)
 class Storage:
     """Storage of one or more tensors."""
@@ -63,18 +70,6 @@ class Storage:
     dtype: torch.dtype
 
 
-@dataclass
-class NumpyType:
-    """Replacement for ``numpy.dtype``."""
-
-    name: str
-    byte_order: str = "<"
-
-    def __post_init__(self) -> None:
-        if check(self.name, str) not in NUMPY_TYPES:
-            raise NotAllowedError("an unsupported NumPy type")
-
-
 class PickleReader:
     """Reader for the pickles of one file.
 
@@ -83,25 +78,21 @@ class PickleReader:
         new_storage: function that returns the bytes of a storage, given its key and length in bytes.
     """
 
-    def __init__(self, size: int, new_storage: Callable[[object, int], Tensor]) -> None:
+    def __init__(self, size: int, new_storage: Callable[[str, int], Tensor]) -> None:
         self.max_bytes = max(size, 2**20)  # small files can contain expanded tensors
         self.new_storage = new_storage
-        self.storages: dict[object, Tensor] = {}
+        self.storages: dict[str, Tensor] = {}
         self.budget = BUDGET
         self.makers: dict[str, Callable[..., object]] = {
             "collections.OrderedDict": self.make_ordered_dict,
-            "collections.Counter": lambda counts: check(counts, dict),
-            "builtins.set": self.make_set,
+            "collections.defaultdict": lambda factory=None: {},
             "torch.Size": lambda sizes: check(sizes, tuple),
-            "torch.device": lambda *parts: torch.device(*(check(part, str, int) for part in parts)),
+            "torch._tensor._rebuild_from_type_v2": self.make_subclass,
             "torch._utils._rebuild_tensor": self.make_tensor,
             "torch._utils._rebuild_tensor_v2": self.make_tensor,
             "torch._utils._rebuild_tensor_v3": self.make_tensor,
             "torch._utils._rebuild_parameter": self.make_parameter,
-            "_codecs.encode": self.encode,
-            "numpy.dtype": lambda name, align, copy: NumpyType(name),
-            "numpy.core.multiarray.scalar": make_number,
-            "numpy._core.multiarray.scalar": make_number,
+            "torch._utils._rebuild_parameter_with_state": self.make_parameter,
         }
 
     def load(self, file: IO[bytes]) -> Any:
@@ -139,21 +130,19 @@ class PickleReader:
                 stack.append([] if name == "EMPTY_LIST" else {})
             elif name in ("APPEND", "APPENDS"):
                 items = pop_mark() if name == "APPENDS" else [stack.pop()]
-                check(stack[-1], list).extend(items)
+                if not isinstance(stack[-1], Placeholder):
+                    check(stack[-1], list).extend(items)
             elif name in ("SETITEM", "SETITEMS"):
                 items = pop_mark() if name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
-                check(stack[-1], dict).update(zip(map(as_key, items[::2]), items[1::2], strict=True))
+                if not isinstance(stack[-1], Placeholder):
+                    check(stack[-1], dict).update(zip(map(as_key, items[::2]), items[1::2], strict=True))
             elif name == "GLOBAL":
-                stack.append(self.find_name(value.replace(" ", ".").replace("__builtin__", "builtins")))
+                stack.append(find_name(value.replace(" ", ".").replace("__builtin__", "builtins")))
             elif name == "BINPERSID":
                 stack.append(self.find_storage(*check(stack.pop(), tuple)))
-            elif name == "REDUCE":
-                arguments = check(stack.pop(), tuple)
-                stack[-1] = self.makers[check(stack[-1], Name)](*arguments)
-            elif name == "NEWOBJ":
-                if stack.pop() != () or stack[-1] != "argparse.Namespace":
-                    raise NotAllowedError("a new object of an unsupported class")
-                stack[-1] = argparse.Namespace()
+            elif name in ("REDUCE", "NEWOBJ"):
+                arguments, function = check(stack.pop(), tuple), check(stack.pop(), Name, Placeholder)
+                stack.append(self.call(function, arguments) if name == "REDUCE" else Placeholder(str(function)))
             elif name == "BUILD":
                 state = stack.pop()
                 self.build(stack[-1], state)
@@ -166,40 +155,35 @@ class PickleReader:
         if self.budget < 0:
             raise NotAllowedError(f"more than {BUDGET:,} values besides tensors")
 
-    def find_name(self, name: str) -> object:
-        if name in DTYPES:
-            return DTYPES[name]
-        if name in self.makers or name in STORAGES or name == "argparse.Namespace":
-            return Name(name)
-        hint = " for shards (save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))"
-        raise NotAllowedError(f"a reference to {name!r}" + hint * name.startswith("torch._tensor."))
+    def call(self, function: Name | Placeholder, arguments: tuple[Any, ...]) -> object:
+        """Return the result of a supported function, and a placeholder for any other."""
+        if isinstance(function, Placeholder):
+            return function
+        return self.makers[function](*arguments) if function in self.makers else Placeholder(function)
 
-    def find_storage(self, kind: str, name: str, key: object, location: str, numel: int, view: None = None) -> Storage:
+    def find_storage(
+        self, kind: str, name: Name, key: Any, location: object, numel: int = -1, view: None = None
+    ) -> Any:
+        if kind == "module":  # a class with its source code, in files before torch 1.6
+            return name
         if kind != "storage" or view is not None or type(numel) is not int or numel < 0:
             raise NotAllowedError("an unsupported storage")
         dtype = STORAGES[check(name, Name)]
-        if as_key(key) not in self.storages:
+        if check(key, str) not in self.storages:
             self.storages[key] = self.new_storage(key, numel * dtype.itemsize)
         if len(self.storages[key]) != numel * dtype.itemsize:
             raise ValueError("a storage does not have the declared length")
         return Storage(self.storages[key], dtype)
 
     def build(self, target: object, state: Any) -> None:
-        """Set the attributes of an object."""
-        self.spend(len(state))
-        if isinstance(target, OrderedDict) and check(state, dict).keys() == {"_metadata"}:
-            vars(target).update(state)  # metadata of a state dict
-        elif isinstance(target, NumpyType):
-            order = check(check(state, tuple)[1], str)
-            if order not in ("<", ">", "|") or state[2:] != (None, None, None, -1, -1, 0):
-                raise NotAllowedError("an unsupported NumPy type")
-            target.byte_order = order.replace("|", "<")
-        elif isinstance(target, argparse.Namespace) and not any(str(name)[:2] == "__" for name in check(state, dict)):
-            vars(target).update(state)
-        else:
+        """Set the metadata of a state dict, and ignore other attributes."""
+        self.spend(len(state) if isinstance(state, dict | tuple) else 1)
+        if isinstance(target, OrderedDict) and isinstance(state, dict) and "_metadata" in state:
+            vars(target)["_metadata"] = state["_metadata"]
+        elif not isinstance(target, Placeholder | OrderedDict):
             raise NotAllowedError(f"attributes of {type(target).__name__}")
 
-    def make_tensor(self, *arguments: Any) -> Tensor:
+    def make_tensor(self, *arguments: Any) -> object:
         """Rebuild a tensor; ``options`` are hooks, the dtype if the storage has none, and metadata."""
         self.spend(10)
         storage, offset, size, stride, grad, *options = (*arguments, False)
@@ -214,38 +198,37 @@ class PickleReader:
             raise NotAllowedError("a tensor with hooks, a conjugate bit or a negative bit")
         if end * dtype.itemsize > len(storage.content) or numel * dtype.itemsize > self.max_bytes:
             raise NotAllowedError("a tensor that is larger than the file")
+        if dtype not in DTYPES.values():
+            return Placeholder(str(dtype))
         tensor = torch.empty(0, dtype=dtype).set_(storage.content.untyped_storage(), offset, size, stride)
         return tensor.requires_grad_(grad is True)
 
-    def make_parameter(self, data: Any, grad: bool, hooks: object) -> nn.Parameter:
+    def make_parameter(self, data: Any, grad: bool, *hooks: object) -> object:
         self.spend(10)
-        return nn.Parameter(check(data, Tensor), grad is True)
+        return nn.Parameter(data, grad is True) if isinstance(data, Tensor) else data
+
+    def make_subclass(self, function: Any, kind: Any, arguments: Any, state: object) -> object:
+        """Rebuild a tensor with attributes; other classes, such as shards, do not consist of one tensor."""
+        known = check(kind, Name) in ("torch.Tensor", "torch.nn.parameter.Parameter")
+        return self.call(check(function, Name), check(arguments, tuple)) if known else Placeholder(kind)
 
     def make_ordered_dict(self, pairs: Any = ()) -> OrderedDict[Any, Any]:
         self.spend(len(check(pairs, list, tuple)))
         return OrderedDict((as_key(name), value) for name, value in pairs)
 
-    def make_set(self, items: Any) -> set[Any]:
-        self.spend(len(check(items, list)))
-        return set(map(as_key, items))
 
-    def encode(self, text: str, encoding: str) -> bytes:
-        self.spend(len(text) // 50)
-        if encoding not in ("latin1", "latin-1"):
-            raise NotAllowedError("text in an unsupported encoding")
-        return check(text, str).encode("latin-1")
-
-
-def make_number(kind: NumpyType, raw: bytes) -> bool | int | float:
-    """Convert a NumPy scalar to a Python number; raise an error unless the length matches the type."""
-    return np.frombuffer(check(raw, bytes), check(kind, NumpyType).byte_order + kind.name).item()
+def find_name(name: str) -> object:
+    """Return the dtype of this name, or the name of a function or class."""
+    if name.partition(".")[0] in BLOCKED or name in ("builtins.eval", "builtins.exec"):
+        raise NotAllowedError(f"a reference to {name!r}, which is a sign of an attack")
+    return DTYPES.get(name, Name(name[:100]))  # errors contain the name
 
 
 def as_key(value: Any) -> Any:
     """Return a value if it is allowed as a key; hashing of other values can take unlimited time or stack."""
-    if value is None or isinstance(value, (str, bool)) or (type(value) is int and abs(value) < 2**60):
+    if value is None or isinstance(value, str | bool | float) or (type(value) is int and abs(value) < 2**60):
         return value
-    raise NotAllowedError(f"a key of type {type(value).__name__}")
+    return Placeholder(type(value).__name__)
 
 
 def check(value: Any, *kinds: type) -> Any:

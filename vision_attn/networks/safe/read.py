@@ -22,16 +22,37 @@ from safetensors import safe_open
 from torch import Tensor
 
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.safe.pickled import NotAllowedError, PickleReader, as_key
+from vision_attn.networks.safe.pickled import NotAllowedError, PickleReader, Placeholder, check
 from vision_attn.text import escape_control_characters, shorten
 
 #: File names in folders of transformers, accelerate, timm and diffusers, with safer formats first.
-FILE_NAMES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+FILE_NAMES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin", "adapter.safetensors")
 #: Suffix of an index of shards.
 INDEX = ".index.json"
 
+#: First bytes of files that are no checkpoints -> what they are, and a remedy.
+OTHER_FILES = {
+    (b"version https://git-lfs",): "a Git LFS pointer instead of the file. Run git lfs pull in its repository",
+    (b"<!doctype", b"<html", b"<?xml"): "an HTML or XML page. Its link may have expired or require a login",
+    (
+        b"\x89hdf",
+    ): "an HDF5 file, which Keras writes. Read it with h5py, and save a dictionary of tensors with torch.save",
+}
+#: End of the name of an archive entry -> what the archive is, and a remedy.
+OTHER_ARCHIVES = {
+    ".npy": "a NumPy archive, such as the ViT weights of Google. timm.models.load_checkpoint(model, path) reads these",
+    "/constants.pkl": "a TorchScript program. Save torch.jit.load(path).state_dict() with torch.save",
+}
+PICKLE = (
+    "a pickle that torch.save did not write, such as a .pdparams file. If you trust its source, read it with the "
+    "library that wrote it, and save a dictionary of tensors with torch.save"
+)
+
 #: The first digits of the SHA-256 hash in names of torch.hub: resnet18-f37072fd.pth, resnet20-12fca82f.th.
 NAMED_HASH = re.compile(r"-([0-9a-f]{8,64})(?:\.[A-Za-z]\w*)+$")
+
+#: Remedy for files that contain objects instead of tensors.
+SAVE_STATE_DICT = "If you trust its source, load it with torch.load(weights_only=False), and save only the state dict"
 
 #: Largest number of bytes of a list of tensors or archive entries, enough for about 80,000 tensors.
 MAX_LIST = 2**23
@@ -41,8 +62,8 @@ MAX_INDEX = 2**21
 MAX_PICKLE = 2**26
 #: Number of bytes per read.
 CHUNK = 2**20
-#: First values of a file in the old format of torch.
-MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
+#: First bytes of a file in the format before torch 1.6, after the pickle protocol, and the value that follows.
+MAGIC, VERSION = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", 1001
 
 
 @dataclass(frozen=True)
@@ -59,16 +80,16 @@ class CheckpointFile:
 def read_checkpoint(path: str | Path) -> dict[str, object]:
     """Read a checkpoint file on the CPU, without running code from it.
 
-    NumPy scalars are converted to Python numbers. Memory and time are limited by the size of the file. A file that
-    declares larger tensors is rejected.
+    Objects other than tensors and plain values become placeholders. Memory and time are limited by the size of the
+    file. A file that declares larger tensors is rejected.
 
     Args:
         path: a file, an index of shards, or a folder with ``model.safetensors`` or ``pytorch_model.bin``.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        CheckpointError: the file is damaged, does not match the hash in its name, or is a pickle with objects other
-            than tensors and plain values.
+        CheckpointError: the file is damaged, has another format, does not match the hash in its name, or names a
+            function of the operating system.
 
     >>> import tempfile, torch
     >>> file = Path(tempfile.mkdtemp()) / "net.pth"
@@ -106,7 +127,13 @@ def read_one(path: Path, by_name: bool) -> CheckpointFile:
     """Read a file that is not sharded; with ``by_name``, verify the hash in its name."""
     with ShortReads(path) as file:
         try:
+            start = file.read(64).lower()
+            if kind := next((what for first, what in OTHER_FILES.items() if start.lstrip().startswith(first)), ""):
+                raise CheckpointError(f"{path} is {kind}")
+            file.seek(0)
             content, metadata = (read_safetensors if path.suffix == ".safetensors" else read_torch)(file)
+        except CheckpointError:
+            raise
         except NotAllowedError as error:
             remedy = "If you trust its source, load it with torch and save only the state dict, as .safetensors"
             raise CheckpointError(f"{path} was not loaded, because it contains {error}. {remedy}") from error
@@ -116,7 +143,9 @@ def read_one(path: Path, by_name: bool) -> CheckpointFile:
         if by_name:
             verify_hash(file, path)
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} must contain a dictionary of tensors, got {type(content).__name__}")
+        kind = type(content).__name__
+        got = f"the object {content.name}. {SAVE_STATE_DICT}" if isinstance(content, Placeholder) else kind
+        raise CheckpointError(f"{path} must contain a dictionary of tensors, got {got}")
     return CheckpointFile(path, content, metadata)
 
 
@@ -177,6 +206,9 @@ def read_torch(file: ShortReads) -> tuple[object, dict[str, str]]:
 def read_zip(file: ShortReads) -> object:
     with zipfile.ZipFile(file) as archive:
         listed = archive.infolist()
+        for ending, kind in OTHER_ARCHIVES.items():
+            if any(entry.filename.endswith(ending) for entry in listed):
+                raise CheckpointError(f"{file.name} is {kind}")
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in listed):
             raise NotAllowedError("compressed data, which torch does not write")
         if sum(entry.file_size for entry in listed) > file.size:
@@ -187,7 +219,7 @@ def read_zip(file: ShortReads) -> object:
         if order is not None and archive.read(order) != sys.byteorder.encode():
             raise NotAllowedError(f"numbers that are not in {sys.byteorder}-endian byte order")
 
-        def read_storage(key: object, length: int) -> Tensor:
+        def read_storage(key: str, length: int) -> Tensor:
             entry = entries[f"{folder}/data/{key}"]
             storage = torch.empty(entry.file_size, dtype=torch.uint8)
             with archive.open(entry) as content:
@@ -201,7 +233,7 @@ def read_zip(file: ShortReads) -> object:
 def read_legacy(file: ShortReads) -> object:
     left = file.size
 
-    def allocate_storage(key: object, length: int) -> Tensor:
+    def allocate_storage(key: str, length: int) -> Tensor:
         nonlocal left
         left -= length
         if left < 0:
@@ -209,7 +241,10 @@ def read_legacy(file: ShortReads) -> object:
         return torch.empty(length, dtype=torch.uint8)
 
     reader, pickles = PickleReader(file.size, allocate_storage), read_pickle(file)
-    if (reader.load(pickles), reader.load(pickles)) != (MAGIC, VERSION):
+    protocol, magic = pickles.read(2), pickles.read(len(MAGIC))
+    if magic != MAGIC and protocol.startswith(b"\x80"):
+        raise CheckpointError(f"{file.name} is {PICKLE}")
+    if magic != MAGIC or reader.load(pickles) != VERSION:
         raise ValueError("the file was not written by torch.save")
     if reader.load(pickles)["little_endian"] is not (sys.byteorder == "little"):
         raise NotAllowedError(f"numbers that are not in {sys.byteorder}-endian byte order")
@@ -218,7 +253,7 @@ def read_legacy(file: ShortReads) -> object:
         raise ValueError("a storage has no content")  # the tensor would expose uninitialized memory
     file.seek(pickles.tell())
     for key in keys:
-        content, numbers = reader.storages.pop(as_key(key)), int.from_bytes(file.read(8), "little")
+        content, numbers = reader.storages.pop(check(key, str)), int.from_bytes(file.read(8), "little")
         if len(content) % max(numbers, 1) or numbers > len(content):
             raise ValueError("a storage does not have the declared length")
         fill(content, file)
