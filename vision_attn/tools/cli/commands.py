@@ -86,7 +86,7 @@ def predict(
     """Classify images with a trained network.
 
     Args:
-        run: Folder of a training run, or folder written by va.save_model.
+        run: Folder of a training run, folder written by va.save_model, or hf-hub:OWNER/NAME.
         images: Image files, or folders of images.
         top: Number of classes to print for each image.
         output: CSV file to write, with the classes and probabilities of all images.
@@ -131,7 +131,7 @@ def export(
     """Export a trained network for another runtime and check its output.
 
     Args:
-        run: Folder of a training run, or folder written by va.save_model.
+        run: Folder of a training run, folder written by va.save_model, or hf-hub:OWNER/NAME.
         output: File to write: .onnx, .pt2 (torch.export), .aoti.pt2 (AOTInductor), .xml (OpenVINO), .tflite (LiteRT)
             or .pte (ExecuTorch).
         input_size: Side, or height and width, of the input images in pixels.

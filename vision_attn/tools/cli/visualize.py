@@ -74,13 +74,14 @@ def open_network(name: str, pretrained: bool, adapter: Path | None) -> Any:
 
     from vision_attn.networks.checkpoints import folder, load_adapter_
     from vision_attn.networks.checkpoints.adapter import read_adapter
+    from vision_attn.networks.checkpoints.hub import SCHEME
     from vision_attn.networks.convert.swap import swap_
     from vision_attn.networks.models.registry import create_model, get_model_cfg
 
-    if Path(name).exists():
+    if Path(name).exists() or name.startswith(SCHEME):
         if adapter:
             raise ValueError(f"adapter requires the name of a model, but {name} is a folder, which contains its blocks")
-        model = folder.load_model(Path(name))
+        model = folder.load_model(name)
     else:
         metadata = read_adapter(adapter).metadata if adapter else {}
         classes, known = tuple(metadata.get("classes", ())), get_pretrained_cfg(name)
@@ -119,7 +120,7 @@ def explore(
 
     Args:
         images: Image files, or folders of images.
-        model: Folder of a training run, or name of a timm model.
+        model: Folder of a training run, hf-hub:OWNER/NAME, or name of a timm model.
         pretrained: Load the pretrained weights of the timm model.
         adapter: Adapter file (adapter.safetensors) to load into the timm model.
         sites: Attention modules to show (names or globs).
@@ -130,6 +131,7 @@ def explore(
     from torchvision.transforms import Compose
 
     from vision_attn.attention.blocks import attention_modules
+    from vision_attn.networks.checkpoints.hub import SCHEME
     from vision_attn.networks.figures import attention_figure, save_figure
     from vision_attn.networks.insertion import quiet_eval
     from vision_attn.networks.recording import capture
@@ -141,7 +143,7 @@ def explore(
     if not attention_modules(network):
         expected = "expected a network with attention, such as a run of vision-attn train --insert"
         raise ValueError(f"model {model} has no attention modules: {expected} or vit_tiny_patch16_224")
-    if not (pretrained or Path(model).exists()):
+    if not (pretrained or Path(model).exists() or model.startswith(SCHEME)):
         but = " except for the adapter" if adapter else ""
         note = f"The weights of {model} are random{but}. Use --pretrained to download pretrained weights."
         print(note)

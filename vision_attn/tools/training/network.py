@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from vision_attn.networks.checkpoints import load_checkpoint
+from vision_attn.networks.checkpoints.folder import load_model
+from vision_attn.networks.checkpoints.hub import SCHEME
 from vision_attn.networks.checkpoints.option_code import parse_option
 from vision_attn.networks.insertion import InsertionReport, freeze_backbone_, insert_, parse_sites, quiet_eval
 from vision_attn.networks.models.registry import create_model, get_model_cfg
@@ -61,7 +63,11 @@ def build_network(
     if model is None:
         options: dict[str, Any] = {"drop_path_rate": settings.drop_path} if settings.drop_path else {}
         pretrained = settings.pretrained and not resumed
-        model = create_model(settings.require_model(), num_classes=classes, pretrained=pretrained, **options)
+        name = settings.require_model()
+        if name.startswith(SCHEME):
+            model = load_published(name, classes, settings)
+        else:
+            model = create_model(name, num_classes=classes, pretrained=pretrained, **options)
     name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture", "")
     if not timm.is_model(name) or model.num_classes != classes:
         raise ValueError(
@@ -93,6 +99,16 @@ def build_network(
         count = freeze_backbone_(model, also_train=new_head)
         log(f"frozen backbone: {count:,} parameters are trained")
     return NetworkSetup(model, config, source.classes, report, new_head)
+
+
+def load_published(name: str, classes: int, settings: Settings) -> nn.Module:
+    """Load a network of the Hugging Face Hub, with a new classifier if it has another number of classes."""
+    if not settings.pretrained or settings.drop_path:
+        raise ValueError(f"model={name} requires pretrained=True and no drop_path: it is loaded with its weights")
+    model: Any = load_model(name).train()
+    if model.num_classes != classes:
+        model.reset_classifier(classes)
+    return model
 
 
 def configure_(model: nn.Module, settings: Settings, source: DataSplit) -> dict[str, Any]:

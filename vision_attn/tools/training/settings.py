@@ -117,7 +117,7 @@ class Settings(metaclass=PlainErrors):
 
     # --- network
 
-    model: str | None = None  # Name of a timm model or of a model of this library.
+    model: str | None = None  # Name of a timm model or of a model of this library, or hf-hub:OWNER/NAME.
     pretrained: bool = False  # Load the pretrained weights of the model.
     weights: Path | None = None  # Checkpoint to start from: .pth, .pt, .th or .safetensors.
     rename: Literal["efficientnet-pytorch"] | None = None  # Package whose parameter names the --weights file uses.
