@@ -4,6 +4,8 @@
     python examples/train_cifar.py --data ~/data --variants attention --seeds 0     # one run
     python examples/train_cifar.py --data ~/data --epochs 1 --images 2000 --seeds 0 --output runs/trial
     python examples/train_cifar.py --data ~/data --jobs 10                          # ten runs at a time share a GPU
+    python examples/train_cifar.py --data ~/data --jobs 10 --output runs/controls \
+        --variants resnet32 se-residual large-kernel averaging attention            # the controls
 
 The script prints the loss of each epoch and, at the end, a table of the accuracies. Expected top-1 with five seeds:
 66.8 ± 0.3 % without a block (40.8 M MACs), 67.2 ± 0.4 % with a convolution (43.9 M MACs), and 69.0 ± 0.2 % with
@@ -16,9 +18,19 @@ state after each epoch; run the same command to resume. The steps specific to th
 The plan, written before the runs: CIFAR-100, ResNet-20, 30 epochs, seeds 0 to 4. Test images are evaluated with the
 averaged weights of the last epoch, and are not used for any choice. All intervals are reported, regardless of the
 result.
+
+The plan of the controls, written before their runs: the same recipe, data and seeds, with four controls beside
+attention: averaging (attention with `scale=0`), squeeze and excitation as a residual block, a large kernel (13×13), and
+a plain ResNet-32, which is the way to spend more parameters and MACs without a block. All blocks have about the same
+number of parameters. Attention is run again beside them, so that all runs share one machine. All variants of a seed see
+the same batches; except for ResNet-32, they also have the same initial weights outside of the blocks. Attention is
+compared with each control by paired intervals, corrected for the four comparisons. If the interval of attention −
+averaging is above zero, attention weights help in this task. Otherwise, a mean over all positions gains as much, and
+the pages say so. All results are reported, regardless of the result.
 """
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -35,12 +47,23 @@ from torchvision.transforms.functional import pil_to_tensor
 
 import vision_attn as va
 import vision_attn.networks.models  # registers resnet20 and others with timm
+from vision_attn.errors import TrainingError
 from vision_attn.tools import cli
-from vision_attn.tools.comparison.controls import ConvBlock2d
+from vision_attn.tools.comparison.controls import ConvBlock2d, SqueezeExciteBlock2d
 from vision_attn.tools.comparison.experiments import trials
 
-#: Blocks to insert after each residual block of the last stage. Both have about the same number of parameters.
-BLOCKS = {"plain": None, "convolution": (ConvBlock2d, {}), "attention": (va.AttentionBlock2d, {"num_heads": 4})}
+#: Blocks to insert after each residual block of the last stage. All have about the same number of parameters.
+BLOCKS = {
+    "plain": None,
+    "resnet32": None,
+    "convolution": (ConvBlock2d, {}),
+    "large-kernel": (ConvBlock2d, {"kernel_size": 13}),
+    "se-residual": (SqueezeExciteBlock2d, {}),
+    "averaging": (va.AttentionBlock2d, {"num_heads": 4, "scale": 0.0}),
+    "attention": (va.AttentionBlock2d, {"num_heads": 4}),
+}
+#: Options of single variants, which take precedence over the command line.
+OPTIONS = {"resnet32": {"model": "resnet32"}}
 
 
 @cache
@@ -120,6 +143,8 @@ def run(variant, seed, *, data, dataset, model, epochs, batch_size, lr, weight_d
             total += loss.detach()
             step += 1
         loss = total.item() * epochs / steps  # .item() waits for the device, so the measured time is correct
+        if not math.isfinite(loss):
+            raise TrainingError(f"epoch {epoch + 1}: the loss is {loss}")
         seconds += time.perf_counter() - start
         print(f"{variant}, seed {seed}, epoch {epoch + 1}/{epochs}: loss {loss:.3f}, {seconds:.0f} s", flush=True)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +176,8 @@ def main(arguments=None):
     add("--data", required=True, help="folder for the data set, or folder with train/CLASS/IMAGE and test/CLASS/IMAGE")
     add("--dataset", default="cifar100", choices=("cifar10", "cifar100"), help="data set to download")
     add("--model", default="resnet20", help="resnet20, resnet32, resnet44, resnet56 or another timm model for 32×32")
-    add("--variants", nargs="+", default=list(BLOCKS), choices=BLOCKS, help="variants to compare")
+    add("--variants", nargs="+", default=["plain", "convolution", "attention"], choices=BLOCKS,
+        help="variants to compare; the last one is compared with the others")  # fmt: skip
     add("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="random seeds")
     add("--epochs", type=int, default=30, help="training epochs")
     add("--batch-size", type=int, default=512, help="images per step")
@@ -163,7 +189,8 @@ def main(arguments=None):
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of all runs")
     add("--output", default="runs/train_cifar", help="folder of the results")
     options = vars(parser.parse_args(arguments))
-    trials(run, states=f"{options['output']}/states", **options)
+    variants = {name: OPTIONS.get(name, {}) for name in options.pop("variants")}
+    trials(run, variants, states=f"{options['output']}/states", **options)
 
 
 if __name__ == "__main__":

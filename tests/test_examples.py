@@ -112,6 +112,25 @@ def test_train_cifar_compares_networks_and_resumes_a_run(image_folder, tmp_path,
     assert resumed["0"]["top-1 %"] == pytest.approx(complete["attention"]["0"]["top-1 %"])
 
 
+def test_train_cifar_runs_its_controls_and_stops_if_the_loss_is_not_finite(image_folder, tmp_path, run_here):
+    for name, split in (("train", "train"), ("test", "val")):
+        (tmp_path / name).symlink_to(image_folder / split)
+    controls = ["resnet32", "se-residual", "large-kernel", "averaging", "attention"]
+    flags = "--data", tmp_path, "--device", "cpu", "--epochs", "1", "--seeds", "0", "--variants"
+    code, _, err = run_here("train_cifar.py", *flags, *controls, "--output", tmp_path / "controls")
+    assert (code, err) == (0, "")
+    summary = json.loads((tmp_path / "controls/runs.json").read_text())
+    sizes = {name: by_seed["0"]["parameters"] for name, by_seed in summary["runs"].items()}
+    assert list(sizes) == controls
+    deeper = create_model("resnet32", num_classes=3)
+    assert sizes.pop("resnet32") == sum(p.numel() for p in deeper.parameters())
+    assert max(sizes.values()) - min(sizes.values()) < 400, "blocks of about the same size"
+    record = json.loads((tmp_path / "controls/averaging-0/run.json").read_text())
+    assert summary["environments"] == [record["environment"]]
+    code, _, err = run_here("train_cifar.py", *flags, "attention", "--lr", "1e30", "--output", tmp_path / "diverged")
+    assert (code, "attention, seed 0 failed: TrainingError: epoch 1: the loss is nan" in err) == (1, True)
+
+
 def test_denoise_saves_each_run_and_resumes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     denoise = importlib.import_module("denoise")

@@ -27,6 +27,7 @@ from vision_attn.errors import TrainingError
 from vision_attn.networks.figures import save_figure
 from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.text import Table, markdown, shorten
+from vision_attn.tools.comparison.environment import describe_environment
 from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_figure, difference_parts
 
 #: measurements by name
@@ -56,9 +57,9 @@ def trials(
 ) -> Runs:
     """Run each variant with each seed and compare the measurements.
 
-    The result of each run is saved in ``VARIANT-SEED/run.json``. The same call resumes a comparison, and more seeds or
-    variants extend it. ``runs.json`` contains all measurements, ``comparison.md`` the tables, and ``comparison.png``
-    the differences between the last variant and the others.
+    The result of each run is saved in ``VARIANT-SEED/run.json``, with versions, device and commit. The same call
+    resumes a comparison, and more seeds or variants extend it. ``runs.json`` contains all measurements,
+    ``comparison.md`` the tables, and ``comparison.png`` the differences between the last variant and the others.
 
     Args:
         run: function ``run(variant, seed, **options)`` that trains and returns measurements by name. Measurements are
@@ -99,13 +100,23 @@ def trials(
     for text in dict.fromkeys(text for texts in caught for text in texts):
         warnings.warn(text, stacklevel=2)
     found: Runs = {variant: {} for variant in custom}
+    environments: list[dict[str, str | None]] = []
     for (variant, seed), path in runs.items():
-        found[variant][str(seed)] = json.loads(path.read_text())["measured"]
+        record = json.loads(path.read_text())
+        found[variant][str(seed)] = record["measured"]
+        if (environment := record.get("environment")) not in (None, *environments):
+            environments.append(environment)
     times = json.loads(file.read_text()).get("milliseconds", {}) if file.exists() else {}
     if not times.keys() >= custom.keys():
         times = time_steps({variant: step(variant) for variant in custom}) if step else {}
     differences = compare_runs(found)
-    summary = {"options": options, "runs": found, "milliseconds": times, "differences": differences}
+    summary = {
+        "options": options,
+        "environments": environments,
+        "runs": found,
+        "milliseconds": times,
+        "differences": differences,
+    }
     write_atomically(file, json.dumps(summary, indent=1, default=Difference.as_dict).encode())
     parts = report_parts(found, times, differences, note)
     text = "\n\n".join(markdown(*part) if isinstance(part, Table) else part for part in parts)
@@ -140,7 +151,8 @@ def make_run(
             measured = run(variant, seed, **settings)
     except Exception as error:
         raise TrainingError(f"{variant}, seed {seed} failed: {type(error).__name__}: {error}") from error
-    write_atomically(file, json.dumps({"settings": settings, "measured": measured}, indent=1).encode())
+    record = {"settings": settings, "environment": describe_environment(), "measured": measured}
+    write_atomically(file, json.dumps(record, indent=1).encode())
     values = ", ".join(f"{name} {format_values(name, [value])}" for name, value in measured.items())
     print(f"{variant}, seed {seed}: {values}", flush=True)
     return [str(warning.message) for warning in caught]
