@@ -18,6 +18,9 @@ install scikit-image`.
 The plan, written before the runs: thirteen blocks, five seeds, 800 steps. The score is the peak signal-to-noise ratio
 (dB) of the two color channels in the left halves of 256 canvases. Attention is expected to be at least 4 dB better than
 every other block.
+
+The result: the prediction failed. Attention is 1.6 dB better than linear attention, and 4.9 dB better than the next
+block.
 """
 
 import functools

@@ -21,6 +21,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from vision_attn.networks.safe import write_atomically
 from vision_attn.text import markdown
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.controls import ConvBlock2d, SqueezeExciteBlock2d
+from vision_attn.tools.comparison.environment import describe_environment
 from vision_attn.tools.comparison.statistics import compare_scores, difference_table
 
 NEIGHBORHOOD = {"num_heads": 4, "pattern": va.Neighborhood(13), "impl": "bmm"}
@@ -140,35 +142,37 @@ def main(arguments=None):
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "runs.json"
-    completed = json.loads(file.read_text())["runs"] if file.exists() else {}
-    results = {sigma: {variant: [] for variant in options.variants} for sigma in options.sigmas}
+    recorded = json.loads(file.read_text()) if file.exists() else {"environments": [], "runs": {}}
+    completed, environments = recorded["runs"], recorded["environments"]
+    results = {sigma: {variant: {} for variant in options.variants} for sigma in options.sigmas}
     for seed in options.seeds:
         for sigma in options.sigmas:
             for variant in options.variants:
                 name = f"{variant}, σ {sigma}, seed {seed}, {options.steps} steps"
                 if name not in completed:
                     completed[name] = run(variant, seed, sigma, options.steps)
-                    write_atomically(file, json.dumps({"runs": completed}, indent=1).encode())
+                    if (environment := describe_environment()) not in environments:
+                        environments.append(environment)
+                    write_atomically(file, json.dumps(recorded, indent=1).encode())
                 measured = completed[name]
                 print(f"{name}: textured {measured['textured']:.2f} dB, others {measured['others']:.2f} dB", flush=True)
-                results[sigma][variant].append(measured)
+                results[sigma][variant][seed] = measured
     parts, differences = [], {}
     for sigma, variants in results.items():
         rows = [("variant", "parameters", "ms per step", "textured, dB", "others, dB")]
         for variant, runs in variants.items():
-            means = [sum(run[key] for run in runs) / len(runs) for key in ("milliseconds", "textured", "others")]
-            rows.append(
-                (variant, f"{runs[0]['parameters']:,}", f"{means[0]:.0f}", f"{means[1]:.2f}", f"{means[2]:.2f}")
-            )
+            means = [fmean(run[key] for run in runs.values()) for key in ("milliseconds", "textured", "others")]
+            parameters = next(iter(runs.values()))["parameters"]
+            rows.append((variant, f"{parameters:,}", f"{means[0]:.0f}", f"{means[1]:.2f}", f"{means[2]:.2f}"))
         parts += [f"## σ {sigma}", markdown(rows)]
         for key in ("textured", "others") if len(variants) > 1 else ():
-            scores = {variant: [run[key] for run in runs] for variant, runs in variants.items()}
+            scores = {variant: {seed: run[key] for seed, run in runs.items()} for variant, runs in variants.items()}
             compared = compare_scores(scores)
             differences[f"σ {sigma}, {key}"] = [difference.as_dict() for difference in compared]
             photographs = "textured photograph" if key == "textured" else "other photographs"
             parts += [f"Differences in dB, {photographs}:", difference_table(compared)]
     text = "\n\n".join(parts) + "\n"
-    write_atomically(file, json.dumps({"runs": completed, "differences": differences}, indent=1).encode())
+    write_atomically(file, json.dumps({**recorded, "differences": differences}, indent=1).encode())
     write_atomically(folder / "denoise.md", text.encode())
     print(f"\n{text}\nwrote {folder}/denoise.md")
 

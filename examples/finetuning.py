@@ -32,6 +32,9 @@ holds for attention − squeeze-and-excitation and attention − convolution. Ot
 and the intervals show which gain or loss can be excluded. A gain over "plain" is expected only with a frozen backbone,
 where any block adds most of the trainable parameters. No significant difference is expected when all parameters are
 trained.
+
+After the runs, the rule for intervals was changed for all comparisons of this project, from Games–Howell to paired
+intervals (`docs/results.md`).
 """
 
 import sys

@@ -1,6 +1,6 @@
 """One-shot video segmentation: segment a frame of a street video with one labeled frame of the same drive.
 
-    python examples/one_shot_video.py --data ~/data                               # 14 variants, five seeds
+    python examples/one_shot_video.py --data ~/data                               # 15 variants, five seeds
     python examples/one_shot_video.py --data ~/data --split val --variants linear matching --seeds 0 --steps 300
 
 The script trains one network for each variant and seed on frozen features, and prints a table of their accuracies. Run
@@ -13,8 +13,10 @@ Class ids are permuted in each pair, so that labels must be copied from the refe
 One block combines both frames: attention or a cost volume with the labeled reference as context, or a block of recall
 after a convolution of both frames (1×1, or 3×3 for `convolution`). Attention has 89,000 parameters in total, the cost
 volume 72,000, `plain` 56,000, `cbam` 58,000, `convolution` 384,000, and all others 122,000. `eca` and `coordinate` are
-left out because, like `se-residual` and `cbam`, they reweight features by pooled features. Two variants copy labels
-without training: from the same position, or from the nearest neighbor in the frozen features.
+left out because, like `se-residual` and `cbam`, they reweight features by pooled features. Three variants copy labels
+without training: from the same position, from the nearest neighbor in the frozen features, or from all positions,
+weighted by a softmax over their cosine similarities with the scale that has the highest pixel accuracy on the training
+drives (soft-nearest-neighbor). The last one was added after the other runs.
 
 Scores are computed at stride 8 for classes that occur in the reference: the accuracy over all positions, and the mean
 of the accuracies of the classes. The loss weights classes by the inverse square root of their frequency. All settings
@@ -45,7 +47,8 @@ from vision_attn.tools.comparison.experiments import trials
 
 CLASSES, UNLABELED, IGNORED, STRIDE, MIN_GAP, MAX_GAP = 11, 11, -100, 8, 3, 12
 WIDTH, HEADS, BATCH, EVALUATED, LEARNING_RATE = 128, 1, 8, 512, 2e-3
-UNTRAINED = ("reference-position", "nearest-neighbor")
+UNTRAINED = ("reference-position", "nearest-neighbor", "soft-nearest-neighbor")
+SCALES = (5.0, 10.0, 20.0, 40.0, 80.0)  # candidates for the scale of the cosine similarities
 ATTENTION = {"averaging": {"scale": 0.0}, "attention": {}, "matching": {"qk_norm": "match"}}
 MERGED = ("plain", "convolution", "large-kernel", "map-kernel", "gated-convolution", "se-residual", "cbam")
 VARIANTS = (*UNTRAINED, *MERGED, "cost-volume", "linear", *ATTENTION)
@@ -98,12 +101,17 @@ def draw_batch(frames, count, generator):
     return features[query], reference, given, target.masked_fill(~known, IGNORED), classes
 
 
-def copy_labels(query, reference, labels, *, variant):
-    """Score the classes by the label at the same position of the reference, or at the most similar position."""
+def copy_labels(query, reference, labels, *, variant, scale=None):
+    """Score the classes by the label at the same position of the reference, or at the most similar positions."""
+    given = F.one_hot(labels, CLASSES + 1)[..., :CLASSES].movedim(3, 1).float()
+    if variant == "reference-position":
+        return given
+    similarity = F.normalize(query.flatten(2), dim=1).mT @ F.normalize(reference.flatten(2), dim=1)
     if variant == "nearest-neighbor":
-        query, reference = (F.normalize(x.flatten(2), dim=1) for x in (query, reference))
-        labels = labels.flatten(1).gather(1, (query.mT @ reference).argmax(2)).view_as(labels)
-    return F.one_hot(labels, CLASSES + 1)[..., :CLASSES].movedim(3, 1)
+        weights = F.one_hot(similarity.argmax(2), similarity.shape[2]).float()
+    else:
+        weights = (scale * similarity).softmax(2)
+    return (given.flatten(2) @ weights.mT).view_as(given)
 
 
 class LinearCrossBlock(LinearBlock2d):
@@ -186,10 +194,14 @@ def accuracy(model, frames, seed):
 
 
 def run(variant, seed, steps, split, device, data):
-    model = partial(copy_labels, variant=variant)
-    if variant not in UNTRAINED:
+    model, parameters = partial(copy_labels, variant=variant), 0
+    if variant == "soft-nearest-neighbor":
+        frames, parameters = load_frames(data, "train", device), 1
+        candidates = [partial(model, scale=scale) for scale in SCALES]
+        model = max(candidates, key=lambda candidate: accuracy(candidate, frames, seed)["pixels %"])
+    elif variant not in UNTRAINED:
         model = train(variant, seed, steps, load_frames(data, "train", device)).eval()
-    parameters = 0 if variant in UNTRAINED else sum(p.numel() for p in model.parameters())
+        parameters = sum(p.numel() for p in model.parameters())
     return {"parameters": parameters, **accuracy(model, load_frames(data, split, device), seed)}
 
 

@@ -16,6 +16,9 @@ The plan, written before the runs: attention has an accuracy of at least 95 % wi
 most 35 % with 8 pairs and 25 % with 32 pairs. The last variants are attention with other options: narrow, with 4
 instead of 16 channels per head; layer norm or cosine similarity of queries and keys; and `qk_norm="match"`, which is
 expected to need fewer steps.
+
+The result: the prediction for the other blocks failed for linear attention, which has an accuracy of 70 % with 8 pairs
+and 36 % with 32 pairs. All other predictions hold, except that the difference in steps is not significant.
 """
 
 import argparse

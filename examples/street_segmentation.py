@@ -20,6 +20,9 @@ scratch; from scratch at least `plain`, pyramid pooling and attention. Both scor
 95 % Games–Howell intervals of attention minus every other variant. A likely and useful result is no significant
 difference: in a pilot with one seed, mean IoU with ImageNet weights was 49.0 % without a block and 49.6 % with
 attention; with random weights it was 43.8 % without a block, 43.3 % with attention and 44.0 % with pyramid pooling.
+
+After the runs, the rule for intervals was changed for all comparisons of this project, from Games–Howell to paired
+intervals (`docs/results.md`).
 """
 
 import math

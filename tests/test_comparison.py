@@ -23,33 +23,69 @@ from vision_attn.tools import cli
 from vision_attn.tools.comparison import demo, environment, experiments, recall
 from vision_attn.tools.comparison.experiments import trials
 from vision_attn.tools.comparison.runs import compare
-from vision_attn.tools.comparison.statistics import compare_scores, difference_table
+from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_table
 from vision_attn.tools.comparison.variants import VARIANTS, recipe, settings_for_variant
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.settings import Settings
 
 
-def test_all_pairs_have_games_howell_intervals_starting_with_the_last_variant():
+def test_the_last_variant_has_paired_intervals_with_bonferroni_correction():
     draw, spreads = np.random.default_rng(0).normal, {45: 0.3, 45.4: 0.7, 46: 1.5}
-    scores = {f"block {i}": draw(mean, spreads[mean], 6 + i).tolist() for i, mean in enumerate(spreads)}
-    found = compare_scores(scores)
-    assert [one.variants for one in found] == [("block 2", "block 0"), ("block 2", "block 1"), ("block 1", "block 0")]
-    for one in found:
-        first, second = (np.array(scores[variant]) for variant in one.variants)
-        parts = [values.var(ddof=1) / len(values) for values in (first, second)]
-        freedom = sum(parts) ** 2 / sum(part**2 / (len(v) - 1) for part, v in zip(parts, (first, second), strict=True))
-        half = stats.studentized_range.ppf(0.95, 3, freedom) * np.sqrt(sum(parts) / 2)
-        mean = first.mean() - second.mean()
-        assert (one.mean, one.low, one.high) == pytest.approx((mean, mean - half, mean + half), rel=1e-3)
+    images = draw(0, 3, 6)  # a common effect of each seed, which paired intervals do not contain
+    scores = {name: dict(enumerate(images + draw(name, spread, 6))) for name, spread in spreads.items()}
+    shuffled = {name: dict(sorted(of.items(), key=lambda entry: (entry[1], name))) for name, of in scores.items()}
+    for found in (compare_scores(scores), compare_scores(shuffled)):
+        assert [one.variants for one in found] == [(46, 45), (46, 45.4)]
+        for one in found:
+            difference = np.subtract(*([*scores[name].values()] for name in one.variants))
+            low, high = stats.t.interval(1 - 0.05 / 2, 5, np.mean(difference), stats.sem(difference))
+            p = min(1, 2 * stats.ttest_1samp(difference, 0).pvalue)
+            assert (one.mean, one.low, one.high, one.p) == pytest.approx((difference.mean(), low, high, p))
+            assert (one.p < 0.05) == (one.verdict != "no significant difference")
 
 
-@pytest.mark.parametrize("values", [([40.0, 41.0], [41.0, 42.0]), ([40.0], [60.0]), ([40.0, 40.0], [40.0, 40.0])])
-def test_tables_have_intervals_for_scores_that_vary(values):
-    (found,) = compare_scores(dict(zip(("plain", "other"), values, strict=True)))
-    text, known = difference_table([found]), len(set(values[0])) > 1  # a single seed has no standard deviation
+def test_variants_with_other_seeds_have_the_intervals_of_games_and_howell_for_a_pair():
+    draw = np.random.default_rng(0).normal
+    scores = {"more seeds": dict(enumerate(draw(45, 2, 8))), "same": dict(enumerate(draw(45, 1, 5)))}
+    scores["block"] = dict(enumerate(draw(47, 1, 5)))
+    unpaired, paired = compare_scores(scores)
+    samples = [[*scores[name].values()] for name in unpaired.variants]
+    howell = stats.tukey_hsd(*samples, equal_var=False)
+    interval = howell.confidence_interval(1 - 0.05 / 2)
+    expected = (np.mean(samples[0]) - np.mean(samples[1]), interval.low[0, 1], interval.high[0, 1])
+    assert (unpaired.mean, unpaired.low, unpaired.high) == pytest.approx(expected, rel=1e-3)
+    assert unpaired.p == pytest.approx(2 * howell.pvalue[0, 1], rel=1e-3)
+    difference = np.subtract([*scores["block"].values()], [*scores["same"].values()])
+    assert paired.low == pytest.approx(stats.t.interval(0.975, 4, difference.mean(), stats.sem(difference))[0])
+
+
+def test_verdicts_respect_the_direction_and_p_is_printed():
+    scores = {
+        "near": {0: 10.0, 1: 11.0, 2: 12.5},
+        "far": {0: 5.0, 1: 6.1, 2: 6.0},
+        "block": {0: 10.3, 1: 11.0, 2: 12.1},
+    }
+    near, far = compare_scores(scores)
+    assert (near.verdict, far.verdict) == ("no significant difference", "better")
+    assert [one.verdict for one in compare_scores(scores, lower_is_better=True)] == [near.verdict, "worse"]
+    expected = 2 * stats.ttest_rel([10.3, 11.0, 12.1], [5.0, 6.1, 6.0]).pvalue
+    assert 0.0005 < expected < 0.05
+    assert (near.p, far.p) == (1, pytest.approx(expected))
+    table = difference_table([near, far, Difference(("a", "b"), 2.0, 1.0, 3.0, 0.0004)])
+    printed = re.findall(r"\| (\S+ ?\S*) \| (?:no significant difference|better) \|", table)
+    assert printed == ["1.000", f"{expected:.3f}", "< 0.001"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [((40.0, 41.0), (41.0, 43.0)), ((40.0,), (60.0,)), ((40.0, 40.0), (40.0, 40.0)), ((63.2, 64.3), (50.1, 51.2))],
+)
+def test_tables_have_intervals_for_differences_that_vary(values):
+    (found,) = compare_scores({name: dict(enumerate(of)) for name, of in zip(("plain", "other"), values, strict=True)})
+    text, known = difference_table([found]), values[1] == (41.0, 43.0)
     assert (found.verdict, found.low is not None) == ("no significant difference" if known else "no verdict", known)
     assert (f"| other − plain | {found.mean:+.2f} |" in text and f"| {found.verdict} |" in text) == known
-    assert ("Games-Howell" in text, "nan" in text) == (known, False)
+    assert ("Bonferroni" in text, "nan" in text) == (known, False)
 
 
 def test_block_settings_apply_to_the_variants_that_accept_them():

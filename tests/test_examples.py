@@ -285,12 +285,19 @@ def test_labels_of_the_same_video_frame_are_copied(video):
     features, labels = torch.randn(4, 9, 6, 8, generator=generator), torch.randint(12, (4, 6, 8), generator=generator)
     frames = features, labels, torch.arange(4)[:, None].expand(-1, 2)
     *inputs, target, classes = video.draw_batch(frames, 32, generator)
-    correct = {variant: video.copy_labels(*inputs, variant=variant).argmax(1) == target for variant in video.UNTRAINED}
+    correct = {
+        variant: video.copy_labels(*inputs, variant=variant, scale=100.0).argmax(1) == target
+        for variant in video.UNTRAINED
+    }
     known, mirrored = target != video.IGNORED, (inputs[0] != inputs[1]).flatten(1).any(1)
     assert torch.equal(known, classes != video.UNLABELED)
     assert correct["reference-position"][known & ~mirrored[:, None, None]].all()
     assert correct["reference-position"][known & mirrored[:, None, None]].double().mean() < 0.5
     assert correct["nearest-neighbor"][known].all()
+    assert correct["soft-nearest-neighbor"][known].all(), "a high scale selects the most similar position"
+    scores = video.copy_labels(*inputs, variant="soft-nearest-neighbor", scale=0.0)
+    share = torch.stack([(inputs[2] == label).double().mean((1, 2)) for label in range(video.CLASSES)], 1)
+    torch.testing.assert_close(scores, share[..., None, None].expand_as(scores).float())
 
 
 @pytest.mark.parametrize("plan", ["cifar", "positions", "matching", "adapters"])
@@ -302,7 +309,8 @@ def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, pl
     def build(settings):
         plain = replace(settings, weights=None, reset_head=False, freeze_backbone=False)
         model = build_network(plain, open_data(plain, train=True), lambda line: None).model
-        built[settings.output.name] = settings, list(va.inserted_blocks(model).values())
+        name = "/".join(settings.output.relative_to(tmp_path / "runs").parts)
+        built[name] = settings, list(va.inserted_blocks(model).values())
         final = SimpleNamespace(top1=50.0)
         rows, size = [{"images_per_second": 1}], (3, 32, 32)
         return SimpleNamespace(model=model, input_size=size, history=rows, ablation=None, final=final)
@@ -316,13 +324,16 @@ def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, pl
     evidence.main([*arguments, "--weights", str(tmp_path / "net.pth"), *EXAMPLES["evidence.py"]])
     if plan == "cifar":
         assert {name: len(blocks) for name, (_, blocks) in built.items() if name.endswith("-0")} == {
-            "in the last stage-0": 3, "after two stages-0": 2, "botnet-0": 3, "augmented-0": 6, "with se-0": 10,
-            "gating-0": 3, "attention pool-0": 0,
+            "ways/in the last stage-0": 3, "ways/after two stages-0": 2, "ways/botnet-0": 3, "ways/augmented-0": 6,
+            "ways/with se-0": 10, "ways/gating-0": 3, "ways/attention pool-0": 0,
         }  # fmt: skip
         assert {settings.seed: settings.val_fraction for settings, _ in built.values()} == {0: 0.1, 10: None}
     else:
         seeds = {settings.seed for settings, _ in built.values()}
-        assert (len(built), seeds) == (2 if plan == "matching" else 9, {0})
+        assert (len(built), seeds) == ({"matching": 2, "positions": 9, "adapters": 10}[plan], {0})
+    if plan == "adapters":
+        patterns = [repr(built[f"{stage}/attention-0"][1][0].attn.pattern) for stage in ("layer1", "layer3")]
+        assert patterns == ["Window(8)", "'full'"]
     if plan == "matching":
         qk_norms = {name: blocks[0].attn.qk_norm for name, (_, blocks) in built.items()}
         assert qk_norms == {"matching-0": "match", "attention with positions-0": False}

@@ -34,7 +34,7 @@ from vision_attn.tools.comparison.statistics import Difference, compare_scores, 
 Metrics = dict[str, float]
 #: measurements by variant and seed
 Runs = dict[str, dict[str, Metrics]]
-#: differences of all pairs of variants by measurement, starting with those of the last variant
+#: differences between the last variant and the others, by measurement
 Differences = dict[str, list[Difference]]
 #: Number of timed steps of each variant, which alternate.
 ROUNDS = 15
@@ -122,8 +122,7 @@ def trials(
     text = "\n\n".join(markdown(*part) if isinstance(part, Table) else part for part in parts)
     write_atomically(folder / "comparison.md", f"{text}\n".encode())
     if differences:
-        last = {name: of[: len(found) - 1] for name, of in differences.items()}
-        save_figure(difference_figure(last), folder / "comparison.png")
+        save_figure(difference_figure(differences), folder / "comparison.png")
     print_parts(parts)
     print(f"Saved in {folder / 'comparison.md'}")
     return found
@@ -216,12 +215,12 @@ def time_steps(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def compare_runs(runs: Runs) -> Differences:
-    """Return the differences between the variants for all measurements that have a unit and vary."""
+    """Return the differences between the last variant and the others in all measurements that have a unit and vary."""
     found = {}
     for name in metric_names(runs):
         if name.endswith(tuple(DECIMALS)) and len(runs) > 1:
-            scores = {variant: [one[name] for one in by_seed.values()] for variant, by_seed in runs.items()}
-            if any(len(set(values)) > 1 for values in scores.values()):
+            scores = {variant: {seed: one[name] for seed, one in by_seed.items()} for variant, by_seed in runs.items()}
+            if any(len(set(values.values())) > 1 for values in scores.values()):
                 found[name] = compare_scores(scores, lower_is_better=not name.endswith(("%", "dB")))
     return found
 
@@ -248,7 +247,7 @@ def report_parts(runs: Runs, times: Metrics, differences: Differences, note: str
     parts: list[str | Table] = [Table(rows), note] if note else [Table(rows)]
     notes: list[str | Table] = []
     for name, found in differences.items():
-        table, *explanations = difference_parts(found[: len(runs) - 1])
+        table, *explanations = difference_parts(found)
         parts += [f"Differences in {name}:", table]
         notes += [text for text in explanations if text not in notes]
     return parts + notes
