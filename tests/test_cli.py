@@ -307,6 +307,20 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     assert "epoch 2/2: train loss" in out
 
 
+def test_predict_prints_class_names_in_the_order_of_the_network(capsys, image_folder, tmp_path):
+    model, names = create_model("resnet20", num_classes=3), ("zebra", "ant", "mule")
+    with torch.no_grad():
+        model.fc.weight.zero_()
+        model.fc.bias.copy_(torch.tensor([0.2, 0.5, 0.3]).log())
+    va.save_model(model, tmp_path / "run", classes=names)
+    image = image_folder / "val" / "red" / "1.png"
+    code, out, err = run(capsys, "predict", tmp_path / "run", image, "-o", tmp_path / "found.csv")
+    assert (code, out, err) == (0, f"{image}: ant 50.0 %, mule 30.0 %, zebra 20.0 %\n", "")
+    (row,) = csv.DictReader((tmp_path / "found.csv").read_text().splitlines())
+    assert [row[f"class_{rank}"] for rank in (1, 2, 3)] == ["ant", "mule", "zebra"]
+    assert [float(row[f"probability_{rank}"]) for rank in (1, 2, 3)] == pytest.approx([0.5, 0.3, 0.2], abs=1e-5)
+
+
 def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
     flags = "--input-size", 16, 32, "--batch-size", 2, "--num-heads", 4, "--pattern", "va.Window(4)"
     code, out, err = run(capsys, "inspect", "resnet20", *flags)

@@ -20,7 +20,7 @@ from scipy import stats
 import vision_attn as va
 from vision_attn.errors import TrainingError
 from vision_attn.tools import cli
-from vision_attn.tools.comparison import demo, environment, experiments, recall
+from vision_attn.tools.comparison import demo, environment, experiments, recall, runs as comparison_runs
 from vision_attn.tools.comparison.experiments import trials
 from vision_attn.tools.comparison.runs import compare
 from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_table
@@ -161,6 +161,26 @@ def test_a_comparison_resumes_where_it_was_interrupted(image_folder, tmp_path, m
         compare(two_variants(lr=0.1), seeds=(0,), output=resumed, jobs=1)
     with pytest.raises(ValueError, match=r"variants: expected at least 2, .*\['a'\]"):
         compare({"a": {}}, output=tmp_path / "none")
+
+
+def test_accuracies_and_changes_are_percentages(tmp_path, monkeypatch):
+    class Constant(torch.nn.Module):
+        def forward(self, images):  # the first color everywhere
+            return torch.tensor([1.0, *[0.0] * 7])[:, None, None].expand(len(images), 8, recall.CELLS, recall.CELLS)
+
+    colors = recall.canvases(recall.EVALUATED, 4, train=False, generator=torch.Generator().manual_seed(0))[1]
+    expected = 100 * np.mean(colors[colors != recall.NOTHING].numpy() == 0)
+    assert 5 < expected < 25
+    assert recall.accuracy(Constant(), 4) == pytest.approx(expected)
+
+    ablation = SimpleNamespace(predictions_changed=3, images=12)
+    result = SimpleNamespace(model=torch.nn.Conv2d(3, 4, 1), input_size=(3, 8, 8), ablation=ablation)
+    result.history, result.final = [{"images_per_second": 5}], SimpleNamespace(top1=40.0)
+    monkeypatch.setattr(comparison_runs, "run_training", lambda settings: result)
+    (tmp_path / "plain-0").mkdir()
+    found = comparison_runs.train_variant("plain", 0, output=tmp_path, batch_size=4)
+    changed = {"% changed when disabled": 25.0, "top-1 %": 40.0}
+    assert found == {"parameters": 16, "MACs": 768, "ms per step": 800.0, **changed}
 
 
 @pytest.mark.slow

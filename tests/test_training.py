@@ -15,14 +15,15 @@ import torch.nn.functional as F
 from networks import assert_same, copied
 from PIL import Image
 from timm.data import Mixup
+from timm.utils import ModelEmaV3
 
 import vision_attn as va
 from vision_attn.errors import DataError, TrainingError
 from vision_attn.networks.models import create_model
-from vision_attn.tools.training.data import DataSplit, seed_all
+from vision_attn.tools.training.data import DataSplit, InMemory, seed_all
 from vision_attn.tools.training.evaluation import Evaluation
 from vision_attn.tools.training.folder import curves_figure, numbered_folder
-from vision_attn.tools.training.loop import Trainer
+from vision_attn.tools.training.loop import Progress, Trainer
 from vision_attn.tools.training.network import build_network
 from vision_attn.tools.training.run import evaluate, make_accelerator, run_training
 from vision_attn.tools.training.settings import Settings, read_settings, write_settings
@@ -171,6 +172,9 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
         torch.nn.init.zeros_(gate)
     images = [Image.open(path) for path in sorted((image_folder / "val").glob("*/*.png"))]
     images, labels = torch.stack([*map(model.transform, images)]), torch.arange(3).repeat_interleave(8)
+    names = [model.classes[index] for index in model(images).argmax(1)]
+    folders = [path.parent.name for path in sorted((image_folder / "val").glob("*/*.png"))]
+    assert np.mean([name == folder for name, folder in zip(names, folders, strict=True)]) > 0.9
     scores = ungated(images)
     assert result.ablation.scores_without_blocks.loss == pytest.approx(F.cross_entropy(scores, labels).item(), rel=1e-4)
     assert result.ablation.predictions_changed == int((scores.argmax(1) != result.model(images).argmax(1)).sum())
@@ -251,9 +255,12 @@ def test_blocks_that_lower_the_accuracy_of_the_best_network_are_reported(base, m
 def test_the_moving_average_warms_up_and_is_saved(base):
     trainer = make_trainer(base, ema=0.999)
     begin = trainer.model.fc.weight.detach().clone()
+    expected = ModelEmaV3(trainer.model, 0.999, use_warmup=True)
     for number in range(8):
         trainer.step(*batch(), number // 4, number % 4)
+        expected.update(trainer.model, step=number)
     averaged = trainer.ema.module.state_dict()
+    assert_same(averaged, expected.module.state_dict())
     one, other = averaged["fc.weight"], trainer.model.fc.weight
     assert 0 < (one - other).norm() < (one - begin).norm()
     assert trainer.ema.get_decay(10**6) == 0.999
@@ -343,6 +350,32 @@ def test_random_numbers_differ_between_seeds_epochs_steps_and_processes(base, mo
     monkeypatch.undo()
     make_trainer(base).step(*batch(2), 1, 0)
     assert torch.initial_seed() == seeds[2]
+
+
+def test_every_epoch_has_another_order_of_images_and_another_augmentation(base, monkeypatch):
+    trainer, order, epochs, augmented = make_trainer(base, crop_padding=2, hflip=0.5, mixup=0.4), [], [], []
+    augment, batches = trainer.augment, InMemory.batches
+
+    def record(data, indices, epoch):
+        order.append(torch.cat(list(indices)).tolist())
+        epochs.append(epoch)
+        return batches(data, indices, epoch)
+
+    def augment_same(*_):
+        images, labels = augment(*batch())
+        augmented.extend((images, labels))
+        return images, labels
+
+    monkeypatch.setattr(InMemory, "batches", record)
+    trainer.augment = augment_same
+    for epoch in range(3):
+        trainer.progress = Progress(epoch)
+        trainer.train_epoch()
+    assert epochs == [0, 1, 2]
+    assert [sorted(rows) for rows in order] == [[*range(32)]] * 3
+    assert len({tuple(rows) for rows in order}) == 3
+    steps = [images.flatten() for images in augmented[::2]], [labels.flatten() for labels in augmented[1::2]]
+    assert [len(torch.stack(found).unique(dim=0)) for found in steps] == [12, 12], "crops and flips; mixup"
 
 
 def test_images_are_erased_and_mixed_by_timm(base):
