@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import signal
 import socket
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def fast_tests():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Handle Ctrl-C as in a terminal, also in child processes, because nohup and background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

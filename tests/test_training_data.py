@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,17 @@ from torchvision.transforms import v2
 from vision_attn.errors import DataError
 from vision_attn.tools import cli
 from vision_attn.tools.training import data as module
-from vision_attn.tools.training.data import DecodedImages, InMemory, open_data, open_image, open_images, seed_all
-from vision_attn.tools.training.loop import crop_and_flip
+from vision_attn.tools.training.data import (
+    DecodedImages,
+    InMemory,
+    name_killed_workers,
+    open_data,
+    open_image,
+    open_images,
+    seed_all,
+)
+from vision_attn.tools.training.loop import Trainer, crop_and_flip
+from vision_attn.tools.training.run import run_training
 from vision_attn.tools.training.settings import Settings
 
 CPU = torch.device("cpu")
@@ -222,13 +232,46 @@ def test_a_worker_ignores_ctrl_c_and_its_exit_is_an_error(image_folder, number):
     batches = loader.batches(torch.arange(72).split(2))
     next(batches)
     (process,) = multiprocessing.active_children()
-    os.kill(process.pid, number)
     if number == signal.SIGINT:
+        os.kill(process.pid, number)
         assert len(list(batches)) == 35
         return
+
+    @name_killed_workers()  # torch raises the error when the worker's end is signaled, maybe before the next batch
+    def kill_and_read():
+        os.kill(process.pid, number)
+        return list(batches)
+
     with pytest.raises(DataError, match=r"^a worker process ended.*--workers"):
-        list(batches)
+        kill_and_read()
     gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_worker_that_is_killed_during_a_step_is_named(image_folder, tmp_path, monkeypatch):
+    settings = Settings(
+        data=image_folder, model="tiny", img_size=16, epochs=1, batch_size=2, crop="resized", workers=1, device="cpu",
+        output=tmp_path / "run",
+    )  # fmt: skip
+
+    def step(self, *_):
+        (process,) = multiprocessing.active_children()
+        os.kill(process.pid, signal.SIGKILL)
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            time.sleep(0.01)  # until torch raises its error here
+        pytest.fail("torch raised no error")
+
+    monkeypatch.setattr(Trainer, "step", step)
+    with pytest.raises(DataError, match=r"^a worker process ended\. Use fewer --workers\. Cause: DataLoader worker"):
+        run_training(settings, log=lambda line: None)
+    gc.collect()
+
+
+def test_other_errors_of_a_step_are_not_those_of_a_worker():
+    with pytest.raises(RuntimeError, match=r"^CUDA out of memory$") as caught, name_killed_workers():
+        raise RuntimeError("CUDA out of memory")
+    assert not isinstance(caught.value, DataError)
 
 
 @pytest.fixture

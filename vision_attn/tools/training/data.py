@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -203,6 +203,17 @@ class DecodedImages(Dataset[tuple[Tensor, int]]):
             reason = str(error).strip().rpartition("\n")[2]  # the last line of the worker's traceback
             died = "" if isinstance(error, DataError) else "a worker process ended. Use fewer --workers. Cause: "
             raise DataError(f"{died}{reason.removeprefix('vision_attn.errors.DataError: ')}") from error
+
+
+@contextmanager
+def name_killed_workers() -> Iterator[None]:
+    """Report a worker process that was killed, which torch raises in whichever line of the main process runs then."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise DataError(f"a worker process ended. Use fewer --workers. Cause: {error}") from error
 
 
 def ignore_ctrl_c(worker: int) -> None:

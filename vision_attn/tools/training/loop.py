@@ -35,7 +35,7 @@ from vision_attn.networks.checkpoints import load_checkpoint, save_adapter
 from vision_attn.networks.checkpoints.folder import save_model
 from vision_attn.networks.insertion import inserted_blocks, parameter_groups
 from vision_attn.networks.safe.write import rename_folder
-from vision_attn.tools.training.data import DecodedImages, InMemory, choose_crop, seed_all
+from vision_attn.tools.training.data import DecodedImages, InMemory, choose_crop, name_killed_workers, seed_all
 from vision_attn.tools.training.evaluation import Evaluation, Scores
 from vision_attn.tools.training.folder import newest_state, write_metrics
 from vision_attn.tools.training.network import Log, NetworkSetup
@@ -156,7 +156,7 @@ class Trainer:
 
     def train(self) -> tuple[Scores, Tensor]:
         """Train to the end; return the scores of the last epoch and the predictions of this process."""
-        with self.catch_signals():
+        with self.catch_signals(), name_killed_workers():
             scores, predictions = self.evaluation(self.evaluated)
             self.log(f"before epoch {self.progress.epoch + 1}: {scores}")
             while self.progress.epoch < self.settings.epochs and not self.should_stop_early():
