@@ -1,7 +1,8 @@
 r"""Change the package at one position at a time, and list the changes that no fast test detects.
 
-cosmic-ray generates the changes, and coverage selects the tests that run the changed line, fastest first. Libraries are
-imported once, and each change is tested in a forked process. From the root of a checkout:
+cosmic-ray generates the changes, and coverage selects the tests that run the changed line, fastest first. A line that
+also runs at import is tested by all tests of its function or, outside of functions, by those of its module. Libraries
+are imported once, and each change is tested in a forked process. From the root of a checkout:
 
     pip install cosmic-ray coverage
     export COVERAGE_FILE=/tmp/coverage OMP_NUM_THREADS=1
@@ -11,7 +12,10 @@ imported once, and each change is tested in a forked process. From the root of a
     cosmic-ray init /tmp/cosmic.toml /tmp/session.sqlite
     python .ci/mutants.py /tmp/session.sqlite /tmp/coverage /tmp/durations --count 300 --output /tmp/mutants.jsonl
 
-One change is drawn at each of ``--count`` positions in the code. The sample depends only on ``--seed``.
+One change is drawn at each of ``--count`` positions in the code. The sample depends only on ``--seed``. At the end, the
+numbers of killed changes by package are printed, with 95 % intervals (Wilson). A second pass tests the survivors with
+all tests, slow ones included, which takes minutes for each of them: ``--all-tests``. Survivors that are equivalent to
+the code must be told from bugs by hand.
 """
 
 import argparse
@@ -37,6 +41,7 @@ import pytest
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
+from scipy.stats import binomtest
 
 ROOT = Path.cwd()
 LIBRARIES = "accelerate", "einx", "hypothesis", "matplotlib", "scipy.stats", "timm", "torch._dynamo", "torchvision"
@@ -71,6 +76,23 @@ def annotations(path):
     return [((x.lineno, x.col_offset), (x.end_lineno, x.end_col_offset)) for x in found if x is not None]
 
 
+@cache
+def functions(path):
+    """Return the first line of decorators, the first and the last line of the body of each function, innermost last."""
+    nodes = [x for x in ast.walk(ast.parse(Path(path).read_text())) if isinstance(x, ast.FunctionDef)]
+    spans = [(min([x.lineno, *(d.lineno for d in x.decorator_list)]), x.body[0].lineno, x.end_lineno) for x in nodes]
+    return sorted(spans, key=lambda span: span[0] - span[2])
+
+
+def function_body(path, first, last):
+    """Return None for lines in the body of a function, and otherwise the body that runs with them; empty for none."""
+    found = [span for span in functions(path) if span[0] <= first and last <= span[2]]
+    if not found:
+        return range(0)
+    _, body, end = found[-1]
+    return None if first >= body else range(body, end + 1)
+
+
 def draw(session, seed, count, only):
     """Draw positions of the code, and one change at each."""
     positions = defaultdict(list)
@@ -100,12 +122,17 @@ class Tests:
             self.seconds[f"tests/{file}.py::{test}"] += float(seconds)
 
     def select(self, path, first, last, budget):
-        """Select the tests of some lines within a budget, or of the module if the lines run only on import."""
+        """Select the tests of some lines within a budget.
+
+        A line that runs at import, such as a default or a constant, belongs to the tests of everything that it defines:
+        the body of its function, or the module. Whichever test imported the module first is no evidence.
+        """
         lines = self.data.contexts_by_lineno(self.files[path]) if path in self.files else {}
-        of_lines = {self.node(x) for line in range(first, last + 1) for x in lines.get(line, ())} - {None}
-        of_module = {self.node(x) for contexts in lines.values() for x in contexts} - {None}
+        body = function_body(path, first, last)
+        wanted = range(first, last + 1) if body is None else body or lines
+        tests = {self.node(x) for line in wanted for x in lines.get(line, ())} - {None}
         chosen, total = [], 0.0
-        for test in sorted(of_lines or of_module, key=lambda test: self.seconds[test]):
+        for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
             total += self.seconds[test]
             if chosen and total > budget:
                 return chosen, False
@@ -128,11 +155,10 @@ def attempt(path, source, tests, log, limit):
         os.dup2(output, 2)
         changed = Changed(path, source)
         sys.meta_path.insert(0, changed)  # for conftest.py
-        doctests = [path] if ">>>" in source and not path.endswith("__init__.py") else []
         plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         try:
-            code = int(pytest.main(["-x", "-q", "--tb=line", *plugins, *doctests, *tests], plugins=[changed]))
-        except BaseException:
+            code = int(pytest.main(["-x", "-q", "--tb=line", *plugins, *tests], plugins=[changed]))
+        except BaseException:  # the change ends the process, for example when a module is imported
             traceback.print_exc()
             code = 1
         sys.stdout.flush()
@@ -146,6 +172,30 @@ def attempt(path, source, tests, log, limit):
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
+
+
+#: meaning of the exit codes of pytest; with all other codes, no test was run
+STATUS = {0: "survived", 1: "killed", None: "timeout"}
+
+
+def summarize(results):
+    """Print the numbers of killed changes by package, without those that do not compile or could not be tested."""
+    by_package = defaultdict(Counter)
+    for result in results:
+        package = "/".join(result["id"].split(":")[0].split("/")[:3]).removesuffix(".py")
+        by_package[package][result["status"]] += 1
+    for package, counts in sorted(by_package.items()):
+        print(package, dict(counts), killed_rate(counts))
+    total = sum(by_package.values(), Counter())
+    print("all", dict(total), killed_rate(total))
+
+
+def killed_rate(counts):
+    killed, tested = counts["killed"] + counts["timeout"], sum(counts[name] for name in STATUS.values())
+    if not tested:
+        return "no change was tested"
+    interval = binomtest(killed, tested).proportion_ci(method="wilson")
+    return f"killed {killed} of {tested}: {killed / tested:.0%} ({interval.low:.0%} to {interval.high:.0%})"
 
 
 def main():
@@ -168,7 +218,11 @@ def main():
     parser.add_argument(
         "--output", type=Path, required=True, help="file of JSON lines; changes in an existing file are skipped"
     )
+    parser.add_argument("--all-tests", action="store_true", help="test the survivors in --output with all tests")
+    parser.add_argument("--summary", action="store_true", help="print the summary of --output and exit")
     options = parser.parse_args()
+    if options.summary:
+        return summarize(read_results(options.output))
 
     for library in LIBRARIES:
         importlib.import_module(library)
@@ -176,7 +230,7 @@ def main():
     changes = draw(options.session, options.seed, options.count, options.only)
     first, workers = options.worker
     options.output.touch()
-    known = {json.loads(line)["id"] for line in options.output.read_text().splitlines()}
+    known = {result["id"]: result["status"] for result in read_results(options.output)}
     checked = False
     for change in changes[first::workers]:
         path, row, end_row = str(change.module_path), change.start_pos[0], change.end_pos[0]
@@ -184,26 +238,57 @@ def main():
         source = (ROOT / path).read_text()
         operator = get_operator(change.operator_name)(**change.operator_args)
         changed = mutate_code(source, operator, change.occurrence)
-        if name in known or changed is None or changed == source:
+        if (
+            changed is None
+            or changed == source
+            or (known.get(name) != "survived" if options.all_tests else name in known)
+        ):
             continue
         chosen, complete = tests.select(path, row, end_row, options.budget)
         log = options.output.with_suffix(f".{first}.log")
-        if not checked and attempt(path, source, chosen, log, 60 + 4 * options.budget) != 0:
+        if ">>>" in source and not path.endswith("__init__.py"):
+            chosen.insert(0, path)  # doctests
+        if options.all_tests:
+            chosen, complete = ["-m", "not gpu"], True
+        limit = 3600 if options.all_tests else 60 + 4 * options.budget
+        if not checked and attempt(path, source, chosen, log, limit) != 0:
             sys.exit(f"the tests fail without a change: see {log}")
         checked = True
-        code = attempt(path, changed, chosen, log, 60 + 4 * options.budget)
+        status = "does not compile"
+        if not chosen:
+            status = "not tested: no test runs it"
+        elif compiles(changed):
+            code = attempt(path, changed, chosen, log, limit)
+            if code not in STATUS:  # no test was run: because of the change, or also without it?
+                code = 1 if attempt(path, source, chosen, log, limit) == 0 else code
+            status = STATUS.get(code, f"not tested: pytest exits with {code}")
+        lines = log.read_text(errors="replace").splitlines() if status in ("killed", "timeout") else []
         diff = difflib.unified_diff(source.splitlines(), changed.splitlines(), lineterm="", n=0)
         result = {
             "id": name,
-            "status": {0: "survived", None: "timeout"}.get(code, "killed"),
+            "status": status,
             "complete": complete,
+            "all tests": options.all_tests,
             "diff": [line for line in diff if line[:3] not in ("---", "+++") and line[0] in "+-"],
-            "by": [
-                line for line in log.read_text(errors="replace").splitlines() if line.startswith(("FAILED", "ERROR"))
-            ],
+            "by": [line for line in lines if line.startswith(("FAILED", "ERROR"))],
         }
         with options.output.open("a") as file:
             file.write(json.dumps(result) + "\n")
+    return summarize(read_results(options.output))
+
+
+def read_results(file):
+    """Return the last result of each change, because a second pass adds results."""
+    results = map(json.loads, file.read_text().splitlines())
+    return {result["id"]: result for result in results}.values()
+
+
+def compiles(source):
+    try:
+        compile(source, "changed", "exec")
+    except SyntaxError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
