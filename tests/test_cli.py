@@ -151,6 +151,8 @@ def test_output_is_escaped_for_any_encoding(monkeypatch):
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (AssertionError("a bug"), 1, None),
         (ModuleNotFoundError("No module", name="vision_attn.gone"), 1, None),
+        (ImportError("figures require x: pip install 'x'"), 1, "error: figures require x: pip install 'x'\n"),
+        (ImportError("cannot import name 'x'"), 1, None),
     ],
 )
 def test_an_error_is_one_line_without_control_characters(capsys, error, code, said):

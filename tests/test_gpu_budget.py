@@ -143,24 +143,30 @@ def test_kernel_selection_follows_the_rules_of_torch():
     assert "storage offset" in refusals(call)["efficient"][0]
 
 
-#: Channels, options and masks: every pattern and position, the masks with every option, every mask with some patterns.
+BOTH = (HALF, SINGLE)
+#: Channels, options, masks and types: every pattern and position, the masks with every option, every mask with some
+#: patterns. All pairs occur, but not all products: the types alternate between the positions of a pattern.
 LAYERS = [
     *(
-        (64, {"pattern": pattern, "position": make_position(position, pattern, SIZE)}, None)
-        for pattern in (*PATTERNS, va.Window(7))
-        for position in POSITIONS
+        (64, {"pattern": pattern, "position": make_position(position, pattern, SIZE)}, None, BOTH[(row + column) % 2])
+        for row, pattern in enumerate((*PATTERNS, va.Window(7)))
+        for column, position in enumerate(POSITIONS)
     ),
-    *((96, options, mask) for options in OPTIONS for mask in (None, "bool", "float32 per image and head")),
     *(
-        (64, {"pattern": pattern, "position": va.Rope2d()}, mask)
-        for pattern in ("full", "rows", va.Window(4, shift=2), va.Neighborhood(3))
-        for mask in MASKS
+        (96, options, mask, dtype)
+        for options in OPTIONS
+        for mask in (None, "bool", "float32 per image and head")
+        for dtype in BOTH
+    ),
+    *(
+        (64, {"pattern": pattern, "position": va.Rope2d()}, mask, BOTH[(row + column) % 2])
+        for row, pattern in enumerate(("full", "rows", va.Window(4, shift=2), va.Neighborhood(3)))
+        for column, mask in enumerate(MASKS)
     ),
 ]
 
 
-@pytest.mark.parametrize(("channels", "options", "mask"), LAYERS, ids=str)
-@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+@pytest.mark.parametrize(("channels", "options", "mask", "dtype"), LAYERS, ids=str)
 def test_math_kernel_is_never_selected(channels, options, mask, dtype):
     block, arguments = layer(channels, 8, dtype=dtype, **options), {}
     if mask is not None:

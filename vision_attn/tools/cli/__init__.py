@@ -133,12 +133,20 @@ def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = 
     except Exception as error:
         if isinstance(error, BrokenPipeError) and error.filename is None:  # the reader closed standard output
             return BROKEN_PIPE
-        missing = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("vision_attn")
+        has_remedy = "pip install" in str(error)
+        missing = (
+            isinstance(error, ImportError)
+            and (has_remedy or isinstance(error, ModuleNotFoundError))
+            and not str(error.name).startswith("vision_attn")
+        )
         # torch is not imported here, so its error types are compared by name
         memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)
         if isinstance(error, (ValueError, VisionAttnError, OSError)) or missing or memory:
-            has_remedy = not missing or "pip install" in str(error)
-            remedy = "" if has_remedy else ". Install the required packages: pip install 'vision-attn[train,export]'"
+            remedy = (
+                ""
+                if has_remedy or not missing
+                else ". Install the required packages: pip install 'vision-attn[train,export]'"
+            )
             # Text from files is escaped. Only checkpoint errors have several lines.
             lines = str(error).split("\n")
             if isinstance(error, OSError) and error.strerror and error.filename:
