@@ -79,7 +79,7 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     ],
 )
 def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warned):
-    side = 68 if "block" in options else 112  # Blocks without a gate are run, so the feature map is smaller.
+    side = 68
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.AvgPool2d(2))
     with warnings.catch_warnings(record=True, action="always") as caught:
         report = va.insert_(model, names=["0", "1", "2"], num_heads=2, example_input=(1, 3, side, side), **options)
@@ -101,7 +101,7 @@ def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warne
         (1024, {"value_dim": 128, "num_heads": 2}, (2, 256, 128)),
         (1030, {"key_dim": None, "value_dim": None}, (5, 206, 206)),
         (512, {}, (8, 64, 64)),
-        (2048, {"block": va.TransformerBlock2d}, (8, 256, 256)),  # A custom block has other defaults.
+        (640, {"block": va.TransformerBlock2d}, (8, 80, 80)),  # A custom block has other defaults.
     ],
 )
 def test_a_default_block_has_at_most_512_attention_channels(channels, options, expected):
