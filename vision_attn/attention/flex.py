@@ -2,8 +2,9 @@
 
 No tensor of size queries × keys is stored. A pattern is one small bool table per axis,
 ``allowed_h[y_q, y_k] & allowed_w[x_q, x_k]``, from which FlexAttention derives the blocks of keys to skip
-(``BlockMask``). A table is a function of the score (``score_mod``); decomposed positions are folded into queries and keys. A pattern that is a plain reshape runs in groups, as
-in the other implementations; any other pattern runs on the complete feature map without copying tokens.
+(``BlockMask``). The table of a position encoding is a function of the score (``score_mod``); decomposed positions are
+folded into queries and keys. A pattern that is a plain reshape runs in groups, as in the other implementations; any
+other pattern runs on the complete feature map without copying tokens.
 """
 
 from __future__ import annotations
