@@ -332,8 +332,8 @@ def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, pl
         seeds = {settings.seed for settings, _ in built.values()}
         assert (len(built), seeds) == ({"matching": 2, "positions": 9, "adapters": 10}[plan], {0})
     if plan == "adapters":
-        patterns = [repr(built[f"{stage}/attention-0"][1][0].attn.pattern) for stage in ("layer1", "layer3")]
-        assert patterns == ["Window(8)", "'full'"]
+        patterns = [built[f"{stage}/attention-0"][1][0].attn.pattern for stage in ("layer1", "layer3")]
+        assert patterns == [va.Window(8), "full"]
     if plan == "matching":
         qk_norms = {name: blocks[0].attn.qk_norm for name, (_, blocks) in built.items()}
         assert qk_norms == {"matching-0": "match", "attention with positions-0": False}
