@@ -142,7 +142,7 @@ def main(arguments=None):
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "runs.json"
-    recorded = json.loads(file.read_text()) if file.exists() else {"environments": [], "runs": {}}
+    recorded = {"environments": [], "runs": {}, **(json.loads(file.read_text()) if file.exists() else {})}
     completed, environments = recorded["runs"], recorded["environments"]
     results = {sigma: {variant: {} for variant in options.variants} for sigma in options.sigmas}
     for seed in options.seeds:
