@@ -22,7 +22,7 @@ from vision_attn.errors import DataError, TrainingError
 from vision_attn.networks.models import create_model
 from vision_attn.tools.training.data import DataSplit, InMemory, seed_all
 from vision_attn.tools.training.evaluation import Evaluation
-from vision_attn.tools.training.folder import curves_figure, numbered_folder
+from vision_attn.tools.training.folder import curves_figure, numbered_folder, write_metrics
 from vision_attn.tools.training.loop import Progress, Trainer
 from vision_attn.tools.training.network import build_network
 from vision_attn.tools.training.run import evaluate, make_accelerator, run_training
@@ -114,6 +114,8 @@ def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_pat
         ({"mean": (0.5,) * 3}, "mean requires std="),
         ({"sched": "step"}, "decay_epochs .* sched=step"),
         ({"lr": math.nan, "epochs": 0}, "epochs: .* 1, got 0; lr: "),
+        ({"hflip": -0.5}, r"hflip: .* 0, got -0\.5"),
+        ({"reprob": 1.5}, r"reprob: .* 1, got 1\.5"),
         ({"model": "resnet21"}, r"'resnet21' does not exist\. Did you mean .*resnet20"),
         ({"model": "vit_tiny_patch16_224", "insert": (), "img_size": 64}, "64×64.*--img-size"),
         ({"block_options": "pos=Rope2d()"}, "block_options .*'pos'"),
@@ -203,12 +205,15 @@ def test_train_takes_options_and_a_model_by_name_or_with_its_blocks(image_folder
         va.train(Settings(), **options)
 
 
-def test_the_curves_are_drawn(monkeypatch):
+def test_the_curves_are_drawn(tmp_path, monkeypatch):
     monkeypatch.undo()
     keys = ("eval_loss", "train_loss", "eval_top1", "lr", "residual_ratio")
     rows = [{"epoch": i, **{key: j + 1 / i for j, key in enumerate(keys)}} for i in (1, 2, 3)]
     lines = [line for axis in curves_figure(rows).axes for line in axis.lines]
     assert [[*line.get_ydata()] for line in lines] == [[row[key] for row in rows] for key in keys]
+    for draw in (False, True):
+        write_metrics(tmp_path, rows, draw=draw)
+        assert (tmp_path / "curves.png").exists() == draw
 
 
 def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
