@@ -60,6 +60,8 @@ def check_source(module: nn.Module, unsupported: Mapping[str, str]) -> None:
         where = f"{kind}.{name}" if name else kind
         if any(getattr(part, hooks) for hooks in HOOKS):
             raise ValueError(f"{where} has hooks, which a block does not run. Remove the hooks first")
+        if "forward" in vars(part):
+            raise ValueError(f"{where} has a forward that another tool has assigned. Call va.swap_ before that tool")
         if is_parametrized(part):
             raise ValueError(f"{where} has parametrizations. Call torch.nn.utils.parametrize.remove_parametrizations")
         if isinstance(part, (nn.Dropout, nn.MultiheadAttention)) and part.training != module.training:

@@ -306,6 +306,8 @@ def read_traits(module: nn.Module, names: Iterable[str] = ()) -> tuple[Any, ...]
     """
     parts = [*module.modules()][1:]
     hooked = any(getattr(part, hooks) for part in parts for hooks in HOOKS)
+    # Other tools wrap the forward of a module by assignment (accelerate, diffusers, LoRA), which acts like a hook.
+    hooked = hooked or any("forward" in part.__dict__ for part in parts)
     drops = [(part.p, part.training == module.training) for part in parts if isinstance(part, nn.Dropout)]
     if not names:
         public = (item for item in vars(module).items() if not item[0].startswith("_") and item[0] != "training")

@@ -102,7 +102,11 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
         check = partial(hooks.check_block, target=record.site[start:], path=block_path, record=record)
         model.get_submodule(around).register_forward_pre_hook(check)
     if "(" in record.layout:
-        model.register_forward_pre_hook(partial(hooks.check_grid, record=record), with_kwargs=True)
+        # Methods such as forward_features do not run the hooks of the network, but run its patch embedding.
+        convolutions = (x for x in model.modules() if isinstance(x, nn.modules.conv._ConvNd))
+        first = next((x for x in convolutions if x.in_channels == record.input_shape[1]), model)
+        for module in {model, first}:
+            module.register_forward_pre_hook(partial(hooks.check_grid, record=record), with_kwargs=True)
 
 
 def attach_records_(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -178,14 +180,81 @@ def ancestor_paths(name: str) -> list[str]:
 
 @contextmanager
 def fixed_seed(model: nn.Module) -> Iterator[None]:
-    """Seed the random number generators, and restore their states afterwards."""
+    """Seed the random number generators of torch, NumPy and Python, and restore their states afterwards."""
     available = torch.cuda.is_available()  # Fake tensors may be on a GPU that does not exist.
     gpus = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda and available})
-    with torch.random.fork_rng(gpus):
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(gpus), ExitStack() as stack:
+        stack.callback(random.setstate, python_state)
+        stack.callback(np.random.set_state, numpy_state)
+        random.seed(0)
+        np.random.seed(0)
         # torch.manual_seed would also seed GPUs that are not in use yet, and their state would not be restored.
         for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)):
             generator.manual_seed(0)
         yield
+
+
+@contextmanager
+def kept_tensors(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Run a model on copies of its buffers, and restore the parameters that a forward pass changes.
+
+    Args:
+        model: the network.
+        parameters: parameters that may change in place. Only these are copied.
+
+    Yields:
+        A list that contains the parameters that have changed in place, when the context ends.
+
+    >>> norm = nn.BatchNorm2d(3)
+    >>> with kept_tensors(norm, norm.parameters()) as changed:
+    ...     y = norm(torch.ones(2, 3, 4, 4))
+    >>> changed, norm.running_mean
+    ([], tensor([0., 0., 0.]))
+    """
+    registered = [(x, dict(x._parameters), dict(x._buffers)) for x in model.modules()]
+    # Meta tensors have no values, and inference tensors no version.
+    values = [(x, x._version, x.detach().clone()) for x in parameters if not (x.is_meta or x.is_inference())]
+    copies = {id(x): x.detach().clone() for x in model.buffers()}
+    changed: list[Tensor] = []
+    try:
+        # Batch norm and fused operations change a buffer without a new version, so buffers are not restored by version.
+        for module, _, buffers in registered:
+            module._buffers.update({name: x if x is None else copies[id(x)] for name, x in buffers.items()})
+        yield changed
+    finally:
+        for module, own, buffers in registered:
+            module._parameters.update(own)
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for x, version, value in values:
+                if x._version != version:
+                    x.copy_(value)
+                    changed.append(x)
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """Leave out the forward hooks of a model, except the hooks of torch, such as weight norm, and of this library."""
+    removed: list[tuple[Any, dict[int, Any]]] = []
+    try:
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                if any(not is_library_hook(hook) for hook in hooks.values()):
+                    removed.append((hooks, dict(hooks)))
+                    for key in [key for key, hook in hooks.items() if not is_library_hook(hook)]:
+                        del hooks[key]
+        yield
+    finally:
+        for hooks, before in removed:
+            hooks.clear()
+            hooks.update(before)
+
+
+def is_library_hook(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)  # a partial
+    package = getattr(function, "__module__", None) or type(function).__module__
+    return str(package).partition(".")[0] in ("torch", "vision_attn")
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
@@ -195,8 +264,10 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def quiet_eval(model: nn.Module) -> Iterator[None]:
+def quiet_eval(model: nn.Module, training: bool = False) -> Iterator[None]:
     """Run a model in evaluation and eager mode without gradients, and restore the mode of every module afterwards.
+
+    With ``training``, the model runs in training mode instead.
 
     >>> model = nn.Dropout()
     >>> with quiet_eval(model):
@@ -208,11 +279,11 @@ def quiet_eval(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:
-            module.training = False  # A network may override train(), so it is not called.
+            module.training = training  # A network may override train(), so it is not called.
         with torch.no_grad(), uncompiled(model), ExitStack() as stack:
             for device in {parameter.device.type for parameter in model.parameters()} - {"meta"}:
                 stack.enter_context(torch.autocast(device, enabled=False))  # Feature maps keep the network's dtype.
             yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, before in modes:
+            module.training = before

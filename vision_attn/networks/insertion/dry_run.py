@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import is_dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
@@ -21,7 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.backbone import Example, end_of_sequential, fixed_seed, make_example, quiet_eval
+from vision_attn.networks.insertion.backbone import (
+    Example,
+    end_of_sequential,
+    fixed_seed,
+    kept_tensors,
+    make_example,
+    quiet_eval,
+    without_hooks,
+)
 from vision_attn.networks.insertion.costs import Cost, count_flops
 from vision_attn.networks.insertion.layout import (
     Element,
@@ -74,24 +82,52 @@ class DryRun:
         #: output and cost of the model
         self.output: object
         self.cost: Cost
-        self.output, self.cost = self.measure((x, partial(self.record_call, x)) for x, _ in model.named_modules() if x)
+        #: parameters that a forward pass changes, by training mode; missing before the first run in a mode
+        self.changed: dict[bool, list[Tensor]] = {}
+        #: True if the forward pass needs the hooks of other code, such as timm's ``FeatureHookNet``
+        self.needs_hooks: bool = False
+        hooks = [(x, partial(self.record_call, x)) for x, _ in model.named_modules() if x]
+        try:
+            self.output, self.cost = self.measure(hooks)
+            self.needs_hooks = not get_tensors(self.output)
+        except SiteError:
+            self.needs_hooks = any(map(has_hooks, model.modules()))
+            if not self.needs_hooks:
+                raise
+        if self.needs_hooks:
+            self.calls.clear()
+            self.output, self.cost = self.measure(hooks)
 
     def record_call(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Record the shapes of a call, in a forward hook."""
         call = {"before": TensorSpec.read(args) | TensorSpec.read(kwargs), "after": TensorSpec.read(output)}
         self.calls.setdefault(name, []).append(call)
 
-    def run(self, hooks: Hooks = (), *, before: bool = False, gradients: bool = False) -> object:
-        """Run the model on a copy of the example, in evaluation mode, with a fixed random seed.
+    def run(
+        self, hooks: Hooks = (), *, before: bool = False, gradients: bool = False, training: bool = False
+    ) -> object:
+        """Run the model on a copy of the example with a fixed random seed, and restore its state afterwards.
+
+        Parameters, buffers, modes and random states are restored, and hooks of other code are not called.
 
         Args:
             hooks: temporary hooks.
             before: register them as pre-hooks.
             gradients: enable gradients.
+            training: run in training mode instead of evaluation mode.
         """
         model = self.model
+        # Copying all parameters doubles the memory of a network, so only the first run in each mode does it.
+        parameters = [*self.changed.get(training, model.parameters())]
         try:
-            with quiet_eval(model), fixed_seed(model), torch.set_grad_enabled(gradients), ExitStack() as stack:
+            with ExitStack() as stack:
+                if not self.needs_hooks:
+                    stack.enter_context(without_hooks(model))
+                stack.enter_context(quiet_eval(model, training))
+                changed = stack.enter_context(kept_tensors(model, parameters))
+                self.changed.setdefault(training, changed)
+                stack.enter_context(fixed_seed(model))
+                stack.enter_context(torch.set_grad_enabled(gradients))
                 for path, hook in hooks:
                     module = model.get_submodule(path)
                     register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
@@ -288,10 +324,35 @@ def has_no_values(x: Tensor) -> bool:
     return x.is_meta or isinstance(x, FakeTensor)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def get_tensors(value: object) -> list[Tensor]:
-    """Return the tensors in the output of a network."""
-    fields = vars(value) if is_dataclass(value) and not isinstance(value, Mapping) else value
-    return [leaf for leaf in tree_leaves(fields) if isinstance(leaf, Tensor)]
+    """Return the tensors and NumPy arrays in the output of a network, also in attributes of objects at any depth.
+
+    >>> from types import SimpleNamespace
+    >>> get_tensors([SimpleNamespace(boxes=np.zeros(2)), {"scores": torch.ones(1)}])
+    [tensor([0., 0.], dtype=torch.float64), tensor([1.])]
+    """
+    found: list[Tensor] = []
+    # A list keeps the objects alive, so that their identities stay unique.
+    seen: dict[int, object] = {}
+    pending = [value]
+    while pending:
+        leaves = []
+        for leaf in tree_leaves(pending.pop(0)):
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufc":
+                found.append(torch.from_numpy(np.array(leaf)))
+            elif isinstance(leaf, Mapping):  # a subclass of dict
+                leaves.append([*leaf.values()])
+            elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)) and id(leaf) not in seen:
+                seen[id(leaf)] = leaf
+                leaves.append([*vars(leaf).values()])
+        pending = leaves + pending
+    return found
 
 
 def bitwise_equal(one: object, other: object) -> bool:

@@ -56,6 +56,11 @@ class ExactBlock(nn.Module):
         self.copied: bool = copied
         self.gate: nn.Parameter | None = gate
 
+    def reset_parameters(self) -> None:
+        """Set the gate to zero, for example after ``to_empty``."""
+        if self.gate is not None:
+            nn.init.zeros_(self.gate)
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.scale * run_on_copy(self.block, x, self.copied)
         for layer in self.block.modules():

@@ -21,7 +21,7 @@ from vision_attn.text import Report, Table, shorten
 FROZEN = "_before_freezing"
 
 #: Keys of parameters without weight decay, in addition to all parameters with one axis.
-NO_DECAY = re.compile(r"(.*\.)?(bias|gate|(gamma|layer_scale)[^.]*)")
+NO_DECAY = re.compile(r"(.*\.)?(bias|gate|logit_scale|(gamma|layer_scale)[^.]*)")
 
 
 class Gates(Report, dict[str, nn.Parameter]):

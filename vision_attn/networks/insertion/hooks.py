@@ -74,7 +74,9 @@ def check_block(owner: nn.Module, args: Any, *, target: str, path: str | None, r
         runs = any(is_site(x) and (not is_fusible(x) or vars(x).get(LOCATION) is record) for x in module.modules())
     else:
         runs = any(vars(part).get(LOCATION) is outside for part in module.modules())
-    if not runs and outside is not None and is_norm(module):
+    # In a replica of ``nn.DataParallel``, the site still refers to the block of the original network.
+    replicated = LOCATION in vars(module) and getattr(module, "_is_replica", False)
+    if not runs and outside is not None and (is_norm(module) or replicated):
         hook_(module, outside)
     elif not runs:
         raise missing_block_error(record, f"replaced by {type(module).__name__}")

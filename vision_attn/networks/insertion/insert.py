@@ -113,16 +113,18 @@ def insert_(
         blocks = [new_block(dry_run, block, x, side, block_options, exact=exact, zeros=zeros) for x in maps]
         report = make_report(blocks, "inserted", dry_run, warn=zeros)
         try:
-            changed = attach_verified(dry_run, blocks)
+            changed, verified = attach_verified(dry_run, blocks)
         except SiteError:  # A module may depend on its number of children.
             for x, new in zip(maps, blocks, strict=True):
                 block_path = attach.choose_block_path(model, x.target, inside=True)
                 vars(new)[RECORD] = replace(vars(new)[RECORD], block_path=block_path)
-            changed = attach_verified(dry_run, blocks)
+            changed, verified = attach_verified(dry_run, blocks)
         if not zeros or not changed or not exact or all(isinstance(x, GatedResidual) for x in blocks):
             break
         attach.detach_(model, blocks)
-    return replace(report, output_change=changed)
+    # A block may have moved inside its target, or may not change the output: the report describes the attached blocks.
+    attached = tuple(vars(block)[RECORD] for block in blocks)
+    return replace(report, blocks=attached, output_change=changed, verified=verified)
 
 
 @torch.inference_mode(False)
@@ -263,6 +265,8 @@ def new_block(
         if spec.device.type == "meta":  # Blocks on the meta device have no values to test.
             spec = spec._replace(device=torch.device("cpu"))
             new = attach.build_block(dry_run.model, record, make, spec)
+        # A layer that the block shares with the network must not be set to zero.
+        zeros = zeros and {*dry_run.model.parameters()}.isdisjoint(new.parameters())
         record = replace(record, **init_identity_(new, x.target, x.shape, spec, exact, zeros))
     new = attach.add_record(new, record, x.spec)
     cost, attention_pairs = measure_cost(new, x, y or x), count_attention_pairs(new, x.size)

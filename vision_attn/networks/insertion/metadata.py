@@ -123,7 +123,9 @@ def read_module(module: nn.Module, path: str, wrapped: bool) -> NetworkMetadata 
 def find_path(name: str, known: Collection[str]) -> str:
     """Return the path of a declared module, which ``features_only=True`` may have flattened or wrapped."""
     wrapped = [path for path in known if path.endswith(f".{name}")]
-    return next((path for path in (name, name.replace(".", "_"), *wrapped[:1]) if path in known), name)
+    # ``FeatureHookNet`` flattens only the first parts of a path.
+    flat = (name.replace(".", "_", count) for count in range(name.count(".") + 1))
+    return next((path for path in (*flat, *wrapped[:1]) if path in known), name)
 
 
 def get_feature_info(module: nn.Module) -> list[Mapping[str, Any]]:

@@ -87,6 +87,7 @@ class InsertionReport(Report):
     where  block             channels  feature map  tokens  parameters       MACs
     0      AttentionBlock2d         8        16×16     256         312  1,114,112
     total +975.0 % parameters, +18,133.3 % MACs
+    verified in evaluation and training mode
     Create optimizers and EMA copies now: existing ones do not contain these parameters.
     """
 
@@ -100,6 +101,8 @@ class InsertionReport(Report):
     replaced_cost: Cost = field(default_factory=lambda: Cost(0, 0))
     #: relative change of the output of the network
     output_change: float = 0.0
+    #: statement of what was verified about the output of the network; empty if nothing is verified by design
+    verified: str = ""
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -120,6 +123,7 @@ class InsertionReport(Report):
             notes.append(f"the output of the network changes by {100 * self.output_change:.2g} %")
         fusible = shorten(repr(block.site) for block in self.blocks if block.block_path.startswith("."))
         notes += [FUSE_FIRST.format(fusible)] if fusible and self.verb == "inserted" else []
+        notes += [self.verified] if self.verified else []
         notes += [OPTIMIZERS] if self.verb != "removed" else []
         return [heading, Table(rows, left=(0, 1)), *notes] if self.blocks else [f"no block {self.verb}"]
 

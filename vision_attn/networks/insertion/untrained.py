@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Iterable
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 #: Number of updates of the other parameters after which a block without an update is reported.
 MAX_MISSED_UPDATES = 5
@@ -52,6 +54,9 @@ def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
         if monitors.get(site) is monitor and not monitor.is_updated():
             if len(monitor.updates) <= MAX_MISSED_UPDATES:
                 return
+            if has_optimizer(parameter):  # It may update the block only every few batches.
+                handle.remove()
+                return
             # The other blocks may not have received gradients in this backward pass yet.
             stale = [
                 x
@@ -68,6 +73,13 @@ def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
         handle.remove()
 
     handle = parameter.register_post_accumulate_grad_hook(check)
+
+
+def has_optimizer(parameter: Tensor) -> bool:
+    """Return True if an optimizer exists that contains a parameter."""
+    optimizers = (x for x in gc.get_objects() if issubclass(type(x), Optimizer))
+    groups = (group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ()))
+    return any(parameter is p for group in groups for p in group["params"])
 
 
 def version_checksum(parameters: Iterable[Tensor]) -> float:

@@ -3,53 +3,100 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.attach import attach_blocks_
+from vision_attn.networks.insertion.attach import attach_blocks_, locate_block
 from vision_attn.networks.insertion.dry_run import DryRun, bitwise_equal, get_tensors, has_no_values
 from vision_attn.networks.insertion.hooks import RECORD
 
 
-def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module]) -> float:
+def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module]) -> tuple[float, str]:
     """Attach blocks and verify that the network's output changes only through the outputs of the blocks.
 
     Returns:
-        Relative change of the output that the blocks cause.
+        Relative change of the output that the blocks cause, and a sentence that states what was verified.
     """
     with attach_blocks_(dry_run.model, blocks):
-        failure = None
-        try:
-            output = run_with(dry_run, blocks)
-            if bitwise_equal(dry_run.output, output):
-                return 0.0
-        except SiteError as error:
-            failure = error
-        # Blocks that return a copy of their input must not change the output, whatever the network does with the copy.
-        copy = run_with(dry_run, blocks, blocks)
+        changed, reason = verify_evaluation(dry_run, blocks)
+        if reason:
+            return changed, f"not verified: {reason}"
+        reason = verify_training(dry_run, blocks)
+        if reason:
+            return changed, f"verified in evaluation mode; not verified in training mode: {reason}"
+        return changed, "verified in evaluation and training mode"
+
+
+def verify_evaluation(dry_run: DryRun, blocks: Sequence[nn.Module]) -> tuple[float, str]:
+    """Return the relative change of the output in evaluation mode, and the reason if the output cannot be compared."""
+    failure = None
+    try:
+        output = run_with(dry_run, blocks)
+        unchanged = bitwise_equal(dry_run.output, output)
+        if unchanged and (reason := why_incomparable(output)):
+            return 0.0, reason
+        if unchanged:
+            return 0.0, ""
+    except SiteError as error:
+        failure = error
+    # Blocks that return a copy of their input must not change the output, whatever the network does with the copy.
+    copy = run_with(dry_run, blocks, blocks)
+    varies = False
+    if not bitwise_equal(dry_run.output, copy):
         # A network whose output varies from run to run cannot be compared.
-        if not bitwise_equal(dry_run.output, copy) and bitwise_equal(copy, run_with(dry_run, blocks, blocks)):
+        varies = not bitwise_equal(copy, run_with(dry_run, blocks, blocks))
+        if not varies:
             if not bitwise_equal(dry_run.output, run_with(dry_run, blocks, ())):
                 raise child_error(blocks)
-            culprits = [x for x in blocks if not bitwise_equal(dry_run.output, run_with(dry_run, blocks, [x]))]
-            raise SiteError(
-                f"{quote_sites(culprits)} cannot take a block: the network changes this tensor in place and also reads "
-                "it elsewhere, where the change would be missing. Choose another module, or set inplace=False in it"
-            )
-        if failure is not None:
-            raise failure
-        changed = relative_change(dry_run.output, output) if bitwise_equal(dry_run.output, copy) else 0.0
-        if not math.isfinite(changed):
-            raise SiteError(f"{vars(blocks[0])[RECORD].block} makes the network's output NaN or infinite")
-        return changed
+            raise aliasing_error(x for x in blocks if not bitwise_equal(dry_run.output, run_with(dry_run, blocks, [x])))
+    if failure is not None:
+        raise failure
+    if varies:
+        return 0.0, "the output of the network varies from run to run"
+    changed = relative_change(dry_run.output, output)
+    if not math.isfinite(changed):
+        raise SiteError(f"{vars(blocks[0])[RECORD].block} makes the network's output NaN or infinite")
+    return changed, ""
+
+
+def verify_training(dry_run: DryRun, blocks: Sequence[nn.Module]) -> str:
+    """Compare copies with their originals in training mode. Return the reason if the output cannot be compared."""
+    try:
+        output = run_with(dry_run, blocks, (), training=True)
+    except SiteError:
+        return "the network does not run on the example in training mode, or runs other modules"
+    if reason := why_incomparable(output):
+        return reason
+    if bitwise_equal(output, run_with(dry_run, blocks, blocks, training=True)):
+        return ""
+    if not bitwise_equal(output, run_with(dry_run, blocks, (), training=True)):
+        return "the output of the network varies from run to run"
+    culprits = [x for x in blocks if not bitwise_equal(output, run_with(dry_run, blocks, [x], training=True))]
+    raise aliasing_error(culprits or blocks, " in training mode")
+
+
+def why_incomparable(output: object) -> str:
+    """Return the reason why an output cannot be compared; empty if it can be."""
+    tensors = get_tensors(output)
+    if not tensors:
+        return "the output of the network contains no tensors"
+    return "the tensors of the network have no values" if all(map(has_no_values, tensors)) else ""
 
 
 def quote_sites(blocks: Iterable[nn.Module]) -> str:
     return ", ".join(repr(vars(block)[RECORD].site) for block in blocks)
+
+
+def aliasing_error(blocks: Iterable[nn.Module], when: str = "") -> SiteError:
+    """Return the error for sites whose tensor the network changes in place and reads elsewhere."""
+    return SiteError(
+        f"{quote_sites(blocks)} cannot take a block: the network changes this tensor in place{when} and also reads "
+        "it elsewhere, where the change would be missing. Choose another module, or set inplace=False in it"
+    )
 
 
 def child_error(blocks: Iterable[nn.Module]) -> SiteError:
@@ -58,7 +105,9 @@ def child_error(blocks: Iterable[nn.Module]) -> SiteError:
     return SiteError(f"{quote_sites(blocks)} {why}. Choose another module")
 
 
-def run_with(dry_run: DryRun, blocks: Sequence[nn.Module], copies: Collection[nn.Module] | None = None) -> object:
+def run_with(
+    dry_run: DryRun, blocks: Sequence[nn.Module], copies: Collection[nn.Module] | None = None, training: bool = False
+) -> object:
     """Run the network with its blocks.
 
     If ``copies`` is given, these blocks return a copy of their input, and the other blocks return the input.
@@ -68,23 +117,19 @@ def run_with(dry_run: DryRun, blocks: Sequence[nn.Module], copies: Collection[nn
     """
     calls: list[nn.Module] = []
 
-    def forward(block: nn.Module, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def replace_output(block: nn.Module, args: tuple[Tensor, ...], kwargs: Any, output: Tensor) -> Tensor:
         calls.append(block)
         if copies is None:
-            return original(x)
-        return x.clone() if block in copies else x
+            return output
+        return args[0].clone() if block in copies else args[0]
 
+    paths = [".".join(filter(None, locate_block(vars(block)[RECORD]))) for block in blocks]
     try:
-        for block in blocks:
-            vars(block)["forward"] = partial(forward, block, block.forward)
-        output = dry_run.run()
+        output = dry_run.run([(path, replace_output) for path in paths], training=training)
     except SiteError as error:
         if copies is None:
             raise
         raise child_error(blocks) from error
-    finally:
-        for block in blocks:
-            vars(block).pop("forward", None)
     if wrong := [x for x in blocks if calls.count(x) != len(dry_run.calls[vars(x)[RECORD].site])]:
         raise child_error(wrong)
     return output

@@ -1,0 +1,142 @@
+"""``insert_`` leaves the state of a network, its hooks and the random generators unchanged, and reports what it verified."""
+
+import contextlib
+import copy
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import nn
+
+import vision_attn as va
+
+
+class Initialized(nn.Module):
+    """Data-dependent initialization by the first batch, as in ActNorm, and a running mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.loc = nn.Parameter(torch.zeros(8, 1, 1))
+        self.register_buffer("initialized", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        if not self.initialized:
+            with torch.no_grad():
+                self.loc.copy_(-x.mean((0, 2, 3))[:, None, None])
+                self.initialized.fill_(1)
+        self.mean.lerp_(x.mean((0, 2, 3)).detach(), 0.1)
+        return x + self.loc - self.mean[:, None, None]
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + 0 * random.random() + 0 * float(np.random.rand())
+
+
+class Skip(nn.Module):
+    """Network whose body changes the tensor of its skip connection in place."""
+
+    def __init__(self, first, output=lambda x: x):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.body = nn.Sequential(first, nn.Conv2d(8, 8, 3, padding=1))
+        self.output = output
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.output(x + self.body(x))
+
+
+def test_insertion_does_not_change_parameters_and_buffers_that_forward_writes():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Initialized(), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    twin, x = copy.deepcopy(model), 5 + torch.randn(2, 3, 16, 16)
+    va.insert_(model, names="3", num_heads=2, example_input=(1, 3, 16, 16))
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in twin.state_dict().items())
+    assert torch.equal(model(x), twin(x))
+
+
+def test_insertion_does_not_call_hooks_or_advance_random_states():
+    model, calls = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Noise(), nn.ReLU()), []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    states = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
+    va.insert_(model, names="2", num_heads=2, example_input=(1, 3, 8, 8))
+    dry = None, random.getstate(), np.random.get_state()[2]
+    assert not calls
+    assert dry[1:] == states[:2]
+    assert torch.equal(states[2], torch.get_rng_state())
+    model(torch.rand(1, 3, 8, 8))
+    assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    "output", [lambda x: SimpleNamespace(logits=x), lambda x: x.detach().numpy(), lambda x: [SimpleNamespace(t=x)]]
+)
+def test_outputs_in_objects_and_arrays_are_compared(output):
+    with pytest.raises(va.SiteError, match="changes this tensor in place"):
+        va.insert_(Skip(nn.ReLU(inplace=True), output), names="body.0", at="before", example_input=(1, 3, 32, 32))
+
+
+def test_training_mode_is_verified():
+    model = Skip(nn.Dropout(0.5, inplace=True))
+    with pytest.raises(va.SiteError, match="in place in training mode"):
+        va.insert_(model, names="body.0", at="before", example_input=(1, 3, 32, 32))
+    report = va.insert_(Skip(nn.ReLU()), names="body.0", num_heads=2, example_input=(1, 3, 32, 32))
+    assert report.verified == "verified in evaluation and training mode"
+    assert report.verified in str(report)
+
+
+def test_a_report_states_that_an_output_was_not_verified():
+    generator = np.random.default_rng()
+    model = Skip(nn.ReLU(), lambda x: x + float(generator.random()))
+    report = va.insert_(model, names="body.0", num_heads=2, example_input=(1, 3, 32, 32))
+    assert report.verified == "not verified: the output of the network varies from run to run"
+    report = va.insert_(Skip(nn.ReLU(), lambda x: None), names="body.0", num_heads=2, example_input=(1, 3, 32, 32))
+    assert report.verified == "not verified: the output of the network contains no tensors"
+
+
+def test_a_layer_shared_with_the_network_is_not_set_to_zero():
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)), torch.rand(1, 3, 8, 8)
+    shared, expected = model[1], model(x)
+
+    class Again(nn.Module):
+        def __init__(self, channels):
+            super().__init__()
+            self.conv = shared
+
+        def forward(self, x):
+            return x + self.conv(x)
+
+    with contextlib.suppress(va.SiteError):
+        va.insert_(model, Again, names="0", example_input=x)
+    assert shared.weight.any()
+    assert torch.equal(model(x), expected)
+
+
+def test_an_optimizer_that_steps_rarely_is_not_reported(recwarn):
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    va.insert_(model, names="1", num_heads=2, example_input=(1, 3, 8, 8))
+    block = [*va.inserted_blocks(model)["1"].parameters()]
+    often = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], 0.1)
+    rarely = torch.optim.SGD(block, 0.1)
+    for step in range(12):
+        often.zero_grad()
+        model(torch.rand(1, 3, 8, 8)).sum().backward()
+        often.step()
+        if step % 8 == 7:
+            rarely.step()
+    assert not [x for x in recwarn if "optimizer" in str(x.message)]
+
+
+def test_a_forward_that_another_tool_assigns_is_run_by_a_swapped_module():
+    model, x = timm.create_model("test_vit").eval(), torch.randn(1, 3, 160, 160)
+    va.swap_(model)
+    for block in model.blocks:
+        block.attn.proj.forward = lambda t, old=block.attn.proj.forward: 2 * old(t)
+    with torch.no_grad():
+        y = model(x)
+        va.swap_back_(model)
+        assert torch.allclose(y, model(x), atol=1e-5)
