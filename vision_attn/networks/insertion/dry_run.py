@@ -333,7 +333,7 @@ def get_tensors(value: object) -> list[Tensor]:
 
     >>> from types import SimpleNamespace
     >>> get_tensors([SimpleNamespace(boxes=np.zeros(2)), {"scores": torch.ones(1)}])
-    [tensor([0., 0.], dtype=torch.float64), tensor([1.])]
+    [tensor([1.]), tensor([0., 0.], dtype=torch.float64)]
     """
     found: list[Tensor] = []
     # A list keeps the objects alive, so that their identities stay unique.
