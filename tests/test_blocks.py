@@ -483,3 +483,27 @@ def test_outputs_and_gradients_on_a_gpu_equal_those_on_the_cpu(impl, dtype, opti
         gradients = [torch.autograd.grad(y.float().sum(), leaf)[0] for y, leaf in ((found, there), (expected, x))]
         for ours, theirs in ((found, expected), gradients):
             assert (ours.float().cpu() - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+RESET = {
+    "decomposed": {"position": va.RelPosDecomposed(4), "qk_norm": "cosine"},
+    "table": {"position": va.RelPosTable(4), "qk_norm": True},
+    "absolute": {"position": va.AbsPos(4), "gate_init": 0.5, "output_gate": True},
+    "match": {"qk_norm": "match"},
+}
+
+
+@pytest.mark.parametrize("name", RESET)
+def test_reset_parameters_initializes_every_parameter_as_a_new_block(name):
+    """FSDP creates a model on the meta device, allocates its parameters, and calls this method of each module."""
+    block = va.AttentionBlock2d(64, 4, **RESET[name], device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.fill_(torch.nan)
+    block.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
+    new = va.AttentionBlock2d(64, 4, **RESET[name])
+    for (key, found), expected in zip(block.state_dict().items(), new.state_dict().values(), strict=True):
+        torch.testing.assert_close(found.std(), expected.std(), rtol=0.25, atol=1e-6, msg=key)
+        torch.testing.assert_close(found.mean(), expected.mean(), rtol=0.01, atol=0.4 * float(expected.std()) + 1e-6)
+    x = torch.randn(2, 64, 4, 4)
+    assert torch.equal(block(x), x) == torch.equal(new(x), x)

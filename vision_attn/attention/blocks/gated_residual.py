@@ -54,9 +54,14 @@ class GatedResidual(nn.Module):
         check_factory_args(device, dtype, channels=channels)
         gate = 1.0 if gate_init is None else gate_init
         check_number("gate_init", gate)
-        self.zero_init: bool = gate_init is None
+        self.gate_init, self.zero_init = float(gate), gate_init is None
         self.norm: nn.Module = ChannelNorm(channels, device=device, dtype=dtype)
-        self.gate: nn.Parameter = nn.Parameter(torch.full((channels,), float(gate), device=device, dtype=dtype))
+        self.gate: nn.Parameter = nn.Parameter(torch.full((channels,), self.gate_init, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Initialize the gate and the output projection again, as after ``to_empty``."""
+        nn.init.constant_(self.gate, self.gate_init)
+        self.zero_init_last()
 
     def last_projection(self) -> nn.Module:
         """Return the last layer of the branch."""

@@ -25,8 +25,13 @@ class CosineNorm(nn.Module):
 
     def __init__(self, num_heads: int | None = None, scale: float = 10.0, **factory: Any) -> None:
         super().__init__()
-        scales = None if num_heads is None else torch.full((num_heads, 1, 1), math.log(scale), **factory)
+        self.init_scale: float = math.log(scale)
+        scales = None if num_heads is None else torch.full((num_heads, 1, 1), self.init_scale, **factory)
         self.logit_scale: nn.Parameter | None = None if scales is None else nn.Parameter(scales)
+
+    def reset_parameters(self) -> None:
+        if self.logit_scale is not None:
+            nn.init.constant_(self.logit_scale, self.init_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         x = upcast(x)

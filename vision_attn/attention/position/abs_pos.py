@@ -62,6 +62,10 @@ class AbsPosEncoding(PositionEncoding):
             table = torch.randn(length, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5
             self.register_parameter(name, nn.Parameter(table))
 
+    def reset_parameters(self) -> None:
+        for table in self.parameters():
+            nn.init.normal_(table, std=table.shape[1] ** -0.5)
+
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
         layout, embeddings = grouping.key_layout, []
         for axis, (name, length) in enumerate(zip(self.names, layout.size, strict=True)):

@@ -66,6 +66,10 @@ class DecomposedEncoding(PositionEncoding):
                 table = torch.randn(2 * length - 1, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5
                 self.register_parameter(f"{name}_rel", nn.Parameter(table))
 
+    def reset_parameters(self) -> None:
+        for table in self.parameters():
+            nn.init.normal_(table, std=table.shape[1] ** -0.5)
+
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
         tables = {}
         for axis, name in self.names.items():

@@ -66,6 +66,9 @@ class TableEncoding(PositionEncoding):
         table = torch.randn(rows, shape.num_heads, device=device, dtype=dtype) * 0.02
         self.relative_position_bias_table: nn.Parameter = nn.Parameter(table)
 
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.relative_position_bias_table, std=0.02)
+
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
         table, lengths = self.relative_position_bias_table.t(), self.lengths
         wanted = [
