@@ -20,8 +20,6 @@ from vision_attn.attention.kernels import Kernel
 from vision_attn.attention.masks import Mask, zero_fully_masked_rows
 from vision_attn.attention.patterns.grouping import Grouping, can_cache, in_graph, is_capturing, outside_graph
 
-#: Devices without graphs that read the same memory in every replay.
-NOT_CAPTURED = ("cpu",)
 #: Maximum number of groupings, and of plans, that a block keeps.
 CACHED_SIZES, CACHED_PLANS = 4, 32
 
@@ -161,7 +159,7 @@ class PlanCache:
                 if len(self.recent) >= CACHED_PLANS:
                     self.recent.clear()
                 self.recent[key] = plan
-        elif x.device.type not in NOT_CAPTURED and is_capturing():
+        elif is_capturing():
             self.captured[key] = plan
         return plan
 
