@@ -516,7 +516,7 @@ REFUSED = [
     ("rel_pos.mlp", partial(maxvit, rel_pos_cls=MLP)),
     ("group_norm", partial(diffusers, norm_num_groups=4)),
     ("torch.nn.modules.linear.Linear", lambda: nn.Linear(8, 8)),
-    ("timm.models.eva.EvaAttention.*rotary", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),
+    ("EvaAttention.head_dim.*swap_", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),
     ("module must", lambda: None),
 ]
 #: Unsupported layers that only the comparison detects.

@@ -197,6 +197,57 @@ def test_swapped_modules_support_implementations_and_capture():
     assert (total[:, :, 8:] < 0.9).all()
 
 
+ROTARY = ["vit_small_patch16_dinov3", "eva02_tiny_patch14_224", "vit_small_patch16_rope_224"]
+ROTARY.append("vit_small_patch16_rope_mixed_224")
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotary_attention_of_timm(name):
+    torch.manual_seed(0)
+    side = 70 if "eva02" in name else 64
+    theirs = perturbed(timm.create_model(name, img_size=side, depth=2, num_classes=3), 0.02).double()
+    ours, images = copy.deepcopy(theirs), torch.randn(2, 3, side, side, dtype=torch.float64)
+    assert len(va.swap_(ours)) == 2
+    (y, *grads), (expected, *expected_grads) = (
+        (y, *torch.autograd.grad(y.square().sum(), [x for x in model.parameters() if x.requires_grad]))
+        for model in (ours, theirs)
+        for y in [model(images)]
+    )
+    torch.testing.assert_close(y, expected, atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(grads, expected_grads, atol=1e-10, rtol=1e-8)
+    for impl in ("bmm", "einx", "einsum", "sdpa"):
+        with va.use_impl(ours, impl), torch.no_grad():
+            torch.testing.assert_close(ours(images), expected.detach(), atol=1e-12, rtol=1e-10)
+    weights = {}
+    for path, module in theirs.named_modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+            module.attn_drop.register_forward_hook(lambda _, x, __, path=path: weights.update({path: x[0].detach()}))
+    theirs(images)
+    maps = captured(ours, images)
+    assert list(maps) == list(weights)
+    for path, found in maps.items():
+        tokens = found.weights.flatten(3).shape[2:]
+        expected_map = weights[path][..., -tokens[0] :, -tokens[1] :]
+        torch.testing.assert_close(found.weights.flatten(3), expected_map, atol=1e-12, rtol=1e-10)
+
+
+def test_rotary_attention_of_transformers():
+    transformers = pytest.importorskip("transformers", "4.56")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    config = transformers.DINOv3ViTConfig(**sizes, image_size=64, num_register_tokens=4)
+    theirs = perturbed(transformers.DINOv3ViTModel(config), 0.05).double()
+    ours, images = copy.deepcopy(theirs), torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    assert len(va.swap_(ours)) == 2
+    expected = theirs(images).last_hidden_state
+    torch.testing.assert_close(ours(images).last_hidden_state, expected, atol=1e-12, rtol=1e-10)
+    theirs.set_attn_implementation("eager")
+    maps, weights = captured(ours, images), theirs(images, output_attentions=True).attentions
+    for found, given in zip(maps.values(), weights, strict=True):
+        torch.testing.assert_close(found.weights.flatten(3), given[..., -24:, -24:].detach(), atol=1e-12, rtol=1e-10)
+
+
 @pytest.mark.parametrize("kind", ["maxvit", "swin"])
 def test_maps_of_windows_and_grids_of_timm(kind):
     """The attention map times the values on the feature map is the output of the attention."""

@@ -273,7 +273,6 @@ UNSUPPORTED = {
     "TalkingHeadAttn": "it mixes the heads before and after the softmax",
     "CascadedGroupAttention": "each head receives the output of the previous head",
     "OutlookAttention": "its attention weights are computed without keys",
-    "EvaAttention AttentionRope": "the network passes the rotary embedding of queries and keys as an argument",
     "MaskFormerDetrSelfAttention MaskFormerDetrCrossAttention": "keys have position encodings, values do not",
     "MultiScaleAttention": "queries are pooled after the projection",
     "MaskUnitAttention": "tokens are ordered by mask unit",

@@ -23,7 +23,7 @@ from vision_attn.networks.convert.conversion import (
     named_weights,
 )
 from vision_attn.networks.convert.equivalence import check_without, random_map
-from vision_attn.networks.convert.timm_layers import VIT, add_window_masks
+from vision_attn.networks.convert.timm_layers import VIT, CallRotation, add_window_masks
 from vision_attn.networks.insertion.block_factories import ATTENTION_BLOCKS
 
 
@@ -118,6 +118,27 @@ def example_segformer(layer: Any) -> tuple[Any, ...]:
     return random_map(2, 6 * side**2, layer.q_proj.in_features), 3 * side, 2 * side
 
 
+def attend_dinov3(
+    layer: Any,
+    attend: Attend,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    position_embeddings: Any = None,
+    **o: Any,
+) -> Any:
+    """Run DINOv3's attention; the tokens without a rotation come first."""
+    if needs_layer(layer, *o.values()) or torch.compiler.is_dynamo_compiling() or position_embeddings is None:
+        return FALLBACK
+    cos, sin = position_embeddings
+    position = CallRotation(sin, cos, hidden_states.shape[1] - sin.shape[-2], halves=True)
+    return attend(hidden_states.mT, transformers_bias(layer, hidden_states, attention_mask), position=position).mT, None
+
+
+def example_dinov3(layer: Any) -> tuple[Any, ...]:
+    angles = random_map(2, 5, layer.head_dim)
+    return random_map(2, 7, layer.embed_dim), None, (angles[0], angles[1])
+
+
 EAGER = 'it may return attention weights, which blocks do not. Create the model with attn_implementation="sdpa"'
 TRANSFORMERS = LayerConversion(
     weights=named_weights("q_proj k_proj v_proj", "o_proj"),
@@ -150,6 +171,13 @@ TRANSFORMERS_LAYERS = {
     "clip.CLIP clipseg.CLIPSeg siglip.Siglip siglip2.Siglip2": CLIP,
     "segformer.Segformer": SEGFORMER,
 }
+TRANSFORMERS_LAYERS["dinov3_vit.DINOv3ViT"] = replace(
+    TRANSFORMERS,
+    dropouts=("dropout", ""),
+    call=attend_dinov3,
+    example=example_dinov3,
+    swap_only=("scaling",),
+)
 for names, row in TRANSFORMERS_LAYERS.items():
     for name, kind in (path.split(".") for path in names.split()):
         CONVERSIONS[f"transformers.models.{name}.modeling_{name}.{kind}Attention"] = row

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.attention.blocks import Attention
+from vision_attn.attention.position import PositionEncoding
 from vision_attn.attention.scopes import ORIGINAL
 from vision_attn.errors import SiteError
 from vision_attn.networks.convert.conversion import (
@@ -231,11 +232,22 @@ class Swap:
         dtype = "" if self.conversion.dtype == torch.float64 else f", compared in {self.conversion.dtype}"
         return f"{type(self.block).__name__}, pattern={self.block.pattern!r}{dtype}"
 
-    def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Run the block with the current weights of the module; several threads can call this at the same time."""
+    def attend(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        mask: Tensor | None = None,
+        context: Tensor | None = None,
+        position: PositionEncoding | None = None,
+    ) -> Tensor:
+        """Run the block with the current weights of the module; several threads can call this at the same time.
+
+        ``position`` is the position encoding of this call, for layers that receive it as an argument.
+        """
         weights = to_parameters(self.conversion.weights(module), self.block.rank)
         sizes = tuple(x.shape[2:]), None if context is None else tuple(context.shape[2:])
-        block: Any = copy_with_weights(self.block, weights, {ORIGINAL: self.block, MAP_SIZES: sizes})
+        extra = {ORIGINAL: self.block, MAP_SIZES: sizes} | ({} if position is None else {"position": position})
+        block: Any = copy_with_weights(self.block, weights, extra)
         return run_on_tokens(block, self.block.rank, x, mask, context)
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks import Attention2d
 from vision_attn.attention.blocks.projection import to_memory_format_of
-from vision_attn.attention.patterns import Halo, Window
-from vision_attn.attention.position import RelPosDecomposed, RelPosTable
+from vision_attn.attention.patterns import Grouping, Halo, Window
+from vision_attn.attention.position import PositionEncoding, RelPosDecomposed, RelPosTable
+from vision_attn.attention.position.encoding import Encoded
 from vision_attn.networks.convert.conversion import (
     CONVERSIONS,
     FALLBACK,
@@ -29,7 +30,8 @@ from vision_attn.networks.convert.equivalence import random_map
 
 def vit_weights(layer: Any) -> dict[str, Any]:
     """Read the weights of a layer with ``qkv`` and ``proj``, as in most layers of timm."""
-    weights = named_weights("qkv" if getattr(layer, "qkv", None) is not None else "q k v", "proj")(layer)
+    separate = "q_proj k_proj v_proj" if hasattr(layer, "q_proj") else "q k v"
+    weights = named_weights("qkv" if getattr(layer, "qkv", None) is not None else separate, "proj")(layer)
     if getattr(layer, "q_bias", None) is not None:
         bias = torch.cat([layer.q_bias, torch.zeros_like(layer.q_bias), layer.v_bias])
         weights["qkv"] = Projection(layer.qkv.weight, bias)
@@ -100,12 +102,65 @@ def example_reduced(layer: Any) -> tuple[Any, ...]:
     return random_map(2, 6 * side**2, layer.q.in_features), (3 * side, 2 * side)
 
 
+class CallRotation(PositionEncoding):
+    """Rotation of queries and keys by the sines and cosines that a network passes in one call."""
+
+    adds_bias = False
+
+    def __init__(self, sin: Tensor, cos: Tensor, prefix: int, halves: bool) -> None:
+        nn.Module.__init__(self)
+        self.sin, self.cos = sin, cos  # ([b or n,] i, d)
+        self.prefix = prefix  # number of tokens that are not rotated: class and register tokens
+        self.halves = halves  # True: channel k is paired with k + d/2; False: with its neighbor
+
+    def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
+        return self.rotate(q), self.rotate(k), None
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate pairs of channels of ``(b, n, i, d)``, except for the tokens of the prefix."""
+        first, x = x[:, :, : self.prefix], x[:, :, self.prefix :]
+        pairs = x.unflatten(-1, (2, -1) if self.halves else (-1, 2))
+        a, b = pairs.unbind(-2 if self.halves else -1)
+        partner = torch.cat([-b, a], dim=-1) if self.halves else torch.stack([-b, a], dim=-1).flatten(-2)
+        return torch.cat([first, (x * self.cos + partner * self.sin).to(x.dtype)], dim=2)
+
+
+def attend_rotary(
+    layer: Any,
+    attend: Attend,
+    x: Tensor,
+    rope: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Any:
+    """Run the attention of EVA, DINOv3 and other networks that pass a rotary embedding to every layer."""
+    if is_causal or torch.compiler.is_dynamo_compiling():
+        return FALLBACK
+    position = (
+        None if rope is None else CallRotation(*rope.chunk(2, dim=-1), layer.num_prefix_tokens, layer.rotate_half)
+    )
+    return attend(x.mT, attn_mask, position=position).mT
+
+
+def example_rotary(layer: Any) -> tuple[Any, ...]:
+    tokens, channels = 5, layer.proj.out_features
+    embedding = random_map(tokens, 2 * layer.head_dim)
+    return random_map(2, layer.num_prefix_tokens + tokens, channels), embedding
+
+
 def add_window_masks(bias: Tensor, mask: Tensor | None, x: Tensor) -> Tensor:
     """Add the masks of shifted windows, one for each window of an image, to the bias of the logits."""
     return bias if mask is None else bias + mask.repeat(len(x) // len(mask), 1, 1)[:, None]
 
 
 VIT = LayerConversion(weights=vit_weights)
+ROTARY = replace(
+    VIT,
+    call=attend_rotary,
+    example=example_rotary,
+    unsupported={"norm": "blocks have no norm before the output projection"},
+    swap_only=("head_dim",),
+)
 MAPS = replace(VIT, axes="b c h w")
 CHANNELS_LAST = replace(VIT, axes="b h w c")
 EFFICIENTFORMER = replace(VIT, bias=efficientformer_bias, swap_only=("attention_biases",))
@@ -262,6 +317,7 @@ TORCHVISION_MAXVIT = replace(
 GCVIT = {"use_global": "its queries are from another feature map"}
 CONVERSIONS |= {
     "timm.layers.attention.Attention": replace(VIT, bias=vit_bias),
+    "timm.layers.attention.AttentionRope": replace(ROTARY, options={"num_kv_heads": "num_kv_heads"}),
     "timm.layers.attention2d.Attention2d": MAPS,
     "timm.layers.attention2d.MultiQueryAttention2d": replace(
         MAPS,
@@ -289,6 +345,7 @@ CONVERSIONS |= {
     "timm.models.convit.MHSA": VIT,
     "timm.models.davit.WindowAttention": VIT,
     "timm.models.efficientformer.Attention": EFFICIENTFORMER,
+    "timm.models.eva.EvaAttention": ROTARY,
     "timm.models.fastvit.Attention": MAPS,
     "timm.models.gcvit.WindowAttentionGlobal": replace(REL_POS, unsupported=GCVIT),
     "timm.models.hieradet_sam2.MultiScaleAttention": replace(CHANNELS_LAST, unsupported=HIERA),
