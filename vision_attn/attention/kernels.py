@@ -218,7 +218,7 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
         q, k, v, mask = to_4d_mask(q, k, v, mask)
         y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=False)
         y = y if y.shape[1] == n else y.reshape(b, n, i, y.shape[3])
-    node = None if torch.compiler.is_dynamo_compiling() else y.grad_fn
+    node = y.grad_fn if y.requires_grad and not torch.compiler.is_dynamo_compiling() else None
     if node is not None and "ScaledDotProduct" in node.name():
         node.register_hook(name_missing_derivative)
     return y if y.shape[3] == e else y[..., :e]

@@ -136,9 +136,10 @@ def attend_rotary(
     """Run the attention of EVA, DINOv3 and other networks that pass a rotary embedding to every layer."""
     if is_causal or torch.compiler.is_dynamo_compiling():
         return FALLBACK
-    position = (
-        None if rope is None else CallRotation(*rope.chunk(2, dim=-1), layer.num_prefix_tokens, layer.rotate_half)
-    )
+    position = None
+    if rope is not None:
+        sin, cos = rope.chunk(2, dim=-1)
+        position = CallRotation(sin, cos, layer.num_prefix_tokens, layer.rotate_half)
     return attend(x.mT, attn_mask, position=position).mT
 
 
