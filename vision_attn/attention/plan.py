@@ -146,9 +146,10 @@ class PlanCache:
 
     def get(self, block: Any, kernel: Kernel, x: Tensor, mask: Mask, context: Tensor | None) -> Plan | None:
         """Return the plan for inputs outside graphs; the key holds everything on which a plan depends."""
+        position = block.position
         key = (
             *(kernel, x.shape, x.stride(), x.dtype, x.device, torch.is_grad_enabled(), block.scale),
-            block.position is not None and block.position.adds_bias,  # not the module, which may belong to one call
+            position is not None and position.adds_bias,  # not the module, which may belong to one call
             *(block.causal, block.training and block.attn_drop, x.is_meta or torch.is_autocast_enabled(x.device.type)),
             *(mask if mask is None else kind(mask), context if context is None else kind(context)),
             torch._C._functorch.is_functorch_wrapped_tensor(x),
