@@ -190,10 +190,10 @@ def test_a_run_killed_twenty_times_is_resumed_bitwise(base, processes, kills, tm
             probe.bind(("127.0.0.1", 0))
             environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
         environment |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes} if processes > 1 else {}
-        running = []
+        running, words = [], command_line(settings)  # writes a file, which the first process may read at once
         for rank in range(processes):
             ranks = {**environment, "RANK": rank, "LOCAL_RANK": rank} if processes > 1 else {}
-            running.append(context.Process(target=run_command, args=(command_line(settings), ranks, log)))
+            running.append(context.Process(target=run_command, args=(words, ranks, log)))
             running[-1].start()
         return running
 
