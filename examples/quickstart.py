@@ -159,7 +159,7 @@ figure
 # %%
 model.eval()
 folder = va.save_model(model, OUTPUT / "flowers", classes=val_set.classes)
-adapter = va.save_adapter(model, OUTPUT / "flowers.safetensors", also="classifier.*")
+adapter = va.save_adapter(model, OUTPUT / "flowers.safetensors", also="head")
 loaded = va.load_model(folder)
 with torch.inference_mode():
     assert torch.equal(loaded(images), model(images))

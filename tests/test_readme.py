@@ -43,6 +43,12 @@ INTEGRATIONS = r"^(?:from|import) (diffusers|segmentation_models_pytorch|torchao
 QUIET = dict.fromkeys(("HF_HUB_OFFLINE", "YOLO_OFFLINE", "OMP_NUM_THREADS"), "1")
 QUIET |= dict.fromkeys(("YOLO_AUTOINSTALL", "YOLO_VERBOSE"), "0")
 
+#: Networks of different families, for which the quick start of the README runs.
+FAMILIES = [
+    *("convnext_atto", "densenet121", "dla46_c", "edgenext_xx_small", "ghostnet_050", "mobilenetv3_small_050"),
+    *("nf_regnet_b0", "poolformerv2_s12", "regnetx_002", "repghostnet_050", "resnet18", "tf_efficientnet_lite0"),
+]
+
 
 def page(name):
     return (ROOT / "docs" / f"{name}.md").read_text()
@@ -58,6 +64,21 @@ def blocks(text, language):
 
 def without_blocks(text):
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_quick_start_of_the_readme_works_for_other_networks(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = (one for one in blocks(README, "python") if "create_model" in one)
+    assert '"resnet50"' in code
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(code.replace('"resnet50"', repr(name)), space := {})
+    model = space["model"]
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    vision_attn.remove_(model)
+    model.get_classifier().reset_parameters()
+    vision_attn.load_adapter_(model, "blocks.safetensors")
+    assert all(value.equal(expected[key]) for key, value in model.state_dict().items())
 
 
 def code_and_output(text):

@@ -110,13 +110,15 @@ def adapter(model, tmp_path):
 def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
     train(model, also=["fc.weight", "fc.bias"])
     path = save_adapter(model, tmp_path / "adapter.safetensors", also="fc.*")
+    named = save_adapter(model, tmp_path / "head.safetensors", also="head")
+    assert named.read_bytes() == path.read_bytes()
     other = small_network()
     nn.init.zeros_(other.fc.weight)  # the new head is not part of the fingerprint
     load_adapter_(other, path)
     assert_same(other.state_dict(), model.state_dict())
     with pytest.raises(va.CheckpointError, match=r"another network: .*fc.weight \(model \(5, 8\), adapter \(3, 8"):
         load_adapter_(small_network(classes=5), path)
-    with pytest.raises(ValueError, match=r"also='head.*' .*conv1.weight"):
+    with pytest.raises(ValueError, match=r"also='head.*' .*classifier .*'fc'; pass also=\"head\""):
         save_adapter(model, path, also=["fc.*", "head.*"])
 
 

@@ -73,7 +73,8 @@ def save_adapter(
     Args:
         model: a model with inserted blocks.
         path: path of the file, which must end in ``.safetensors``.
-        also: globs on additional keys to save: ``["fc.*"]`` for a new classifier.
+        also: globs on additional keys to save, as in :func:`vision_attn.freeze_backbone_`: ``"head"`` for a
+            new classifier.
         metadata: additional metadata of plain values; training runs save their settings and classes.
 
     Returns:
@@ -99,7 +100,7 @@ def save_adapter(
     if not blocks:
         raise ValueError("model has no inserted blocks to save. Call va.insert_ first, or use va.save_model")
     state, block_keys = unwrap_state(model), set(map(unwrap_key, insertion.inserted_keys(model)))
-    extra = insertion.match_keys("also", also, [key for key in state if key not in block_keys])
+    extra = insertion.select_keys("also", also, model, [key for key in state if key not in block_keys])
     tensors = {key: gather(state[key]) for key in state if key in block_keys or key in extra}
     base = fingerprint_network(state, exclude=block_keys | extra)
     file_format.write_saved(

@@ -21,6 +21,7 @@ from vision_attn.networks.insertion.finetuning import (
     gates as gates,
     match_keys as match_keys,
     parameter_groups as parameter_groups,
+    select_keys as select_keys,
     unfreeze_backbone_ as unfreeze_backbone_,
 )
 from vision_attn.networks.insertion.insert import insert_ as insert_, remove_ as remove_, replace_ as replace_

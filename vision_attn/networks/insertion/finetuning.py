@@ -92,7 +92,7 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     True
     """
     model = unwrap_model(model)
-    live = inserted_keys(model) | select_keys(model, also_train)
+    live = inserted_keys(model) | select_keys("also_train", also_train, model, model.state_dict())
     if not live:
         raise ValueError('model has nothing to train when frozen. Insert a block, or pass also_train="head"')
     unfreeze_backbone_(model)
@@ -143,21 +143,20 @@ def unfreeze_backbone_(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def select_keys(model: nn.Module, also_train: str | Iterable[str]) -> set[str]:
-    """Return the state-dict keys that ``also_train`` selects.
+def select_keys(argument: str, globs: str | Iterable[str], model: nn.Module, keys: Iterable[str]) -> set[str]:
+    """Return the keys that match any of the globs, in which ``"head"`` is the classifier.
 
     The classifier is read from timm's metadata, or found by the names that torchvision's models use.
     """
-    state = model.state_dict()
+    keys = list(keys)
     declared = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
     names = [declared] if isinstance(declared, str) else [*declared] or ["fc", "classifier", "heads", "head"]
-    heads = [name for name in names if any(key.startswith(f"{name}.") for key in state)]
+    heads = [name for name in names if any(key.startswith(f"{name}.") for key in keys)]
     listed = f" The classifier of this model is {shorten(map(repr, heads))}; "
-    known = f'{listed}pass also_train="head" or "{heads[0]}.*"' if heads else ""
+    known = f'{listed}pass {argument}="head" or "{heads[0]}.*"' if heads else ""
     named = {"head": [f"{head}.*" for head in heads]} if heads else {}
-    given = as_list("also_train", also_train, 'globs on state-dict keys, or "head"', single=str)
-    globs = [glob for one in given for glob in named.get(one, [one])]
-    return match_keys("also_train", globs, state, known)
+    given = as_list(argument, globs, 'globs on state-dict keys, or "head"', single=str)
+    return match_keys(argument, [glob for one in given for glob in named.get(one, [one])], keys, known)
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
