@@ -207,6 +207,8 @@ def test_rotary_attention_of_timm(name):
     side = 70 if "eva02" in name else 64
     theirs = perturbed(timm.create_model(name, img_size=side, depth=2, num_classes=3), 0.02).double()
     ours, images = copy.deepcopy(theirs), torch.randn(2, 3, side, side, dtype=torch.float64)
+    if "mixed" in name and not hasattr(theirs.blocks[0].attn, "num_kv_heads"):
+        pytest.skip("timm 1.0.26 does not run mixed rotary embeddings in float64")
     assert len(va.swap_(ours)) == 2
     (y, *grads), (expected, *expected_grads) = (
         (y, *torch.autograd.grad(y.square().sum(), [x for x in model.parameters() if x.requires_grad]))

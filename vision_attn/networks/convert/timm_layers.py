@@ -318,7 +318,10 @@ TORCHVISION_MAXVIT = replace(
 GCVIT = {"use_global": "its queries are from another feature map"}
 CONVERSIONS |= {
     "timm.layers.attention.Attention": replace(VIT, bias=vit_bias),
-    "timm.layers.attention.AttentionRope": replace(ROTARY, options={"num_kv_heads": "num_kv_heads"}),
+    "timm.layers.attention.AttentionRope": replace(
+        ROTARY,  # timm 1.0.26 has no grouped heads
+        options={"num_kv_heads": lambda layer: getattr(layer, "num_kv_heads", layer.num_heads)},
+    ),
     "timm.layers.attention2d.Attention2d": MAPS,
     "timm.layers.attention2d.MultiQueryAttention2d": replace(
         MAPS,
