@@ -69,12 +69,16 @@ def test_a_plan_depends_on_every_input():
     assert torch.equal(dropped.eval()(images()), before)
 
 
+@pytest.mark.parametrize("position", [None, va.Rope2d(), va.AbsPos(4)], ids=str)
 @pytest.mark.parametrize("impl", CPU_IMPLS)
-def test_contexts_of_two_sizes_in_one_block(impl):
-    used = layer(context_channels=8, impl=impl)
+def test_contexts_of_two_sizes_in_one_block(impl, position):
+    options = {"context_channels": 16, "impl": impl, "position": position}
+    used = layer(**options)
     for size in ((4, 6), (9, 3), (4, 6)):
-        inputs = images(), None, images(2, 8, *size)
-        assert_equal(outputs(used, *inputs), outputs(layer(context_channels=8, impl=impl), *inputs))
+        inputs = images(), None, images(2, 16, *size)
+        assert_equal(outputs(used, *inputs), outputs(layer(**options), *inputs))
+        with pytest.raises(ValueError, match="mask must broadcast"):
+            used(images(), torch.ones(35, 2, dtype=torch.bool), inputs[2])
 
 
 class Scaled(PositionEncoding):
