@@ -1,8 +1,8 @@
 r"""Change the package at one position at a time, and list the changes that no fast test detects.
 
 cosmic-ray generates the changes, and coverage selects the tests that run the changed line, fastest first. A line that
-also runs at import is tested by all tests of its function or, outside of functions, by those of its module. Libraries
-are imported once, and each change is tested in a forked process. From the root of a checkout:
+also runs at import is tested by all tests of its function or, outside of functions, by the tests of its module.
+Libraries are imported once, and each change is tested in a forked process. From the root of a checkout:
 
     pip install cosmic-ray coverage
     export COVERAGE_FILE=/tmp/coverage OMP_NUM_THREADS=1
@@ -125,7 +125,7 @@ class Tests:
         """Select the tests of some lines within a budget.
 
         A line that runs at import, such as a default or a constant, belongs to the tests of everything that it defines:
-        the body of its function, or the module. Whichever test imported the module first is no evidence.
+        the body of its function, or the module. The import itself selects no test.
         """
         lines = self.data.contexts_by_lineno(self.files[path]) if path in self.files else {}
         body = function_body(path, first, last)

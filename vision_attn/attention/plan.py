@@ -105,7 +105,7 @@ def make_plan(block: Any, kernel: Kernel, x: Tensor, mask: Mask, context: Tensor
     adds_bias = position is not None and position.adds_bias
     causal = block.causal and grouping.is_global and mask is None and not adds_bias
 
-    # The implementation. The kernel is called directly if there is no other step; "auto" then selects one now.
+    # The implementation. The kernel is called directly if it is the only step; "auto" is then resolved here.
     device = x.device.type
     autocast = device if not x.is_meta and torch.is_autocast_enabled(device) else None  # meta has no autocast
     dropout = block.attn_drop if block.training else 0.0

@@ -177,7 +177,6 @@ class Attention(ConfigurableImpl):
             x = torch.cat([x] * 3, dim=1)
             context = None if context is None else torch.cat([context] * 3, dim=1)
         if plan.one_input:
-            # Rearranging one input is cheaper than rearranging its three projections.
             y = self.qkv(x if queries.is_identity else to_groups(kernel, queries, x))
             if d == e:
                 return kernel.split_heads(y, n, m, m)
