@@ -46,8 +46,8 @@ PAGES = {
         "Attention maps and figures",
         "Compute attention maps and draw them ([guide](../see.md)).",
         """
-        capture explore networks.maps.AttentionMaps networks.maps.AttentionMap networks.figures.attention_figure
-        networks.figures.save_figure networks.figures.Figure
+        capture explore networks.capture.maps.AttentionMaps networks.capture.maps.AttentionMap
+        networks.capture.figures.attention_figure networks.capture.figures.save_figure networks.capture.figures.Figure
         """,
     ),
     "convert": (

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vision_attn.networks.figures import save_figure
+from vision_attn.networks.capture.figures import save_figure
 from vision_attn.tools.comparison.experiments import DECIMALS
 from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_figure
 

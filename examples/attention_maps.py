@@ -24,8 +24,8 @@ from sklearn.datasets import load_sample_images
 
 import vision_attn as va
 import vision_attn.networks.models  # registers recall_attention and resnet20_attention with timm
+from vision_attn.networks.capture.figures import attention_figure, save_figure
 from vision_attn.networks.contributions import disabled
-from vision_attn.networks.figures import attention_figure, save_figure
 from vision_attn.tools.comparison.recall import CELLS, COLORS, NOTHING, PIXELS, canvases
 
 OUTPUT = Path("examples-output")

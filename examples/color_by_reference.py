@@ -36,7 +36,7 @@ from sklearn.datasets import load_sample_image
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.figures import Figure, save_figure
+from vision_attn.networks.capture.figures import Figure, save_figure
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.experiments import trials
 

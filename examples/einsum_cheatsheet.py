@@ -24,7 +24,7 @@ from torch.testing import assert_close
 
 import vision_attn as va
 from vision_attn.attention.implementations import attend
-from vision_attn.networks.figures import Figure, save_figure
+from vision_attn.networks.capture.figures import Figure, save_figure
 from vision_attn.networks.safe import write_atomically
 
 torch.manual_seed(0)

@@ -32,7 +32,7 @@ from torch.utils.benchmark import Timer
 
 import vision_attn as va
 from vision_attn.attention.patterns import resolve_pattern
-from vision_attn.networks.figures import Figure, save_figure
+from vision_attn.networks.capture.figures import Figure, save_figure
 
 start = time.perf_counter()
 import einx  # noqa: E402 - imported here to measure the import time

@@ -26,8 +26,8 @@ from matplotlib.patches import Patch
 from torch.testing import assert_close
 
 import vision_attn as va
+from vision_attn.networks.capture.figures import Figure, save_figure
 from vision_attn.networks.convert.equations import attention_equations, attention_pattern, projection_equation
-from vision_attn.networks.figures import Figure, save_figure
 
 try:
     os.environ["KERAS_BACKEND"] = "torch"

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import CIFAR100, ImageFolder
 
 import vision_attn as va
-from vision_attn.networks.figures import attention_figure, save_figure
+from vision_attn.networks.capture.figures import attention_figure, save_figure
 from vision_attn.tools.export.export import export_model
 
 DATA, SIDE, EPOCHS = Path("flowers"), 128, 5

@@ -25,8 +25,8 @@ from PIL import Image, ImageOps
 from torchvision.transforms import functional as transforms
 
 import vision_attn as va
-from vision_attn.networks.figures import save_figure
-from vision_attn.networks.insertion import quiet_eval
+from vision_attn.networks.capture.figures import save_figure
+from vision_attn.networks.network import quiet_eval
 from vision_attn.tools import cli
 
 HEIGHT, WIDTH, STRIDE = 448, 672, 16

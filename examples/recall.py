@@ -31,10 +31,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import vision_attn as va
-from vision_attn.networks.figures import save_figure
-from vision_attn.networks.insertion import quiet_eval
+from vision_attn.networks.capture.figures import save_figure
+from vision_attn.networks.capture.recording import capture
 from vision_attn.networks.models.recall_net import RecallNet
-from vision_attn.networks.recording import capture
+from vision_attn.networks.network import quiet_eval
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.controls import ConvBlock2d, GatedConvBlock2d, LinearBlock2d, SqueezeExciteBlock2d
 from vision_attn.tools.comparison.experiments import trials

@@ -17,8 +17,8 @@ from torch import nn
 
 import vision_attn as va
 from vision_attn.attention.implementations import attend
-from vision_attn.networks.figures import attention_figure
-from vision_attn.networks.maps import AttentionMap, AttentionMaps
+from vision_attn.networks.capture.figures import attention_figure
+from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 
 
 def test_flipped_bits_are_detected(tmp_path):

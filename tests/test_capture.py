@@ -13,7 +13,7 @@ from torch import nn
 import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.networks import recording
-from vision_attn.networks.maps import AttentionMap, AttentionMaps
+from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 
 
 def network():

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import vision_attn as va
-from vision_attn.networks.insertion import gates, inserted_blocks
+from vision_attn.networks.finetuning import gates
+from vision_attn.networks.insertion import inserted_blocks
 
 IMAGES = (1, 3, 14, 14)
 

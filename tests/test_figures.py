@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vision_attn.networks import figures
-from vision_attn.networks.maps import AttentionMap
+from vision_attn.networks.capture.maps import AttentionMap
 
 
 def seen():

@@ -15,7 +15,8 @@ from torch import nn
 
 import vision_attn as va
 import vision_attn.networks.models
-from vision_attn.networks.insertion import gates, inserted_keys
+from vision_attn.networks.finetuning import gates
+from vision_attn.networks.insertion import inserted_keys
 
 BLOCK = {"num_heads": 4, "example_input": (1, 3, 64, 64)}
 

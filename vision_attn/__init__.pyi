@@ -30,6 +30,7 @@ from .attention.position import (
 )
 from .errors import CheckpointError as CheckpointError, SiteError as SiteError
 from .networks import convert as convert
+from .networks.capture.recording import capture as capture
 from .networks.checkpoints import (
     load_adapter_ as load_adapter_,
     load_checkpoint as load_checkpoint,
@@ -38,21 +39,22 @@ from .networks.checkpoints import (
 from .networks.checkpoints.folder import load_model as load_model, save_model as save_model
 from .networks.contributions import contribution as contribution, disabled as disabled
 from .networks.convert.swap import swap_ as swap_, swap_back_ as swap_back_
-from .networks.insertion import (
+from .networks.finetuning import (
     check_optimizer as check_optimizer,
     freeze_backbone_ as freeze_backbone_,
     gates as gates,
+    parameter_groups as parameter_groups,
+    unfreeze_backbone_ as unfreeze_backbone_,
+)
+from .networks.insertion import (
     insert_ as insert_,
     inserted_blocks as inserted_blocks,
-    parameter_groups as parameter_groups,
     remove_ as remove_,
     replace_ as replace_,
     stage_names as stage_names,
     timm_layer as timm_layer,
-    unfreeze_backbone_ as unfreeze_backbone_,
 )
 from .networks.inspection import inspect_model as inspect_model
-from .networks.recording import capture as capture
 from .tools.explorer import explore as explore
 from .tools.training.run import train as train
 

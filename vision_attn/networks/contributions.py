@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list
-from vision_attn.networks.insertion import inserted_blocks, quiet_eval, replaced_modules, unwrap_model
+from vision_attn.networks.insertion import inserted_blocks, replaced_modules
+from vision_attn.networks.network import quiet_eval, unwrap_model
 from vision_attn.text import Report, Table
 
 #: The note of a report if the loss is lower without the blocks.

@@ -16,14 +16,16 @@ from torch.func import functional_call
 
 from vision_attn.attention.patterns import Window
 from vision_attn.checks import check_count, check_counts
-from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted_blocks, unwrap_model
-from vision_attn.networks.insertion.backbone import Example, end_of_sequential, make_example
+from vision_attn.networks.example import Example, make_example
+from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted_blocks
 from vision_attn.networks.insertion.block_factories import fitting_heads
 from vision_attn.networks.insertion.costs import Cost, describe_added, percent
 from vision_attn.networks.insertion.dry_run import DryRun
 from vision_attn.networks.insertion.hooks import RECORD
 from vision_attn.networks.insertion.insert import new_block
 from vision_attn.networks.insertion.sites import find_stages
+from vision_attn.networks.network import unwrap_model
+from vision_attn.networks.selection import end_of_sequential
 from vision_attn.text import Report, Table
 
 #: Side lengths of feature maps for which full attention is proposed. Attention has little effect on smaller feature

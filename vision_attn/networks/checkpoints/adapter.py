@@ -16,15 +16,10 @@ from vision_attn.networks.checkpoints import file_format
 from vision_attn.networks.checkpoints.file_format import Saved, fingerprint, gather, unwrap_key
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import copy_all_, refuse_read_only, refuse_without_values
-from vision_attn.networks.insertion import (
-    InsertionReport,
-    inserted_blocks,
-    records,
-    remove_,
-    require_modifiable,
-    unwrap_model,
-)
+from vision_attn.networks.insertion import InsertionReport, inserted_blocks, records, remove_
+from vision_attn.networks.network import require_modifiable, unwrap_model
 from vision_attn.networks.safe import read_file
+from vision_attn.networks.selection import select_keys
 from vision_attn.text import Report, Table, escape_control_characters, shorten
 
 
@@ -100,7 +95,7 @@ def save_adapter(
     if not blocks:
         raise ValueError("model has no inserted blocks to save. Call va.insert_ first, or use va.save_model")
     state, block_keys = unwrap_state(model), set(map(unwrap_key, insertion.inserted_keys(model)))
-    extra = insertion.select_keys("also", also, model, [key for key in state if key not in block_keys])
+    extra = select_keys("also", also, model, [key for key in state if key not in block_keys])
     tensors = {key: gather(state[key]) for key in state if key in block_keys or key in extra}
     base = fingerprint_network(state, exclude=block_keys | extra)
     file_format.write_saved(

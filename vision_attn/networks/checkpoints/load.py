@@ -23,8 +23,10 @@ from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, is_convertible, remedies
 from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
 from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
-from vision_attn.networks.insertion import keys_by_site, match_keys, replaced_modules, unwrap_model
+from vision_attn.networks.insertion import keys_by_site, replaced_modules
+from vision_attn.networks.network import unwrap_model
 from vision_attn.networks.safe import CheckpointFile, read_file
+from vision_attn.networks.selection import match_keys
 from vision_attn.text import shorten
 
 

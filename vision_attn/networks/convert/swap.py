@@ -37,8 +37,8 @@ from vision_attn.networks.convert.conversion import (
 )
 from vision_attn.networks.convert.equivalence import HOOKS, check_equivalence, check_source, class_path
 from vision_attn.networks.convert.swap_report import SWAPPED, VISION_ATTN, SwappedModule, SwapReport
-from vision_attn.networks.insertion.backbone import ancestor_paths, require_modifiable
-from vision_attn.networks.insertion.sites import Names, match_names
+from vision_attn.networks.network import require_modifiable
+from vision_attn.networks.selection import Names, ancestor_paths, match_names
 from vision_attn.text import shorten
 
 #: Warning filters are global, so only one thread may change them at a time.

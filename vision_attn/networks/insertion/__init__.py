@@ -8,22 +8,8 @@ from vision_attn.networks.insertion.attach import (
     records as records,
     replaced_modules as replaced_modules,
 )
-from vision_attn.networks.insertion.backbone import (
-    quiet_eval as quiet_eval,
-    require_modifiable as require_modifiable,
-    unwrap_model as unwrap_model,
-)
 from vision_attn.networks.insertion.block_factories import timm_layer as timm_layer
 from vision_attn.networks.insertion.costs import count_macs as count_macs
-from vision_attn.networks.insertion.finetuning import (
-    check_optimizer as check_optimizer,
-    freeze_backbone_ as freeze_backbone_,
-    gates as gates,
-    match_keys as match_keys,
-    parameter_groups as parameter_groups,
-    select_keys as select_keys,
-    unfreeze_backbone_ as unfreeze_backbone_,
-)
 from vision_attn.networks.insertion.insert import insert_ as insert_, remove_ as remove_, replace_ as replace_
 from vision_attn.networks.insertion.record import (
     CHILD as CHILD,

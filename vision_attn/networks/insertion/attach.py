@@ -20,12 +20,13 @@ from torch import nn
 
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion import hooks
-from vision_attn.networks.insertion.backbone import ancestor_paths, unwrap_model
 from vision_attn.networks.insertion.block_factories import describe_error, make_block, suggest_argument
 from vision_attn.networks.insertion.exact import ExactBlock
 from vision_attn.networks.insertion.hooks import LOCATION, RECORD, REPLACED, is_site
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock
 from vision_attn.networks.insertion.untrained import warn_if_untrained
+from vision_attn.networks.network import unwrap_model
+from vision_attn.networks.selection import ancestor_paths
 
 #: Modules that contain other modules and may loop over them.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

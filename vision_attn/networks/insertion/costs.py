@@ -12,9 +12,9 @@ from torch.func import functional_call
 
 from vision_attn.attention.blocks import attention_modules, use_impl
 from vision_attn.checks import product
-from vision_attn.networks.insertion.backbone import quiet_eval
 from vision_attn.networks.insertion.block_factories import describe_error
-from vision_attn.networks.insertion.layout import FeatureMap
+from vision_attn.networks.layout import FeatureMap
+from vision_attn.networks.network import quiet_eval
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode

@@ -21,17 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.backbone import (
-    Example,
-    end_of_sequential,
-    fixed_seed,
-    kept_tensors,
-    make_example,
-    quiet_eval,
-    without_hooks,
-)
+from vision_attn.networks.example import Example, make_example
 from vision_attn.networks.insertion.costs import Cost, count_flops
-from vision_attn.networks.insertion.layout import (
+from vision_attn.networks.insertion.metadata import NetworkMetadata, read_metadata
+from vision_attn.networks.layout import (
     Element,
     FeatureMap,
     TensorSpec,
@@ -40,7 +33,8 @@ from vision_attn.networks.insertion.layout import (
     map_shape,
     token_grid,
 )
-from vision_attn.networks.insertion.metadata import NetworkMetadata, read_metadata
+from vision_attn.networks.network import fixed_seed, kept_tensors, quiet_eval, without_hooks
+from vision_attn.networks.selection import end_of_sequential
 
 #: Values of the argument ``layout``.
 LAYOUT = re.compile(r"b c (w|h w|t h w)|b (w|h w|t h w) c|b \((\d+ \+ )?h w\) c")

@@ -15,8 +15,9 @@ from torch.fx import Proxy
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.attention.scopes import scoped_output
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
 from vision_attn.networks.insertion.record import InsertedBlock
+from vision_attn.networks.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
+from vision_attn.networks.network import NORMS
 
 #: The attribute in which a block stores its :class:`InsertedBlock`.
 RECORD = "insertion"
@@ -25,9 +26,6 @@ RECORD = "insertion"
 #: path. For a block that is a child of a module around the target, it is the block. In a copy of the target, the record
 #: is another object.
 LOCATION = "inserted_at"
-
-#: Normalization layers. Their scales have no weight decay, whatever their shape.
-NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 #: Other layers that graph transformations fuse or remove.
 FUSED = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.dropout._DropoutNd)

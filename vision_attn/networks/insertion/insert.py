@@ -18,16 +18,17 @@ from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion import attach, block_factories
-from vision_attn.networks.insertion.backbone import require_modifiable
 from vision_attn.networks.insertion.block_factories import BlockFactory
 from vision_attn.networks.insertion.costs import Cost, count_attention_pairs, measure_cost
 from vision_attn.networks.insertion.dry_run import DryRun
 from vision_attn.networks.insertion.exact import init_identity_
 from vision_attn.networks.insertion.hooks import RECORD
-from vision_attn.networks.insertion.layout import FeatureMap
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport
-from vision_attn.networks.insertion.sites import Names, find_targets, select_sites
+from vision_attn.networks.insertion.sites import find_targets, select_sites
 from vision_attn.networks.insertion.verify import attach_verified
+from vision_attn.networks.layout import FeatureMap
+from vision_attn.networks.network import require_modifiable
+from vision_attn.networks.selection import Names
 
 
 @torch.inference_mode(False)  # Tensors created in inference mode cannot be trained.

@@ -8,7 +8,7 @@ from typing import Any
 
 from vision_attn.checks import product
 from vision_attn.networks.insertion.costs import Cost, describe_added
-from vision_attn.networks.insertion.layout import Element
+from vision_attn.networks.layout import Element
 from vision_attn.text import Report, Table, shorten
 
 #: The name of a block as a child of its target, which identifies its keys in a state dict.

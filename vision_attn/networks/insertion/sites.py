@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -15,20 +14,24 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 
-from vision_attn.checks import as_list, check_choice, product
+from vision_attn.checks import check_choice, product
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import CONTAINERS, inserted_blocks
-from vision_attn.networks.insertion.backbone import ancestor_paths, end_of_sequential, format_value, unwrap_model
 from vision_attn.networks.insertion.dry_run import DryRun, get_tensors
-from vision_attn.networks.insertion.layout import FeatureMap
+from vision_attn.networks.layout import FeatureMap
+from vision_attn.networks.network import unwrap_model
+from vision_attn.networks.selection import (
+    Globs,
+    ancestor_paths,
+    check_list,
+    end_of_sequential,
+    first_names,
+    match_names,
+)
 from vision_attn.text import shorten
-
-#: A glob or regular expression for module paths.
-Names = str | re.Pattern[str]
 
 #: Types of the arguments of :func:`vision_attn.insert_`.
 Stages = int | str | Iterable[int | str] | None
-Globs = Names | Iterable[Names] | None
 Where = Callable[[str, nn.Module], bool] | None
 
 #: Operations that may follow a branch before its addition: a constant or learned scale, dropout, a change of dtype.
@@ -75,21 +78,6 @@ def select_sites(dry_run: DryRun, stages: Stages, names: Globs, where: Where, ex
     return first_names(dry_run.model, chosen)
 
 
-def first_names(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return the first path of each module, without duplicates."""
-    first = {id(module): name for name, module in model.named_modules()}
-    return list(dict.fromkeys(first[id(model.get_submodule(name))] for name in names))
-
-
-def check_list(argument: str, value: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Return one or several values of the given types as a list; raise for other types."""
-    what = "an index, a name, or a list of both" if int in kinds else "a glob, a compiled regular expression, or a list"
-    items = as_list(argument, value, what, single=kinds)
-    if not items or not all(isinstance(item, kinds) for item in items):
-        raise ValueError(f"{argument} must be {what}, got {format_value(value)}")
-    return items
-
-
 def match_stages(dry_run: DryRun, wanted: Iterable[int | str]) -> list[str]:
     """Return the paths of stages by index or name."""
     available = find_stages(dry_run)
@@ -101,36 +89,6 @@ def match_stages(dry_run: DryRun, wanted: Iterable[int | str]) -> list[str]:
             remedy = f"The stages are {listed}" if listed else "The model has no stages; use names="
             raise SiteError(f"stages: there is no stage {stage!r}. {remedy}")
     return [by_word[stage] for stage in wanted]
-
-
-def match_names(
-    modules: Mapping[str, nn.Module], patterns: Names | Iterable[Names], argument: str = "names"
-) -> list[str]:
-    """Return the paths of the modules that match the patterns, in the order of the patterns."""
-    chosen = []
-    for pattern in dict.fromkeys(check_list(argument, patterns, (str, re.Pattern))):
-        matches = pattern.fullmatch if isinstance(pattern, re.Pattern) else partial(glob_matches, pattern)
-        found = [name for name in modules if matches(name)]
-        if not found:
-            glob, top = (
-                getattr(pattern, "pattern", pattern),
-                shorten((x for x in modules if x and "." not in x), limit=12),
-            )
-            raise SiteError(f"{argument}: no module matches {glob!r}. Top-level modules: {top}")
-        chosen += found
-    return chosen
-
-
-def glob_matches(pattern: str, name: str) -> bool:
-    """Match a glob on module paths: ``*`` matches within a part, ``**`` matches any number of parts."""
-    path = name.split(".")
-    ends = {0}  # The set of possible ends of the matched parts needs a linear number of steps, unlike backtracking.
-    for part in pattern.split("."):
-        if part == "**":
-            ends = set(range(min(ends, default=len(path) + 1), len(path) + 1))
-        else:
-            ends = {end + 1 for end in ends if end < len(path) and fnmatchcase(path[end], part)}
-    return len(path) in ends
 
 
 def find_targets(dry_run: DryRun, sites: Iterable[str], at: str) -> list[str]:

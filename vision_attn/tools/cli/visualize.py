@@ -131,10 +131,10 @@ def explore(
     from torchvision.transforms import Compose
 
     from vision_attn.attention.blocks import attention_modules
+    from vision_attn.networks.capture.figures import attention_figure, save_figure
+    from vision_attn.networks.capture.recording import capture
     from vision_attn.networks.checkpoints.hub import SCHEME
-    from vision_attn.networks.figures import attention_figure, save_figure
-    from vision_attn.networks.insertion import quiet_eval
-    from vision_attn.networks.recording import capture
+    from vision_attn.networks.network import quiet_eval
     from vision_attn.networks.safe import check_writable
     from vision_attn.tools import explorer
     from vision_attn.tools.training.data import open_image

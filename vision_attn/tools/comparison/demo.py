@@ -13,10 +13,10 @@ from torch import nn
 
 import vision_attn.networks.models  # noqa: F401  (registers the network with timm)
 from vision_attn.checks import check_count
+from vision_attn.networks.capture.figures import attention_figure, save_figure
+from vision_attn.networks.capture.recording import capture
 from vision_attn.networks.checkpoints.folder import load_model, save_model
-from vision_attn.networks.figures import attention_figure, save_figure
-from vision_attn.networks.insertion import quiet_eval
-from vision_attn.networks.recording import capture
+from vision_attn.networks.network import quiet_eval
 from vision_attn.tools.comparison.experiments import Metrics, Runs, print_parts, trials
 from vision_attn.tools.comparison.recall import CELLS, COLORS, NOTHING, PAIRS, PIXELS, accuracy, canvases, training
 from vision_attn.tools.comparison.variants import BLOCK_SETTINGS, RECALL, settings_for_variant

@@ -24,7 +24,7 @@ from joblib.externals.loky.backend.context import set_start_method
 
 from vision_attn.checks import check_counts
 from vision_attn.errors import TrainingError
-from vision_attn.networks.figures import save_figure
+from vision_attn.networks.capture.figures import save_figure
 from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.text import Table, markdown, shorten
 from vision_attn.tools.comparison.environment import describe_environment

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.checks import check_count
-from vision_attn.networks.insertion import parameter_groups, quiet_eval
+from vision_attn.networks.finetuning import parameter_groups
+from vision_attn.networks.network import quiet_eval
 
 #: number of cells along a side of a canvas, and of pixels along a side of a cell
 CELLS, PIXELS = 12, 8

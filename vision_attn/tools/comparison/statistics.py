@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from scipy import stats
 
-from vision_attn.networks.figures import Figure
+from vision_attn.networks.capture.figures import Figure
 from vision_attn.text import Table, markdown
 
 #: scores by variant and seed

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import to_pil_image
 
 from vision_attn.checks import check_count, check_type
+from vision_attn.networks.capture.maps import AttentionMap
+from vision_attn.networks.capture.recording import capture
 from vision_attn.networks.contributions import branches, compute_scores, disabled, measure_branches, rms_ratio
-from vision_attn.networks.insertion import quiet_eval, unwrap_model
-from vision_attn.networks.insertion.sites import Names
-from vision_attn.networks.maps import AttentionMap
-from vision_attn.networks.recording import capture
+from vision_attn.networks.network import quiet_eval, unwrap_model
 from vision_attn.networks.safe import check_writable, write_atomically
+from vision_attn.networks.selection import Names
 
 #: Largest height and width of a map on the page. Positions of larger maps are merged.
 MAX_SIDE = 28

@@ -19,8 +19,9 @@ from torchvision.transforms.v2 import Normalize
 
 from vision_attn.attention.blocks import set_impl_
 from vision_attn.errors import ExportError
-from vision_attn.networks.insertion import inserted_blocks, unwrap_model
+from vision_attn.networks.insertion import inserted_blocks
 from vision_attn.networks.models.registry import get_model_cfg
+from vision_attn.networks.network import unwrap_model
 from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.networks.safe.write import temporary_folder
 from vision_attn.tools.export.formats import DIMS, FORMATS, Axis, Format, export_program

@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 from vision_attn.networks.contributions import disabled, measure_branches, rms_ratio
-from vision_attn.networks.insertion import quiet_eval
+from vision_attn.networks.network import quiet_eval
 from vision_attn.tools.training.data import DataSplit, DecodedImages, InMemory, open_images
 from vision_attn.tools.training.network import NetworkSetup
 from vision_attn.tools.training.settings import Settings

@@ -15,7 +15,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from vision_attn.networks.figures import save_figure
+from vision_attn.networks.capture.figures import save_figure
 from vision_attn.networks.safe import write_atomically
 
 

@@ -33,7 +33,8 @@ from tqdm import tqdm
 from vision_attn.errors import CheckpointError, Interrupted, TrainingError
 from vision_attn.networks.checkpoints import load_checkpoint, save_adapter
 from vision_attn.networks.checkpoints.folder import save_model
-from vision_attn.networks.insertion import inserted_blocks, parameter_groups
+from vision_attn.networks.finetuning import parameter_groups
+from vision_attn.networks.insertion import inserted_blocks
 from vision_attn.networks.safe.write import rename_folder
 from vision_attn.tools.training.data import DecodedImages, InMemory, choose_crop, name_killed_workers, seed_all
 from vision_attn.tools.training.evaluation import Evaluation, Scores

@@ -17,8 +17,10 @@ from vision_attn.networks.checkpoints import load_checkpoint
 from vision_attn.networks.checkpoints.folder import load_model
 from vision_attn.networks.checkpoints.hub import SCHEME
 from vision_attn.networks.checkpoints.option_code import parse_option
-from vision_attn.networks.insertion import InsertionReport, freeze_backbone_, insert_, parse_sites, quiet_eval
+from vision_attn.networks.finetuning import freeze_backbone_
+from vision_attn.networks.insertion import InsertionReport, insert_, parse_sites
 from vision_attn.networks.models.registry import create_model, get_model_cfg
+from vision_attn.networks.network import quiet_eval
 from vision_attn.text import Table
 from vision_attn.tools.training.data import DataSplit, choose_crop
 from vision_attn.tools.training.settings import Settings

@@ -19,13 +19,13 @@ from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list, check_choice, product
+from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
+from vision_attn.networks.capture.token_positions import TokenPositions, locate_tokens, running_calls
 from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention
 from vision_attn.networks.convert.timm_layers import PaddedAttention2d
-from vision_attn.networks.convert.token_positions import TokenPositions, locate_tokens, running_calls
-from vision_attn.networks.insertion import unwrap_model
-from vision_attn.networks.insertion.backbone import Example
-from vision_attn.networks.insertion.sites import Names, match_names
-from vision_attn.networks.maps import AttentionMap, AttentionMaps
+from vision_attn.networks.example import Example
+from vision_attn.networks.network import unwrap_model
+from vision_attn.networks.selection import Names, match_names
 from vision_attn.text import shorten
 
 #: Size in bytes of the maps of one forward pass above which ``allow_large=True`` is required.

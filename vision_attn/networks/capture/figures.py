@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from vision_attn.checks import check_choice, check_number, check_type
-from vision_attn.networks.maps import AttentionMap
-from vision_attn.networks.recording import check_indices
+from vision_attn.networks.capture.maps import AttentionMap
+from vision_attn.networks.capture.recording import check_indices
 from vision_attn.networks.safe import write_atomically
 
 try:

@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 from vision_attn.attention.position import PositionEncoding
-from vision_attn.checks import as_list, check_number
+from vision_attn.checks import check_number
 from vision_attn.networks.insertion.attach import inserted_blocks, inserted_keys, replaced_modules
-from vision_attn.networks.insertion.backbone import unwrap_model
-from vision_attn.networks.insertion.hooks import NORMS
-from vision_attn.text import Report, Table, shorten
+from vision_attn.networks.network import NORMS, unwrap_model
+from vision_attn.networks.selection import select_keys
+from vision_attn.text import Report, Table
 
 #: The attribute in which a module stores the names of its frozen parameters, and whether its statistics are frozen.
 FROZEN = "_before_freezing"
@@ -143,22 +143,6 @@ def unfreeze_backbone_(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def select_keys(argument: str, globs: str | Iterable[str], model: nn.Module, keys: Iterable[str]) -> set[str]:
-    """Return the keys that match any of the globs, in which ``"head"`` is the classifier.
-
-    The classifier is read from timm's metadata, or found by the names that torchvision's models use.
-    """
-    keys = list(keys)
-    declared = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
-    names = [declared] if isinstance(declared, str) else [*declared] or ["fc", "classifier", "heads", "head"]
-    heads = [name for name in names if any(key.startswith(f"{name}.") for key in keys)]
-    listed = f" The classifier of this model is {shorten(map(repr, heads))}; "
-    known = f'{listed}pass {argument}="head" or "{heads[0]}.*"' if heads else ""
-    named = {"head": [f"{head}.*" for head in heads]} if heads else {}
-    given = as_list(argument, globs, 'globs on state-dict keys, or "head"', single=str)
-    return match_keys(argument, [glob for one in given for glob in named.get(one, [one])], keys, known)
-
-
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     """Raise if an inserted block has a trainable parameter that is in no parameter group of an optimizer.
 
@@ -188,17 +172,6 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if sites := ", ".join(repr(site) for site in trained if not trained[site] <= known):
         what = f"optimizer does not contain the parameters of the blocks at {sites}"
         raise ValueError(f"{what}. Create it after inserting the blocks")
-
-
-def match_keys(argument: str, globs: str | Iterable[str], keys: Iterable[str], hint: str = "") -> set[str]:
-    """Return the keys that match any of the globs; raise if a glob matches no key."""
-    keys, found = list(keys), set[str]()
-    for glob in as_list(argument, globs, "globs on state-dict keys", single=str):
-        matches = {key for key in keys if fnmatchcase(key, glob)}
-        if not matches:
-            raise ValueError(f"{argument}={glob!r} matches no parameter.{hint or f' Available keys: {shorten(keys)}'}")
-        found |= matches
-    return found
 
 
 def train_frozen_norm(module: nn.Module, mode: bool = True) -> nn.Module:

@@ -1,0 +1,120 @@
+"""Select modules and state-dict keys by globs, and the ends and parents of modules by path."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from vision_attn.checks import as_list
+from vision_attn.errors import SiteError
+from vision_attn.networks.example import format_value
+from vision_attn.text import shorten
+
+#: A glob or regular expression for module paths.
+Names = str | re.Pattern[str]
+
+
+Globs = Names | Iterable[Names] | None
+
+
+def first_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the first path of each module, without duplicates."""
+    first = {id(module): name for name, module in model.named_modules()}
+    return list(dict.fromkeys(first[id(model.get_submodule(name))] for name in names))
+
+
+def check_list(argument: str, value: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """Return one or several values of the given types as a list; raise for other types."""
+    what = "an index, a name, or a list of both" if int in kinds else "a glob, a compiled regular expression, or a list"
+    items = as_list(argument, value, what, single=kinds)
+    if not items or not all(isinstance(item, kinds) for item in items):
+        raise ValueError(f"{argument} must be {what}, got {format_value(value)}")
+    return items
+
+
+def match_names(
+    modules: Mapping[str, nn.Module], patterns: Names | Iterable[Names], argument: str = "names"
+) -> list[str]:
+    """Return the paths of the modules that match the patterns, in the order of the patterns."""
+    chosen = []
+    for pattern in dict.fromkeys(check_list(argument, patterns, (str, re.Pattern))):
+        matches = pattern.fullmatch if isinstance(pattern, re.Pattern) else partial(glob_matches, pattern)
+        found = [name for name in modules if matches(name)]
+        if not found:
+            glob, top = (
+                getattr(pattern, "pattern", pattern),
+                shorten((x for x in modules if x and "." not in x), limit=12),
+            )
+            raise SiteError(f"{argument}: no module matches {glob!r}. Top-level modules: {top}")
+        chosen += found
+    return chosen
+
+
+def glob_matches(pattern: str, name: str) -> bool:
+    """Match a glob on module paths: ``*`` matches within a part, ``**`` matches any number of parts."""
+    path = name.split(".")
+    ends = {0}  # The set of possible ends of the matched parts needs a linear number of steps, unlike backtracking.
+    for part in pattern.split("."):
+        if part == "**":
+            ends = set(range(min(ends, default=len(path) + 1), len(path) + 1))
+        else:
+            ends = {end + 1 for end in ends if end < len(path) and fnmatchcase(path[end], part)}
+    return len(path) in ends
+
+
+def select_keys(argument: str, globs: str | Iterable[str], model: nn.Module, keys: Iterable[str]) -> set[str]:
+    """Return the keys that match any of the globs, in which ``"head"`` is the classifier.
+
+    The classifier is read from timm's metadata, or found by the names that torchvision's models use.
+    """
+    keys = list(keys)
+    declared = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
+    names = [declared] if isinstance(declared, str) else [*declared] or ["fc", "classifier", "heads", "head"]
+    heads = [name for name in names if any(key.startswith(f"{name}.") for key in keys)]
+    listed = f" The classifier of this model is {shorten(map(repr, heads))}; "
+    known = f'{listed}pass {argument}="head" or "{heads[0]}.*"' if heads else ""
+    named = {"head": [f"{head}.*" for head in heads]} if heads else {}
+    given = as_list(argument, globs, 'globs on state-dict keys, or "head"', single=str)
+    return match_keys(argument, [glob for one in given for glob in named.get(one, [one])], keys, known)
+
+
+def match_keys(argument: str, globs: str | Iterable[str], keys: Iterable[str], hint: str = "") -> set[str]:
+    """Return the keys that match any of the globs; raise if a glob matches no key."""
+    keys, found = list(keys), set[str]()
+    for glob in as_list(argument, globs, "globs on state-dict keys", single=str):
+        matches = {key for key in keys if fnmatchcase(key, glob)}
+        if not matches:
+            raise ValueError(f"{argument}={glob!r} matches no parameter.{hint or f' Available keys: {shorten(keys)}'}")
+        found |= matches
+    return found
+
+
+def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
+    """Return the path of the last module of a plain Sequential (of the first module for index 0), or the path itself.
+
+    A block cannot be a child of a Sequential, which would call it as one of its layers. A ModuleList and the modules of
+    a traced graph are never called, so their last module is used as well.
+    """
+    module = model.get_submodule(name)
+    while True:
+        kind = type(module)
+        is_sequence = kind.forward is nn.Sequential.forward or isinstance(module, nn.ModuleList) or kind is nn.Module
+        # The wrapper of torch.compile does not run hooks.
+        if isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+            name, module = f"{name}._orig_mod", inner
+        elif is_sequence and len(module._modules):
+            child = list(module._modules)[index]
+            name, module = f"{name}.{child}", module.get_submodule(child)
+        else:
+            return name
+
+
+def ancestor_paths(name: str) -> list[str]:
+    """Return the paths of the modules that contain a module, except the model."""
+    return list(accumulate(name.split(".")[:-1], lambda path, part: f"{path}.{part}"))
