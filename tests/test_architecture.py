@@ -12,7 +12,8 @@ import pytest
 
 import vision_attn
 from vision_attn import errors
-from vision_attn.networks import convert, figures
+from vision_attn.networks import convert
+from vision_attn.networks.capture import figures
 from vision_attn.networks.convert import equations
 
 PACKAGE = Path(vision_attn.__file__).parent

@@ -12,7 +12,7 @@ from torch import nn
 
 import vision_attn as va
 import vision_attn.networks.models
-from vision_attn.networks import recording
+from vision_attn.networks.capture import recording
 from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vision_attn.networks import figures
+from vision_attn.networks.capture import figures
 from vision_attn.networks.capture.maps import AttentionMap
 
 

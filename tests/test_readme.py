@@ -23,7 +23,8 @@ import tyro
 import vision_attn
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.patterns import resolve_pattern
-from vision_attn.networks import convert, figures
+from vision_attn.networks import convert
+from vision_attn.networks.capture import figures
 from vision_attn.networks.convert import equations
 from vision_attn.networks.convert.conversion import CONVERSIONS
 from vision_attn.tools import cli
