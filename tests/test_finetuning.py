@@ -94,7 +94,7 @@ def test_every_norm_with_running_statistics_is_frozen(make):
     before = copied(model)
     learn(model, epochs=1)
     assert changed(model, before) == set()
-    model.train()
+    model.train()(images())
     assert (model[1].training, getattr(model[1], "drop", model[0]).training) == (False, True)
 
 
@@ -112,7 +112,9 @@ def test_a_frozen_model_is_copied_pickled_and_compiled():
         assert changed(other, before) == set()
         # Unfreezing a copy does not affect the original model.
         va.unfreeze_backbone_(other)
-        assert (other.train()[1].training, model.train()[1].training) == (True, False)
+        for network in (other, model):
+            network.train()(x)
+        assert (other[1].training, model[1].training) == (True, False)
         assert (other[0].weight.requires_grad, model[0].weight.requires_grad) == (True, False)
     torch.compiler.reset()
     y = torch.compile(model, fullgraph=True, backend="eager").train()(x)
@@ -154,9 +156,11 @@ def test_additional_trained_parameters_are_selected_by_globs():
     assert changed(model, before) == {"fc.weight", "fc.bias"}
     # The statistics of a norm are trained only if their keys match, not with the scales of the norm.
     va.freeze_backbone_(model, also_train=["layer3.*"])
-    assert model.train().layer3[0].bn1.training
+    model.train()(images())
+    assert model.layer3[0].bn1.training
     va.freeze_backbone_(model, also_train=["layer3.0.bn1.weight", "layer3.0.bn1.bias"])
-    assert not model.train().layer3[0].bn1.training
+    model.train()(images())
+    assert not model.layer3[0].bn1.training
     assert model.layer3[0].bn1.weight.requires_grad
     everything = sum(p.numel() for p in model.parameters())
     assert va.unfreeze_backbone_(model) == everything

@@ -233,9 +233,10 @@ def test_other_and_damaged_files_are_rejected(adapter, tmp_path):
     [
         ({"at": "nowhere"}, "'nowhere'"),
         ({"site": "no.such"}, "no.such"),
-        ({"block_path": "no.such.inserted"}, "no attribute `no`"),
+        ({"block_path": "no.such.inserted"}, "no module 'no.such'"),
         ({"channels": 10**6}, r"differ in .*\(3000000, 1000000, 1, 1\)"),
-        ({"site": "layer1"}, "differ in layer1.inserted"),
+        ({"site": "layer1", "block_path": "layer1.inserted"}, "differ in layer1.inserted"),
+        ({"site": "layer1"}, "record of the block is invalid"),
         ({}, r"differ in fc\.bias"),
     ],
 )
@@ -323,7 +324,7 @@ def test_blocks_inserted_into_a_compiled_layer_fit_the_network_without_it(tmp_pa
     train(model)
     path = save_adapter(model, tmp_path / "adapter.safetensors")
     (block,) = read_entry(path)["blocks"]
-    assert (block["site"], block["block_path"]) == ("layer3.0", "inserted")
+    assert (block["site"], block["block_path"]) == ("layer3.0", "layer3.0.inserted")
     other, images = small_network(), torch.randn(2, 3, 32, 32)
     load_adapter_(other, path)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,7 +16,7 @@ from vision_attn.networks.network import NORMS, unwrap_model
 from vision_attn.networks.selection import select_keys
 from vision_attn.text import Report, Table
 
-#: The attribute in which a module stores the names of its frozen parameters, and whether its statistics are frozen.
+#: The attribute in which a module stores the names of its frozen parameters.
 FROZEN = "_before_freezing"
 
 #: Keys of parameters without weight decay, in addition to all parameters with one axis.
@@ -104,13 +103,11 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
         # Batch and instance norms of torch and timm have running_mean and running_var.
         buffers = (key for key, _ in module.named_buffers(prefix=name, recurse=False))
         statistics = {key for key in buffers if key.rpartition(".")[2].startswith("running_")}
-        fixed = bool(statistics) and not statistics & live
-        vars(module)[FROZEN] = frozen, fixed
+        setattr(module, FROZEN, frozen)
         for key in frozen:
             parameters[key].requires_grad_(False)
-        if fixed:
-            # A partial of a function can be copied and pickled with its module. Traced graphs contain only the mode.
-            vars(module)["train"] = partial(train_frozen_norm, module)
+        if statistics and not statistics & live:
+            module.register_forward_pre_hook(use_running_statistics)
             module.training = False
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
@@ -134,11 +131,12 @@ def unfreeze_backbone_(model: nn.Module) -> int:
     """
     model = unwrap_model(model)
     for module in (part for root in (model, *replaced_modules(model).values()) for part in root.modules()):
-        frozen, fixed = vars(module).pop(FROZEN, ((), False))
-        for name in frozen:
+        for name in getattr(module, FROZEN, ()):
             module.get_parameter(name).requires_grad_()
-        if fixed:
-            del vars(module)["train"]
+        if hasattr(module, FROZEN):
+            delattr(module, FROZEN)
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is use_running_statistics]:
+            del module._forward_pre_hooks[key]
             module.training = model.training
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
@@ -174,11 +172,9 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
         raise ValueError(f"{what}. Create it after inserting the blocks")
 
 
-def train_frozen_norm(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Replace ``train`` of a frozen norm: set only the mode of its children, such as dropout in some timm norms."""
-    type(module).train(module, mode)
+def use_running_statistics(module: nn.Module, args: object) -> None:
+    """Set a frozen norm to evaluation mode before it runs, whatever the mode of the network."""
     module.training = False
-    return module
 
 
 # --- groups for an optimizer ------------------------------------------------------------------------------------------

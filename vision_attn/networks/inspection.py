@@ -21,8 +21,8 @@ from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inser
 from vision_attn.networks.insertion.block_factories import fitting_heads
 from vision_attn.networks.insertion.costs import Cost, describe_added, percent
 from vision_attn.networks.insertion.dry_run import DryRun
-from vision_attn.networks.insertion.hooks import RECORD
 from vision_attn.networks.insertion.insert import new_block
+from vision_attn.networks.insertion.record import get_record
 from vision_attn.networks.insertion.sites import find_stages
 from vision_attn.networks.network import unwrap_model
 from vision_attn.networks.selection import end_of_sequential
@@ -200,7 +200,7 @@ def inspect_model(
         occupied = x.target in inserted_blocks(network)
         x = x._replace(spec=x.spec._replace(device=torch.device("meta")))
         block = new_block(run, None, x, "after", options)
-        record: InsertedBlock = vars(block)[RECORD]
+        record = get_record(block)
         saved = count_saved_bytes(block, (batch_size, record.channels, *record.map_size), x.spec.dtype)
         return Site(**{**vars(record), "site": path}, saved=saved, stage=paths.index(path), occupied=occupied)
 

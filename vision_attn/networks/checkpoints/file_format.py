@@ -35,10 +35,9 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints.option_code import Arguments, check_saved_arguments, from_code, to_code
 from vision_attn.networks.insertion import InsertedBlock
-from vision_attn.networks.insertion.attach import locate_block, replacement_options
+from vision_attn.networks.insertion.attach import replaced_module, replacement_options
 from vision_attn.networks.insertion.block_factories import BLOCKS, TIMM_BLOCKS, get_block_factory, make_block
 from vision_attn.networks.insertion.exact import unwrap_exact_block
-from vision_attn.networks.insertion.hooks import REPLACED
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
 from vision_attn.text import shorten
@@ -148,10 +147,14 @@ def check_format(path: Path, metadata: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} has another format version: expected {FORMAT}, got {version!r}. {remedy}")
 
 
+#: Fields of the record of a block that files do not contain.
+NOT_STORED = ("attention_pairs", "replaced")
+
+
 def encode_block(block: InsertedBlock) -> dict[str, Any]:
     """Return the record of a block as plain values."""
     options = {name: to_code(name, value) for name, value in block.options.items()}
-    return {name: value for name, value in vars(block).items() if name != "attention_pairs"} | {"options": options}
+    return {name: value for name, value in vars(block).items() if name not in NOT_STORED} | {"options": options}
 
 
 def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
@@ -184,7 +187,7 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
 
 def explain_change(record: InsertedBlock, block: nn.Module) -> str:
     """Return how a block differs from a block built from its options, and a remedy; empty if there is no difference."""
-    sizes = replacement_options(vars(block).get(REPLACED, block))
+    sizes = replacement_options(replaced_module(block) or block)
     block = unwrap_exact_block(block)
     # Keys of torch.nn.utils.parametrizations, of the older spectral_norm and weight_norm, and of pruning.
     if added := [key for key in block.state_dict() if re.search(r"\bparametrizations\.|_(orig|g|v)$", key)]:
@@ -224,12 +227,9 @@ def insert_saved_(model: nn.Module, saved: Saved, factories: Mapping[str, Callab
 
 def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlock:
     """Return the record of a block for a network with other module paths, because of added or removed wrappers."""
-    owner, child = locate_block(record)
-    site, owner = rename(record.site), rename(owner)
-    block_path = f"{owner}.{child}".removeprefix(f"{site}.")
-    if record.block_path.startswith("."):
-        block_path = "." * (len(site.split(".")) - len(owner.split("."))) + child
-    return replace(record, site=site, block_path=block_path)
+    owner, _, child = record.block_path.rpartition(".")
+    path = rename(record.site) if record.at == "replace" else f"{rename(owner)}.{child}"
+    return replace(record, site=rename(record.site), block_path=path)
 
 
 def find_factories(

@@ -2,8 +2,7 @@
 
 A block becomes a child of its target, or of a module inside or around the target, and a hook at the target applies it
 to the feature map that the target returns or receives. No module of the model is renamed or wrapped. A block that
-replaces a module becomes a child in its place and stores the module. :func:`attach_` and :func:`detach_` read the
-target and these paths from the record of the block.
+replaces a module becomes a child in its place, and its record contains the module.
 """
 
 from __future__ import annotations
@@ -16,14 +15,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion import hooks
 from vision_attn.networks.insertion.block_factories import describe_error, make_block, suggest_argument
-from vision_attn.networks.insertion.exact import ExactBlock
-from vision_attn.networks.insertion.hooks import LOCATION, RECORD, REPLACED, is_site
-from vision_attn.networks.insertion.record import CHILD, InsertedBlock
+from vision_attn.networks.insertion.exact import wrap_exactly
+from vision_attn.networks.insertion.hooks import (
+    block_at,
+    blocks_of_hooks,
+    check_block,
+    check_grid,
+    find_module,
+    hook_,
+    is_fusible,
+    unhook_,
+)
+from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, set_record_
 from vision_attn.networks.insertion.untrained import warn_if_untrained
 from vision_attn.networks.network import unwrap_model
 from vision_attn.networks.selection import ancestor_paths
@@ -33,81 +41,72 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> str:
-    """Choose the path from a target to its block, which becomes a child of the first possible of these modules.
+    """Choose the path of the block for a target, as a child of the first possible of these modules.
 
     - If the target is a norm or convolution, which other code may freeze, fuse or convert: the nearest parent that is
-      not a container. The path starts with a dot for each level up.
+      not a container.
     - The target, unless it is a container, which would run the block as one of its children, or ``inside`` is set,
       because the target depends on its number of children.
     - The first module inside the target that is not a container.
 
     >>> model = nn.Sequential(nn.ModuleDict({"conv": nn.Conv2d(3, 8, 1)}), nn.Flatten())
     >>> choose_block_path(model, "1"), choose_block_path(model, "0")
-    ('inserted', 'conv.inserted_0')
+    ('1.inserted', '0.conv.inserted_0')
     """
-    module = model.get_submodule(target)
-    if hooks.is_fusible(module) and not inside:
+    module, paths = model.get_submodule(target), []
+    if is_fusible(module) and not inside:
         # The network itself is not considered: it may run its children in sequence.
-        for level, path in enumerate(reversed(ancestor_paths(target)), 1):
-            around, child = model.get_submodule(path), f"{CHILD}_{target[len(path) + 1 :].replace('.', '_')}"
-            if not isinstance(around, CONTAINERS) and not hasattr(around, child):
-                return "." * level + child
-    paths = [] if inside or isinstance(module, CONTAINERS) else [CHILD]
-    for name, inner in module.named_modules():
+        for path in reversed(ancestor_paths(target)):
+            paths.append((path, f"{CHILD}_{target[len(path) + 1 :].replace('.', '_')}"))
+    if not inside:
+        paths.append((target, CHILD))
+    for path, _ in module.named_modules(prefix=target):
         # A block that replaced a module is removed with all of its children when the module is restored.
-        temporary = any(REPLACED in vars(module.get_submodule(part)) for part in (*ancestor_paths(name), name))
-        if name and not temporary and not isinstance(inner, CONTAINERS):
-            paths.append(f"{name}.{CHILD}_{target.replace('.', '_')}")
-    for path in paths or [CHILD]:
-        owner, _, child = path.rpartition(".")
-        if not hasattr(module.get_submodule(owner), child):
-            return path
+        if path != target and not any(map(replaced_module, map(model.get_submodule, (*ancestor_paths(path), path)))):
+            paths.append((path, f"{CHILD}_{target.replace('.', '_')}"))
+    for path, child in paths or [(target, CHILD)]:
+        owner = model.get_submodule(path)
+        if not isinstance(owner, CONTAINERS) and not hasattr(owner, child):
+            return f"{path}.{child}"
     raise SiteError(
         f"{target!r} cannot have a child {CHILD!r}: it has an attribute of that name. Choose another module"
     )
 
 
-def locate_block(record: InsertedBlock) -> tuple[str, str]:
-    """Return the path of the parent module of a block, and the name of the block in it."""
-    child = record.block_path.lstrip(".")
-    around = record.site.rsplit(".", len(record.block_path) - len(child))[0]
-    owner, _, name = f"{around}.{child}".rpartition(".")
-    return owner, name
-
-
 def attach_(model: nn.Module, block: nn.Module) -> None:
     """Attach a block at the site in its record; :func:`detach_` reverts it."""
-    record: InsertedBlock = vars(block)[RECORD]
-    target = model.get_submodule(record.site)
-    path, child = locate_block(record)
-    owner = model.get_submodule(path)
-    if record.at not in ("after", "before", "replace") or not child.startswith(CHILD):
-        raise SiteError(f"{record.site!r}: the record of the block is invalid (at={record.at!r}, child {child!r})")
-    if is_site(target) or (record.at != "replace" and hasattr(owner, child)):
+    record = get_record(block)
+    path, _, child = record.block_path.rpartition(".")
+    target, owner = require_module(model, record.site), require_module(model, path)
+    replaces, near = record.at == "replace", record.is_child or f"{record.site}.".startswith(f"{path}.")
+    if record.at not in ("after", "before", "replace") or not (replaces or (near and child.startswith(CHILD))):
+        what = f"at={record.at!r}, block {record.block_path!r}"
+        raise SiteError(f"{record.site!r}: the record of the block is invalid ({what})")
+    if block_at(target) or replaced_module(target) or (not replaces and hasattr(owner, child)):
         raise SiteError(
             f"{record.site!r} already has an inserted block, or is one. To replace the block, call va.remove_(model) "
             "first. To run two blocks in order, insert one class that contains both, such as an nn.Sequential subclass"
         )
-    if record.at == "replace":
-        vars(block)[REPLACED] = target
+    if isinstance(target, GraphModule):
+        what = f"{record.site!r} is a graph of torch.fx, whose hooks are not pickled"
+        raise SiteError(f"{what}. Choose a module inside, or insert before tracing")
+    if replaces:
+        set_record_(block, replace(record, replaced=(target,)))
         replace_module_(model, target, block)
         return
     owner.add_module(child, block)
-    hooks.hook_(target, block)
-    # A hook of the network checks that the block still runs, and so does a hook of a module that may be called alone.
-    outside = record.block_path.startswith(".")
-    runs = (x for x in ancestor_paths(record.site) if type(model.get_submodule(x)).forward is not nn.Module.forward)
-    for around in {"", path if outside else max(runs, key=len, default="")}:
+    hook_(target, block)
+    # Hooks check that the block still runs, in the network and in the nearest module that other code may call alone.
+    nearest = [x for x in ancestor_paths(record.site) if type(model.get_submodule(x)).forward is not nn.Module.forward]
+    for around in {"", nearest[-1] if record.is_child and nearest else "" if record.is_child else path}:
         start = len(around) + bool(around)
-        block_path = f"{path}.{child}"[start:] if outside else None
-        check = partial(hooks.check_block, target=record.site[start:], path=block_path, record=record)
+        check = partial(check_block, block=block, target=record.site[start:], child=record.block_path[start:])
         model.get_submodule(around).register_forward_pre_hook(check)
     if "(" in record.layout:
         # Methods such as forward_features do not run the hooks of the network, but run its patch embedding.
         convolutions = (x for x in model.modules() if isinstance(x, nn.modules.conv._ConvNd))
         first = next((x for x in convolutions if x.in_channels == record.input_shape[1]), model)
-        for module in {model, first}:
-            module.register_forward_pre_hook(partial(hooks.check_grid, record=record), with_kwargs=True)
+        first.register_forward_pre_hook(partial(check_grid, block=block), with_kwargs=True)
 
 
 def attach_records_(
@@ -136,55 +135,61 @@ def attach_records_(
     """
     # Replacements are attached first, because a block must not become a child of a module that is replaced.
     wanted = sorted(wanted, key=lambda record: record.at != "replace")
-    with attach_blocks_(model, (build_block(model, record, factories[record.block]) for record in wanted)):
+    blocks = []
+    for record in wanted:
+        make = factories[record.block]
+        block = build_block(model, record.site, record.at, make, record.channels, record.options)
+        like = like_parameters(model.get_submodule(record.site), model)
+        blocks.append(set_record_(wrap_exactly(block, record.channels, like, record.wrapper_options), record))
+    with attach_blocks_(model, blocks):
         return tuple(wanted)
 
 
 @contextmanager
-def attach_blocks_(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
+def attach_blocks_(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Attach blocks, and detach all of them if attaching or the body of the ``with`` statement fails."""
     with ExitStack() as stack:
         for block in blocks:
             attach_(model, block)
             stack.callback(detach_, model, [block])
-            warn_if_untrained(model, block, vars(block)[RECORD].site)
         reset_compiled_graphs()
         yield
         stack.pop_all()
+    warn_if_untrained(model, blocks)
 
 
-def build_block(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.Module], like: Any = None) -> nn.Module:
-    """Build a block with its record, in the training or evaluation mode of the module at its site.
+def build_block(
+    model: nn.Module, site: str, at: str, make: Callable[..., nn.Module], channels: int, options: Any, like: Any = None
+) -> nn.Module:
+    """Build a block in the training or evaluation mode of the module at its site.
 
     Device and dtype are copied from ``like``, or by default from this module or the model.
     """
-    site, (owner, _) = record.site, locate_block(record)
-    try:
-        target, _ = model.get_submodule(site), model.get_submodule(owner)
-    except AttributeError as error:
-        raise SiteError(f"the model has no module {site!r} for a block ({error})") from error
+    target = require_module(model, site)
     if like is None:
-        like = next((p for part in (target, model) for p in part.parameters() if p.is_floating_point()), torch.empty(0))
-    own = replacement_options(target) if record.at == "replace" else {}
+        like = like_parameters(target, model)
+    own = replacement_options(target) if at == "replace" else {}
     try:
-        block = make_block(make, record.channels, device=like.device, dtype=like.dtype, **own, **record.options)
+        block = make_block(make, channels, device=like.device, dtype=like.dtype, **own, **options)
     except Exception as error:  # A custom block may raise any exception.
         kind = TypeError if isinstance(error, TypeError) else ValueError
         why = f"{describe_error(error)}{suggest_argument(error, make)}"
-        raise kind(f"the block at {site!r} cannot be built for {record.channels} channels: {why}") from error
-    if not isinstance(block, nn.Module) or RECORD in vars(block):
+        raise kind(f"the block at {site!r} cannot be built for {channels} channels: {why}") from error
+    if not isinstance(block, nn.Module) or is_inserted(block):
         raise ValueError(f"block must return a new module for each site, got {type(block).__name__}")
-    block.train(target.training)
-    return add_record(block, record, like)
+    return block.train(target.training)
 
 
-def add_record(block: nn.Module, record: InsertedBlock, like: Any) -> nn.Module:
-    """Store the record in a block and return the block, inside an :class:`ExactBlock` if the record requires one."""
-    if record.wrapper_options:
-        vars(block).pop(RECORD, None)
-        block = ExactBlock(block, record.channels, like, **record.wrapper_options).train(block.training)
-    vars(block)[RECORD] = record
-    return block.to(like.device) if like.device.type == "meta" else block
+def require_module(model: nn.Module, path: str) -> nn.Module:
+    """Return a module of a model; raise if there is none, for example for a record of another network."""
+    if (module := find_module(model, path)) is None:
+        raise SiteError(f"the model has no module {path!r} for a block")
+    return module
+
+
+def like_parameters(*modules: nn.Module) -> Tensor:
+    """Return the first floating-point parameter, whose device and dtype a new block has."""
+    return next((p for module in modules for p in module.parameters() if p.is_floating_point()), torch.empty(0))
 
 
 def replacement_options(old: nn.Module) -> dict[str, int]:
@@ -198,20 +203,14 @@ def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     The blocks keep their records.
     """
     for block in reversed(blocks):
-        if (old := vars(block).pop(REPLACED, None)) is not None:
+        if (old := replaced_module(block)) is not None:
             match_state_(old, block, model)
             replace_module_(model, block, old)
-    modules = [*model.modules()]
-    kept = [vars(module)[RECORD] for module in modules if RECORD in vars(module) and module not in blocks]
-    for module in modules:
-        # A fused module may have a hook without a block, or run a copy of its block.
-        if LOCATION not in vars(module) or (block := hooks.get_block(module)) in blocks or block not in modules:
-            hooks.unhook_(module)
-        for name in [name for name, child in module._modules.items() if child in blocks]:
-            del module._modules[name]
-        hooks.drop_hooks_(
-            module, lambda x: getattr(x, "func", None) in hooks.CHECKS and x.keywords["record"] not in kept
-        )
+            set_record_(block, replace(get_record(block), replaced=()))
+    for module in [*model.modules()]:
+        unhook_(module, blocks)
+        for name in [name for name, child in module.named_children() if child in blocks]:
+            delattr(module, name)
     reset_compiled_graphs()
 
 
@@ -255,13 +254,27 @@ def inserted_blocks(model: nn.Module) -> dict[str, nn.Module]:
     network = unwrap_model(model)
     for owner in network.modules():
         for hook in owner._forward_pre_hooks.values():
-            if getattr(hook, "func", None) is hooks.check_block:
+            if isinstance(hook, partial) and hook.func is check_block:
                 hook(owner, ())
     return blocks_by_site(network)
 
 
 def blocks_by_site(network: nn.Module) -> dict[str, nn.Module]:
-    return {name: hooks.get_block(module) for name, module in network.named_modules() if is_site(module)}
+    found = {name: module if replaced_module(module) else block_at(module) for name, module in network.named_modules()}
+    return {name: block for name, block in found.items() if block is not None}
+
+
+def all_blocks(network: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a network, including blocks that other code has removed and that only hooks refer to."""
+    blocks = {module: None for module in network.modules() if is_inserted(module)}
+    for module in network.modules():
+        blocks |= dict.fromkeys(blocks_of_hooks(module))
+    return list(blocks)
+
+
+def replaced_module(block: nn.Module) -> nn.Module | None:
+    """Return the module that a block replaced, or None."""
+    return next(iter(get_record(block).replaced), None) if is_inserted(block) else None
 
 
 def replaced_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -273,7 +286,8 @@ def replaced_modules(model: nn.Module) -> dict[str, nn.Module]:
     >>> replaced_modules(model)
     {'0': Conv2d(3, 8, kernel_size=(1, 1), stride=(1, 1))}
     """
-    return {site: vars(block)[REPLACED] for site, block in inserted_blocks(model).items() if REPLACED in vars(block)}
+    found = {site: replaced_module(block) for site, block in inserted_blocks(model).items()}
+    return {site: old for site, old in found.items() if old is not None}
 
 
 def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
@@ -286,7 +300,9 @@ def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
     [('0', 'AttentionBlock2d', 256)]
     """
     # The sites are computed again, because the model may have become part of another model.
-    return tuple(replace(vars(block)[RECORD], site=site) for site, block in inserted_blocks(model).items())
+    blocks = inserted_blocks(model)
+    paths = {block: path for path, block in unwrap_model(model).named_modules()}
+    return tuple(replace(get_record(block), site=site, block_path=paths[block]) for site, block in blocks.items())
 
 
 def inserted_keys(model: nn.Module) -> set[str]:

@@ -8,7 +8,7 @@ initialized to zero: ``x + gate · (block(x) − x)``. The block learns as soon 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks.gated_residual import refuse_normalized_zeros
-from vision_attn.checks import check_bools, check_number
+from vision_attn.checks import check_number
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.costs import feature_map_error
 from vision_attn.networks.network import fixed_seed, quiet_eval
@@ -48,7 +48,6 @@ class ExactBlock(nn.Module):
         self, block: nn.Module, channels: int, like: Any, gated: bool = False, scale: float = 1.0, copied: bool = False
     ) -> None:
         super().__init__()
-        check_bools(gated=gated, copied=copied)
         check_number("scale", scale, above=0)
         gate = nn.Parameter(torch.zeros(channels, device=like.device, dtype=like.dtype)) if gated else None
         self.block: nn.Module = block
@@ -75,6 +74,11 @@ def run_on_copy(block: nn.Module, x: Tensor, copied: bool) -> Tensor:
     return block(x.clone(memory_format=torch.contiguous_format) if copied else x)
 
 
+def wrap_exactly(block: nn.Module, channels: int, like: Any, options: Mapping[str, Any]) -> nn.Module:
+    """Return a block inside an :class:`ExactBlock` if it has options, else the block."""
+    return ExactBlock(block, channels, like, **options).train(block.training) if options else block
+
+
 def unwrap_exact_block(block: nn.Module) -> nn.Module:
     """Return the block inside an :class:`ExactBlock`, or the block itself if it is not wrapped."""
     return block.block if isinstance(block, ExactBlock) else block
@@ -82,13 +86,13 @@ def unwrap_exact_block(block: nn.Module) -> nn.Module:
 
 def init_identity_(
     block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact: bool, zeros: bool = True
-) -> dict[str, Any]:
+) -> tuple[str, dict[str, Any]]:
     """Run a block on random feature maps, and make it an identity at initialization if ``exact`` is set.
 
     Without ``zeros``, every block gets a gate.
 
     Returns:
-        Fields of its record: ``identity_init``, and ``wrapper_options`` for the required :class:`ExactBlock`.
+        How the block was made an identity, and the options of the required :class:`ExactBlock`; empty if none.
 
     Raises:
         SiteError: the output contains NaN or infinity.
@@ -108,13 +112,13 @@ def init_identity_(
             raise SiteError(f"{what} at {site!r}. Choose a site with a larger feature map")
         wrapper_options: dict[str, Any] = {"copied": True} if run.copied else {}
         if not exact or run.y.shape != x.shape or (zeros and run.ratio == 1):
-            return {"wrapper_options": wrapper_options}
+            return "", wrapper_options
         if zeros and (layers := run.zero_last_layers_()):
             identity_init, scale = f"{' and '.join(layers)} set to zero", 1 / (run.ratio or 1.0)
             if scale > 1:
                 wrapper_options["scale"], identity_init = scale, f"{identity_init}, output multiplied by {scale:g}"
-            return {"wrapper_options": wrapper_options, "identity_init": identity_init}
-    return {"wrapper_options": wrapper_options | {"gated": True}, "identity_init": "gate set to zero"}
+            return identity_init, wrapper_options
+    return "gate set to zero", wrapper_options | {"gated": True}
 
 
 class IdentityInitRun:

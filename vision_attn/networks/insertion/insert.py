@@ -21,11 +21,17 @@ from vision_attn.networks.insertion import attach, block_factories
 from vision_attn.networks.insertion.block_factories import BlockFactory
 from vision_attn.networks.insertion.costs import Cost, count_attention_pairs, measure_cost
 from vision_attn.networks.insertion.dry_run import DryRun
-from vision_attn.networks.insertion.exact import init_identity_
-from vision_attn.networks.insertion.hooks import RECORD
-from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport
+from vision_attn.networks.insertion.exact import init_identity_, wrap_exactly
+from vision_attn.networks.insertion.record import (
+    RECORD,
+    InsertedBlock,
+    InsertionReport,
+    get_record,
+    is_inserted,
+    set_record_,
+)
 from vision_attn.networks.insertion.sites import find_targets, select_sites
-from vision_attn.networks.insertion.verify import attach_verified
+from vision_attn.networks.insertion.verify import ChildError, attach_verified
 from vision_attn.networks.layout import FeatureMap
 from vision_attn.networks.network import require_modifiable
 from vision_attn.networks.selection import Names
@@ -112,20 +118,21 @@ def insert_(
     # Zero layers may give an identity on random feature maps but not on those of the network; a zero gate always does.
     for zeros in (True, False):
         blocks = [new_block(dry_run, block, x, side, block_options, exact=exact, zeros=zeros) for x in maps]
-        report = make_report(blocks, "inserted", dry_run, warn=zeros)
+        if zeros:
+            warn_about(blocks)
         try:
             changed, verified = attach_verified(dry_run, blocks)
-        except SiteError:  # A module may depend on its number of children.
+        except ChildError:
             for x, new in zip(maps, blocks, strict=True):
-                block_path = attach.choose_block_path(model, x.target, inside=True)
-                vars(new)[RECORD] = replace(vars(new)[RECORD], block_path=block_path)
+                path = attach.choose_block_path(model, x.target, inside=True)
+                set_record_(new, replace(get_record(new), block_path=path))
             changed, verified = attach_verified(dry_run, blocks)
         if not zeros or not changed or not exact or all(isinstance(x, GatedResidual) for x in blocks):
             break
         attach.detach_(model, blocks)
-    # A block may have moved inside its target, or may not change the output: the report describes the attached blocks.
-    attached = tuple(vars(block)[RECORD] for block in blocks)
-    return replace(report, blocks=attached, output_change=changed, verified=verified)
+    return InsertionReport(
+        tuple(map(get_record, blocks)), model_cost=dry_run.cost, output_change=changed, verified=verified
+    )
 
 
 @torch.inference_mode(False)
@@ -191,7 +198,7 @@ def replace_(
             what = f"{site!r} cannot be replaced: {type(old).__name__} returns {y.shape} for {x.shape}"
             raise SiteError(f"{what}. Choose a Conv2d, or a module whose output has the shape of its input")
         inner = any(other.startswith(f"{site}.") for other in sites)
-        if inner or any(RECORD in vars(module) for module in old.modules()):
+        if inner or any(map(is_inserted, old.modules())):
             what = f"{site!r} cannot be replaced: it is or contains an inserted block or another selected module"
             raise SiteError(f"{what}. Choose one of the modules, or call va.remove_(model) first")
         make, options = block, block_options
@@ -199,9 +206,10 @@ def replace_(
             make = StridedAttention2d
             options = {"groups": old.groups, **options} if old.groups > 1 else options
         blocks.append(new_block(dry_run, make, x, "replace", options, y))
-    report = make_report(blocks, "inserted by replacement", dry_run, warn=True)
+    warn_about(blocks)
     with attach.attach_blocks_(model, blocks):
         _, cost = dry_run.measure()
+    report = InsertionReport(tuple(map(get_record, blocks)), "inserted by replacement", dry_run.cost)
     removed = (new + before - after for new, before, after in zip(report.added, dry_run.cost, cost, strict=True))
     return replace(report, replaced_cost=Cost(*removed))
 
@@ -229,14 +237,14 @@ def remove_(model: nn.Module) -> InsertionReport:
     (2, True)
     """
     model = require_modifiable(model)
-    blocks = [module for module in model.modules() if RECORD in vars(module)]
+    blocks = attach.all_blocks(model)
     if not blocks:
         raise ValueError("model has no inserted block to remove")
-    running = [(site, block) for site, block in attach.blocks_by_site(model).items() if block in blocks]
-    report = InsertionReport(tuple(replace(vars(block)[RECORD], site=site) for site, block in running), verb="removed")
+    running = attach.blocks_by_site(model).items()
+    report = InsertionReport(tuple(replace(get_record(block), site=site) for site, block in running), verb="removed")
     attach.detach_(model, blocks)
     for block in blocks:
-        del vars(block)[RECORD]
+        delattr(block, RECORD)
     return report
 
 
@@ -251,33 +259,46 @@ def new_block(
     zeros: bool = True,
 ) -> nn.Module:
     """Build a block with its record. A block that replaces a module maps the feature map ``x`` to one like ``y``."""
-    make, channels = block_factories.get_block_factory(block, len(x.size)), x.shape[1]
+    make, channels, spec = block_factories.get_block_factory(block, len(x.size)), x.shape[1], x.spec
     options = {**block_factories.default_widths(make, channels, options), **options}
     is_timm = isinstance(block, str) and block in block_factories.TIMM_BLOCKS
     if is_timm and "feat_size" in block_factories.get_arguments(make):
         options = {"feat_size": x.size, **options}
-    block_path, element = (attach.choose_block_path(dry_run.model, x.target), x.element) if y is None else (CHILD, None)
-    fields = x.target, at, "", options, channels, x.size, 0, 0, dry_run.example.shape
-    record = InsertedBlock(*fields, layout=x.layout, element=element, block_path=block_path, used=x.used)
-    new = attach.build_block(dry_run.model, record, make, x.spec)
-    record = replace(record, block=str(block) if is_timm else type(new).__name__)
+    new = attach.build_block(dry_run.model, x.target, at, make, channels, options, spec)
+    name = str(block) if is_timm else type(new).__name__
+    identity_init, wrapper_options = "", dict[str, Any]()
     if y is None and not isinstance(new, GatedResidual):
-        spec = x.spec
         if spec.device.type == "meta":  # Blocks on the meta device have no values to test.
             spec = spec._replace(device=torch.device("cpu"))
-            new = attach.build_block(dry_run.model, record, make, spec)
+            new = attach.build_block(dry_run.model, x.target, at, make, channels, options, spec)
         # A layer that the block shares with the network must not be set to zero.
         zeros = zeros and {*dry_run.model.parameters()}.isdisjoint(new.parameters())
-        record = replace(record, **init_identity_(new, x.target, x.shape, spec, exact, zeros))
-    new = attach.add_record(new, record, x.spec)
-    cost, attention_pairs = measure_cost(new, x, y or x), count_attention_pairs(new, x.size)
-    vars(new)[RECORD] = replace(record, attention_pairs=attention_pairs, **cost._asdict())
-    return new
+        identity_init, wrapper_options = init_identity_(new, x.target, x.shape, spec, exact, zeros)
+        new = wrap_exactly(new, channels, spec, wrapper_options)
+        new = new.to(x.spec.device) if spec is not x.spec else new
+    cost = measure_cost(new, x, y or x)
+    record = InsertedBlock(
+        site=x.target,
+        at=at,
+        block=name,
+        options=options,
+        channels=channels,
+        map_size=x.size,
+        parameters=cost.parameters,
+        macs=cost.macs,
+        input_shape=dry_run.example.shape,
+        layout=x.layout,
+        element=x.element if y is None else None,
+        block_path=attach.choose_block_path(dry_run.model, x.target) if y is None else x.target,
+        used=x.used,
+        identity_init=identity_init,
+        wrapper_options=wrapper_options,
+        attention_pairs=count_attention_pairs(new, x.size),
+    )
+    return set_record_(new, record)
 
 
-def make_report(blocks: Sequence[nn.Module], verb: str, dry_run: DryRun, warn: bool) -> InsertionReport:
-    """Return the report of new blocks. Warn before the model changes: a filter may turn warnings into errors."""
-    report = InsertionReport(tuple(vars(block)[RECORD] for block in blocks), verb, dry_run.cost)
-    for line in report.warnings if warn else ():
+def warn_about(blocks: Sequence[nn.Module]) -> None:
+    """Issue the warnings about new blocks before the model changes: a filter may turn warnings into errors."""
+    for line in InsertionReport(tuple(map(get_record, blocks))).warnings:
         warnings.warn(line, stacklevel=4)  # The decorator of insert_ adds a frame.
-    return report

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from vision_attn.checks import product
 from vision_attn.networks.insertion.costs import Cost, describe_added
 from vision_attn.networks.layout import Element
@@ -16,6 +18,9 @@ CHILD = "inserted"
 
 #: The number of tokens above which full attention costs more than most networks.
 MAX_TOKENS = 4096
+
+#: The attribute in which a block stores its :class:`InsertedBlock`.
+RECORD = "insertion"
 
 OPTIMIZERS = "Create optimizers and EMA copies now: existing ones do not contain these parameters."
 FUSE_FIRST = "Freeze, fuse or quantize the network before inserting blocks at norms and convolutions: {}."
@@ -54,8 +59,8 @@ class InsertedBlock:
     layout: str = "b c h w"
     #: index or key of the tensor in the input or output of the module; None if it is the value itself
     element: Element = None
-    #: path from the module to the block
-    block_path: str = CHILD
+    #: path of the block in the model
+    block_path: str = ""
     #: True if the output of the network depends on the feature map
     used: bool = True
     #: how the block was made an identity at initialization; empty if it is an identity by design
@@ -64,6 +69,13 @@ class InsertedBlock:
     wrapper_options: Mapping[str, Any] = field(default_factory=dict)
     #: query-key pairs of its full attention; not stored in files
     attention_pairs: int = field(default=0, compare=False, repr=False)
+    #: the module that the block replaced, in a tuple; not stored in files
+    replaced: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def is_child(self) -> bool:
+        """True if the block is inside the module at its site, or replaced it."""
+        return f"{self.block_path}.".startswith(f"{self.site}.")
 
     @property
     def size(self) -> str:
@@ -74,6 +86,23 @@ class InsertedBlock:
     def tokens(self) -> int:
         """Number of positions of the feature map."""
         return product(self.map_size)
+
+
+def get_record(block: nn.Module) -> InsertedBlock:
+    """Return the record of an inserted block."""
+    record: InsertedBlock = getattr(block, RECORD)
+    return record
+
+
+def set_record_(block: nn.Module, record: InsertedBlock) -> nn.Module:
+    """Store the record of a block in it, and return the block."""
+    setattr(block, RECORD, record)
+    return block
+
+
+def is_inserted(module: nn.Module) -> bool:
+    """Return True if a module is an inserted block."""
+    return isinstance(getattr(module, RECORD, None), InsertedBlock)
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,7 +150,7 @@ class InsertionReport(Report):
         notes += [f"{name} is an identity at initialization: {how}" for name, how in kinds if self.verb == "inserted"]
         if self.output_change:
             notes.append(f"the output of the network changes by {100 * self.output_change:.2g} %")
-        fusible = shorten(repr(block.site) for block in self.blocks if block.block_path.startswith("."))
+        fusible = shorten(repr(block.site) for block in self.blocks if not block.is_child)
         notes += [FUSE_FIRST.format(fusible)] if fusible and self.verb == "inserted" else []
         notes += [self.verified] if self.verified else []
         notes += [OPTIMIZERS] if self.verb != "removed" else []

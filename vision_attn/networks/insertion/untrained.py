@@ -1,87 +1,69 @@
-"""A warning about blocks that no optimizer updates, for example because the optimizer was created before insertion."""
+"""A warning about blocks that no optimizer contains, for example because it was created before insertion."""
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-#: Number of updates of the other parameters after which a block without an update is reported.
-MAX_MISSED_UPDATES = 5
+from vision_attn.networks.insertion.record import get_record
 
-
-class UpdateMonitor:
-    """Updates of a block, and of the other parameters of its model, since insertion."""
-
-    def __init__(self, model: nn.Module, block: nn.Module) -> None:
-        # The garbage collector cannot follow hooks of tensors, so a hook must not refer to the model or its tensors.
-        self.references = weakref.ref(model), weakref.ref(block)
-        self.values, self.updates = set[float](), set[float]()
-
-    def is_updated(self) -> bool:
-        """Record the current state. Return True if the block has been updated, or no longer exists."""
-        model, block = (reference() for reference in self.references)
-        if model is None or block is None:
-            return True
-        self.values.add(version_checksum(block.parameters()))
-        others = {*model.parameters()}.difference(block.parameters())
-        self.updates.add(version_checksum(p for p in others if p.requires_grad))
-        return len(self.values) > 1
+#: Number of steps of the optimizers of the other parameters after which a block without a step is reported. A separate
+#: optimizer of the blocks may take a step only every few batches.
+MAX_MISSED_STEPS = 10
 
 
-#: Monitors of the blocks of each model, by site.
-MONITORS: weakref.WeakKeyDictionary[nn.Module, dict[str, UpdateMonitor]] = weakref.WeakKeyDictionary()
+class Monitor:
+    """Blocks of a model that were in no step of an optimizer yet, and the number of steps since the last insertion."""
 
+    def __init__(self) -> None:
+        self.blocks, self.steps = WeakSet[nn.Module](), 0
 
-def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
-    """Warn once if other parameters of a model are updated, but the parameters of a block are not.
-
-    The check runs after gradients have been accumulated in the first trainable parameter of the block, until the block
-    is updated. It works with any optimizer, compiled or not. One warning lists all such blocks of the model. Copies of
-    the network are not checked.
-    """
-    parameter = next((p for p in block.parameters() if p.requires_grad), None)
-    if parameter is None:
-        return
-    monitors, monitor = MONITORS.setdefault(model, {}), UpdateMonitor(model, block)
-    monitors[site] = monitor
-
-    def check(parameter: Tensor) -> None:
-        if monitors.get(site) is monitor and not monitor.is_updated():
-            if len(monitor.updates) <= MAX_MISSED_UPDATES:
-                return
-            if has_optimizer(parameter):  # It may update the block only every few batches.
-                handle.remove()
-                return
-            # The other blocks may not have received gradients in this backward pass yet.
-            stale = [
-                x
-                for x, other in monitors.items()
-                if len(other.updates) >= MAX_MISSED_UPDATES and not other.is_updated()
-            ]
-            for other in stale:
-                del monitors[other]
+    def check(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Warn if the optimizers have updated the other parameters of the model for too many steps."""
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if updated.isdisjoint(map(id, model.parameters())):
+            return
+        modules = {*model.modules()}
+        for block in [*self.blocks]:
+            trained = {id(p) for p in block.parameters() if p.requires_grad}
+            if block not in modules or not trained or trained & updated:
+                self.blocks.remove(block)
+        self.steps += 1
+        if self.blocks and self.steps > MAX_MISSED_STEPS:
+            sites = ", ".join(sorted(repr(get_record(block).site) for block in self.blocks))
+            self.blocks.clear()
             warnings.warn(
-                f"the optimizer does not update the blocks at {', '.join(map(repr, stale))}: it was probably created "
-                "before insertion. Create it after insertion; va.check_optimizer(model, optimizer) lists such blocks",
-                stacklevel=2,
+                f"the optimizer does not contain the blocks at {sites}: it was probably created before insertion. "
+                "Create it after insertion; va.check_optimizer(model, optimizer) lists such blocks",
+                stacklevel=4,
             )
-        handle.remove()
-
-    handle = parameter.register_post_accumulate_grad_hook(check)
 
 
-def has_optimizer(parameter: Tensor) -> bool:
-    """Return True if an optimizer exists that contains a parameter."""
-    optimizers = (x for x in gc.get_objects() if issubclass(type(x), Optimizer))
-    groups = (group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ()))
-    return any(parameter is p for group in groups for p in group["params"])
+#: Monitors of the models with inserted blocks.
+MONITORS: WeakKeyDictionary[nn.Module, Monitor] = WeakKeyDictionary()
 
 
-def version_checksum(parameters: Iterable[Tensor]) -> float:
-    """Return a number that changes with an update: fused optimizers change values without increasing the version."""
-    return sum(p._version + float(p.detach().flatten()[0]) for p in parameters if p.numel())
+def warn_if_untrained(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Warn once if optimizers update other parameters of a model, but do not contain these blocks.
+
+    Every step of any torch optimizer is checked until each block was in one. Copies of the network are not checked.
+    """
+    monitor = MONITORS.setdefault(model, Monitor())
+    monitor.blocks.update(blocks)
+    monitor.steps = 0
+
+
+def check_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Check the models with inserted blocks, in a hook after each step of an optimizer."""
+    for model, monitor in [*MONITORS.items()]:
+        if monitor.blocks:
+            monitor.check(model, optimizer)
+
+
+register_optimizer_step_post_hook(check_optimizers)

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.attach import attach_blocks_, locate_block
+from vision_attn.networks.insertion.attach import attach_blocks_
 from vision_attn.networks.insertion.dry_run import DryRun, bitwise_equal, get_tensors, has_no_values
-from vision_attn.networks.insertion.hooks import RECORD
+from vision_attn.networks.insertion.record import get_record
+
+
+class ChildError(SiteError):
+    """Raised if modules cannot have a block as their child."""
 
 
 def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module]) -> tuple[float, str]:
@@ -59,7 +63,7 @@ def verify_evaluation(dry_run: DryRun, blocks: Sequence[nn.Module]) -> tuple[flo
         return 0.0, "the output of the network varies from run to run"
     changed = relative_change(dry_run.output, output)
     if not math.isfinite(changed):
-        raise SiteError(f"{vars(blocks[0])[RECORD].block} makes the network's output NaN or infinite")
+        raise SiteError(f"{get_record(blocks[0]).block} makes the network's output NaN or infinite")
     return changed, ""
 
 
@@ -88,7 +92,7 @@ def why_incomparable(output: object) -> str:
 
 
 def quote_sites(blocks: Iterable[nn.Module]) -> str:
-    return ", ".join(repr(vars(block)[RECORD].site) for block in blocks)
+    return ", ".join(repr(get_record(block).site) for block in blocks)
 
 
 def aliasing_error(blocks: Iterable[nn.Module], when: str = "") -> SiteError:
@@ -99,10 +103,10 @@ def aliasing_error(blocks: Iterable[nn.Module], when: str = "") -> SiteError:
     )
 
 
-def child_error(blocks: Iterable[nn.Module]) -> SiteError:
+def child_error(blocks: Iterable[nn.Module]) -> ChildError:
     """Return the error for modules that depend on their children."""
     why = "cannot have a block as its child, because it loops over its children or counts them"
-    return SiteError(f"{quote_sites(blocks)} {why}. Choose another module")
+    return ChildError(f"{quote_sites(blocks)} {why}. Choose another module")
 
 
 def run_with(
@@ -123,14 +127,14 @@ def run_with(
             return output
         return args[0].clone() if block in copies else args[0]
 
-    paths = [".".join(filter(None, locate_block(vars(block)[RECORD]))) for block in blocks]
+    paths = [get_record(block).block_path for block in blocks]
     try:
         output = dry_run.run([(path, replace_output) for path in paths], training=training)
     except SiteError as error:
         if copies is None:
             raise
         raise child_error(blocks) from error
-    if wrong := [x for x in blocks if calls.count(x) != len(dry_run.calls[vars(x)[RECORD].site])]:
+    if wrong := [x for x in blocks if calls.count(x) != len(dry_run.calls[get_record(x).site])]:
         raise child_error(wrong)
     return output
 
