@@ -58,6 +58,9 @@ def run_block(block: nn.Module, value: Any) -> Any:
         if isinstance(x_map, Proxy):  # A traced graph contains the block as one node.
             path = x_map.tracer.path_of_module(block)
             return from_map(x, x_map.tracer.create_proxy("call_module", path, (x_map,), {}), layout)
+        if x.is_quantized:
+            what = f"the block at {record.site!r} cannot process a quantized tensor ({x.dtype})"
+            raise SiteError(f"{what}. Quantize before va.insert_, and dequantize the feature map in front of the block")
         y = block(x_map)
         return from_map(x, y if isinstance(block, GatedResidual) else scoped_output(block, x_map, y), layout)
 
