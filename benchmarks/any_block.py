@@ -110,7 +110,7 @@ def check(block, name):
     expected, before, keys = outputs(model, images), anatomy(model), list(model.state_dict())
     try:
         report = va.insert_(model, BLOCKS[block], **NETWORKS[name][2], example_input=images)
-    except va.SiteError as error:
+    except va.errors.SiteError as error:
         if "NaN" not in str(error):
             raise
         result = "error"

@@ -209,7 +209,7 @@ def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> tuple[list
             rounding = max(compare(copy.deepcopy(model), copy.deepcopy(model).double(), entry))
         agrees = all(max(pair) <= tolerance(name, rounding) for name, pair in differences.items())
         agrees &= len(calls) == len(entry.training_modes) * len(report.swapped) * len(entry.sizes) * len(dtypes)
-        va.swap_back_(swapped)
+        va.unswap_(swapped)
         restored, original = ([[*map(type, net.modules())], list(net.state_dict())] for net in (swapped, model))
         agrees &= restored == original
     sizes = ", ".join(f"{height}×{width}" for height, width in entry.sizes)

@@ -143,14 +143,14 @@ def insert_everywhere(model, row, shape):
     stages = list(dict.fromkeys(va.stage_names(model, shape)))
     row.stages = len(stages)
     try:
-        row.sites = len(va.insert_(model, block, names=stages, example_input=shape))
+        row.sites = len(va.insert_(model, block, names=stages, example_input=shape).blocks)
         return
-    except va.SiteError:
+    except va.errors.SiteError:
         pass  # insert at each stage separately to find those without a feature map
     for stage in stages:
         try:
-            row.sites += len(va.insert_(model, block, names=[stage], example_input=shape))
-        except va.SiteError as error:
+            row.sites += len(va.insert_(model, block, names=[stage], example_input=shape).blocks)
+        except va.errors.SiteError as error:
             row.notes.append(str(error).split(": choose")[0])
 
 
@@ -181,7 +181,7 @@ def measure(library, family, names):
     original = anatomy(model)
     try:
         insert_everywhere(model, row, shape)
-    except va.SiteError as error:
+    except va.errors.SiteError as error:
         row.notes.append(str(error))
     if row.sites:
         row.layout = " and ".join(sorted({record.layout for record in records(model)}))

@@ -125,7 +125,7 @@ def swap_row(name):
         original = create_network(name).eval()
         swapped = copy.deepcopy(original)
         report = swap_(swapped)
-        if not len(report):
+        if not report.swapped:
             raise ValueError(f"--swap: {name} has no layer that swap_ converts.\n{report}")
         return swapped, original
 

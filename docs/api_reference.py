@@ -20,8 +20,8 @@ PAGES = {
         "Insert blocks into a network, train them, and measure what they contribute ([guide](../insert.md)).",
         """
         insert_ replace_ remove_ inserted_blocks stage_names inspect_model timm_layer parameter_groups freeze_backbone_
-        unfreeze_backbone_ check_optimizer gates contribution disabled SiteError networks.insertion.InsertionReport
-        networks.inspection.Inspection networks.contributions.Contribution
+        unfreeze_backbone_ check_optimizer gates contribution disabled errors.SiteError
+        networks.insertion.InsertionReport networks.inspection.Inspection networks.contributions.Contribution
         """,
     ),
     "blocks": (
@@ -38,8 +38,8 @@ PAGES = {
         "Load and save",
         "Checkpoints, adapters and complete networks ([guide](../checkpoints.md)).",
         """
-        load_checkpoint save_model load_model save_adapter load_adapter_ CheckpointError networks.checkpoints.LoadReport
-        networks.checkpoints.AdapterReport
+        load_checkpoint_ save_model load_model save_adapter load_adapter_ errors.CheckpointError
+        networks.checkpoints.LoadReport networks.checkpoints.AdapterReport
         """,
     ),
     "maps": (
@@ -54,8 +54,8 @@ PAGES = {
         "Conversion",
         "Convert the attention layers of a complete network, or one layer at a time ([guide](../convert.md)).",
         """
-        swap_ swap_back_ networks.convert.swap.SwapReport networks.convert.from_layer networks.convert.to_torch_mha
-        networks.convert.to_timm_attention networks.convert.ConversionError
+        swap_ unswap_ networks.convert.swap.SwapReport networks.convert.from_layer networks.convert.to_torch_mha
+        networks.convert.to_timm_attention errors.ConversionError
         """,
     ),
     "training": (

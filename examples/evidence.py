@@ -229,7 +229,7 @@ def load_maps(path):
 def save_maps(weights, canvases, path):
     """Write the feature maps of the frozen network for each canvas and its mirror image."""
     model = timm.create_model("resnet20").eval().to(memory_format=torch.channels_last)
-    va.load_checkpoint(model, weights)
+    va.load_checkpoint_(model, weights)
     mean, std = (torch.tensor(CIFAR10[name]).view(3, 1, 1) for name in ("mean", "std"))
     rows, maps = {}, []
     for file in sorted(canvases.rglob("*.png")):

@@ -112,7 +112,7 @@ def build_network(block, regime, seed, classes, weights):
     """Build the network with ImageNet weights, a block, and a new classifier that depends only on the seed."""
     torch.manual_seed(seed)
     model = timm.create_model(MODEL, num_classes=classes)
-    va.load_checkpoint(model, weights, rename=RENAME, skip="classifier.*")
+    va.load_checkpoint_(model, weights, rename=RENAME, skip="classifier.*")
     torch.nn.init.zeros_(model.classifier.weight)
     if BLOCKS[block] is not None:
         kind, options = BLOCKS[block]

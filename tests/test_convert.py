@@ -23,8 +23,9 @@ from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import vision_attn as va
+from vision_attn.errors import ConversionError
 from vision_attn.networks import convert
-from vision_attn.networks.convert import ConversionError, other_layers
+from vision_attn.networks.convert import other_layers
 from vision_attn.networks.convert.conversion import CONVERSIONS, find_conversion
 from vision_attn.networks.convert.timm_layers import PaddedAttention2d
 from vision_attn.text import markdown
@@ -338,7 +339,7 @@ def test_attention_of_yolo_is_swapped_in_evaluation(kind, options, monkeypatch):
     for norm in (part for part in layer.modules() if isinstance(part, nn.BatchNorm2d)):
         norm.running_mean.copy_(randn(len(norm.running_mean)))
     expected, ran = results(partial(on_map, layer), x, module=layer), []
-    assert len(swap(layer)) == 1
+    assert len(swap(layer).swapped) == 1
     layer.running_block.register_forward_hook(lambda *_: ran.append(1))
     assert_close(results(partial(on_map, layer), x, module=layer), expected, 1e-10)
     layer.train()(x)  # with batch statistics

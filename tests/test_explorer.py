@@ -117,7 +117,7 @@ def test_swapped_attention_is_disabled_by_zeros(tmp_path):
     residual = nn.Sequential(TimmAttention2d(8, dim_head=4))
     residual = with_forward(residual, lambda x: x + residual[0](x))
     model = nn.Sequential(nn.Conv2d(3, 8, 4, 4), residual, CLASSIFIER).eval()
-    assert len(va.swap_(model)) == 1
+    assert len(va.swap_(model).swapped) == 1
     image = torch.rand(1, 3, 16, 16)
     (one,) = content(va.explore(model, image, tmp_path / "page.html"))["images"]
     (line,) = one["ablations"]

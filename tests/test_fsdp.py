@@ -46,12 +46,12 @@ def test_a_checkpoint_is_loaded_into_a_sharded_model(write, tmp_path):
     write(source.state_dict(), tmp_path / "file.safetensors")
     (path,) = tmp_path.iterdir()
     sharded(model, model[0])
-    assert len(va.load_checkpoint(model, path).loaded) == 9
+    assert len(va.load_checkpoint_(model, path).loaded) == 9
     assert_same(complete(model), source.state_dict())
     assert torch.equal(model(images), source(images))
     torch.save({**network(2).state_dict(), "3.bias": torch.ones(5)}, tmp_path / "other.pth")
-    with pytest.raises(va.CheckpointError, match=r"3.bias .*\(7,\), .*\(5,\)"):
-        va.load_checkpoint(model, tmp_path / "other.pth")
+    with pytest.raises(va.errors.CheckpointError, match=r"3.bias .*\(7,\), .*\(5,\)"):
+        va.load_checkpoint_(model, tmp_path / "other.pth")
     assert_same(complete(model), source.state_dict())
 
 
@@ -67,7 +67,7 @@ def test_the_adapter_of_a_sharded_model_equals_that_of_the_plain_model(apart, tm
     assert path.read_bytes() == plain.read_bytes()
     va.load_adapter_(other, path)
     assert torch.equal(other(images), model(images))
-    with pytest.raises(va.SiteError, match="FSDPSequential: insert into the network"):
+    with pytest.raises(va.errors.SiteError, match="FSDPSequential: insert into the network"):
         va.load_adapter_(sharded(network()), path)
 
 
@@ -77,7 +77,7 @@ def test_an_error_for_sharded_tensors_names_the_function_that_gathers_them(tmp_p
     model, path = sharded(network(1)), tmp_path / "file.pth"
     torch.save(model.state_dict(), path)
     call = r"get_model_state_dict\(model, options=StateDictOptions\(full_state_dict=True\)\)"
-    with pytest.raises(va.CheckpointError, match=rf"is a shard\. .*{call}"):
-        va.load_checkpoint(network(), path)
+    with pytest.raises(va.errors.CheckpointError, match=rf"is a shard\. .*{call}"):
+        va.load_checkpoint_(network(), path)
     torch.save(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), path)
     assert_same(dict(read_checkpoint(path)), network(1).state_dict())

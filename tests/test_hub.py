@@ -98,21 +98,25 @@ def test_a_network_is_loaded_without_other_files_and_again_offline(folder, reque
     va.load_adapter_(bare, "hf-hub:user/net/adapter.safetensors")
     assert_same(dict(sorted(bare.state_dict().items())), dict(sorted(expected.state_dict().items())))
     assert requests == []
-    with pytest.raises(va.CheckpointError, match=r"hf-hub:user/other cannot be read from the Hugging Face Hub \("):
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"hf-hub:user/other cannot be read from the Hugging Face Hub \("
+    ):
         va.load_model("hf-hub:user/other")
 
 
 def test_a_file_is_loaded_at_a_revision(folder, requests, monkeypatch):
     model = va.load_model(folder)
     randomize_(model)
-    assert va.load_checkpoint(model, "hf-hub:user/net@v1/net.pth").loaded
+    assert va.load_checkpoint_(model, "hf-hub:user/net@v1/net.pth").loaded
     assert_same(model.state_dict(), va.load_model(folder).state_dict())
     assert any(path.endswith("/v1/net.pth") for path in requests)
-    with pytest.raises(va.CheckpointError, match=r"user/net/missing.pth cannot be read"):
-        va.load_checkpoint(model, "hf-hub:user/net/missing.pth")
+    with pytest.raises(va.errors.CheckpointError, match=r"user/net/missing.pth cannot be read"):
+        va.load_checkpoint_(model, "hf-hub:user/net/missing.pth")
     monkeypatch.setattr("vision_attn.networks.checkpoints.hub.PATTERNS", ["*.json"])
-    with pytest.raises(va.CheckpointError, match=r"contains no \.safetensors file.* hf-hub:user/net/pytorch_model.bin"):
-        va.load_checkpoint(model, "hf-hub:user/net")
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"contains no \.safetensors file.* hf-hub:user/net/pytorch_model.bin"
+    ):
+        va.load_checkpoint_(model, "hf-hub:user/net")
 
 
 def test_training_starts_from_a_network_of_the_hub_with_a_new_classifier_for_other_classes(folder, requests):
@@ -134,6 +138,8 @@ def test_training_starts_from_a_network_of_the_hub_with_a_new_classifier_for_oth
 
 @pytest.mark.parametrize("name", ["hf-hub:net", "hf-hub:user/net@", "hf-hub:user/../net", "hf-hub:"])
 def test_other_names_are_rejected(name):
-    with pytest.raises((ValueError, va.CheckpointError), match=r"owner/name\[@revision\]\[/file\], got|cannot be read"):
-        va.load_checkpoint(nn.Linear(1, 1), name)
+    with pytest.raises(
+        (ValueError, va.errors.CheckpointError), match=r"owner/name\[@revision\]\[/file\], got|cannot be read"
+    ):
+        va.load_checkpoint_(nn.Linear(1, 1), name)
     assert resolve_source("net.pth").name == "net.pth"

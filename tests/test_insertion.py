@@ -44,7 +44,7 @@ def test_insertion_preserves_outputs_and_keys_and_is_reversible(name, size):
     new = {key for key in model.state_dict() if f".{CHILD}." in key}
     assert [key for key, *_ in before[1]] == [key for key in model.state_dict() if key not in new]
     assert new == inserted_keys(model)
-    assert len(new) == 7 * len(report) == 21
+    assert len(new) == 7 * len(report.blocks) == 21
     assert report.parameters == sum(p.numel() for x in va.inserted_blocks(model).values() for p in x.parameters())
     assert va.remove_(model).blocks == report.blocks
     assert anatomy(model) == before
@@ -194,7 +194,7 @@ def test_insertion_does_not_change_random_numbers_of_the_network():
     state = torch.random.get_rng_state()
     va.stage_names(model, (1, 3, 8, 8))
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert len(va.insert_(model, names="0", **SMALL)) == 1
+    assert len(va.insert_(model, names="0", **SMALL).blocks) == 1
 
 
 def test_the_layout_with_equal_channels_and_rows_is_inferred():
@@ -225,7 +225,7 @@ def test_an_attribute_named_inserted_is_kept():
     va.remove_(model)
     assert not model.state_dict().keys() - {"0.weight", "0.bias"}
     model[1].other.inserted_1 = 5  # Now the module inside has an attribute of this name, too.
-    with pytest.raises(va.SiteError, match="'1' cannot have a child 'inserted'"):
+    with pytest.raises(va.errors.SiteError, match="'1' cannot have a child 'inserted'"):
         va.insert_(model, names="1", **SMALL)
 
 
@@ -238,7 +238,7 @@ def test_blocks_are_attached_from_records_without_a_forward_pass():
     other.load_state_dict(model.state_dict())
     images = torch.randn(2, 3, 64, 64)
     torch.testing.assert_close(other(images), model(images), rtol=0, atol=0)
-    with pytest.raises(va.SiteError, match="already"):
+    with pytest.raises(va.errors.SiteError, match="already"):
         attach_records_(other, report.blocks, MAKERS)
 
 
@@ -247,7 +247,7 @@ def test_invalid_records_do_not_change_the_model(wrong):
     model = convolution()
     record = va.insert_(copy.deepcopy(model), names="0", **SMALL).blocks[0]
     before = anatomy(model)
-    with pytest.raises(va.SiteError):
+    with pytest.raises(va.errors.SiteError):
         attach_records_(model, [record, replace(record, **wrong)], MAKERS)
     assert anatomy(model) == before
 
@@ -345,6 +345,6 @@ def test_a_module_that_counts_its_children_has_a_nested_block_or_is_rejected():
     assert list(model[0].conv._modules) == [f"{CHILD}_0"]
     model = nn.Sequential(Minding(nn.Module.parameters))
     before = anatomy(model)
-    with pytest.raises(va.SiteError, match="'0' cannot have a block as its child"):
+    with pytest.raises(va.errors.SiteError, match="'0' cannot have a block as its child"):
         va.insert_(model, names="0", **SMALL)
     assert anatomy(model) == before

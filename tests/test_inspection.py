@@ -169,7 +169,11 @@ def test_stages_with_a_block_are_not_proposed():
         ({"input_size": 0}, ValueError, "input_size"),
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"heads": 3}, TypeError, "heads"),
-        ({"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4}, va.SiteError, "declares no stages"),
+        (
+            {"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4},
+            va.errors.SiteError,
+            "declares no stages",
+        ),
     ],
 )
 def test_unsupported_inspections_raise_errors(arguments, error, message):

@@ -15,7 +15,7 @@ def insert(*block, **options):
 
 def capture_tokens():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True), 1).eval()
-    assert len(va.swap_(model)) == 1
+    assert len(va.swap_(model).swapped) == 1
     with va.capture(model):
         model(torch.randn(1, 9, 32))
 

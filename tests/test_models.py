@@ -172,7 +172,7 @@ def test_zoo_checkpoints_have_the_published_accuracy_before_and_after_insertion(
     data, name, weights, published, real_data, tmp_path
 ):
     network = create_model(name, num_classes=int(data.removeprefix("cifar")))
-    va.load_checkpoint(network, real_data / "zoo" / weights)
+    va.load_checkpoint_(network, real_data / "zoo" / weights)
     assert top1(network, cifar_images(real_data, data, tmp_path, network.pretrained_cfg)) == published
     images = torch.randn(64, 3, 32, 32)
     with torch.no_grad():

@@ -101,7 +101,7 @@ def test_blocks_at_every_selected_module_preserve_the_output_and_train(case, tmp
     if stages:
         assert va.stage_names(model, example) == stages
     else:
-        with pytest.raises(va.SiteError, match="larger again"):
+        with pytest.raises(va.errors.SiteError, match="larger again"):
             va.insert_(model, stages=-1, example_input=example)
     before = run(model, example)
     report = va.insert_(model, names=names, example_input=example)

@@ -28,7 +28,7 @@ def test_reports_display_their_text_in_a_notebook(tmp_path):
         va.inspect_model(model, input_size=32),
         va.gates(model),
         va.contribution(model, images),
-        va.load_checkpoint(model, tmp_path / "net.pth"),
+        va.load_checkpoint_(model, tmp_path / "net.pth"),
         va.remove_(model),
         va.load_adapter_(model, file),
         va.remove_(model),

@@ -88,10 +88,10 @@ def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
     old, new = (nn.Sequential(va.Attention2d(16, 2, position=kind(size))) for size in (old_size, new_size))
     torch.save(old.state_dict(), tmp_path / "model.pth")
     if changed is None:  # of other proportions
-        with pytest.raises(va.CheckpointError, match=f"1 tensor with another shape: 0.position.{TABLE}"):
-            va.load_checkpoint(new, tmp_path / "model.pth")
+        with pytest.raises(va.errors.CheckpointError, match=f"1 tensor with another shape: 0.position.{TABLE}"):
+            va.load_checkpoint_(new, tmp_path / "model.pth")
         return
-    report = va.load_checkpoint(new, tmp_path / "model.pth")
+    report = va.load_checkpoint_(new, tmp_path / "model.pth")
     assert report.converted == {f"0.position.{name}": shapes for name, shapes in changed.items()}
     assert report.mismatched == {}
     assert f"{len(changed)} tensor{'s' * (len(changed) > 1)} converted to the shape in the model: 0.pos" in str(report)

@@ -114,7 +114,7 @@ runner = Runner(
 runner.train()
 assert projection(runner.model).abs().max() > 0
 assert {group["lr"] for group in runner.optim_wrapper.param_groups} == {0.01, 0.05}
-va.load_checkpoint(model, "work/epoch_1.pth")
+va.load_checkpoint_(model, "work/epoch_1.pth")
 assert torch.equal(projection(model), projection(runner.model))
 """,
     "Lightning": """

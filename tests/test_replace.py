@@ -67,7 +67,7 @@ def test_squeeze_and_excitation_becomes_a_gated_block():
     model, x = torchvision.models.mobilenet_v3_small().eval(), torch.randn(1, 3, 96, 96)
     as_after_training(model)
     before = model(x)
-    assert len(va.replace_(model, names="features.[89].block.2", example_input=x)) == 2
+    assert len(va.replace_(model, names="features.[89].block.2", example_input=x).blocks) == 2
     # The block is an identity at initialization, so the output is that of the network without squeeze and excitation.
     without = model(x)
     assert not torch.equal(without, before)
@@ -104,10 +104,12 @@ def test_blocks_are_inserted_after_replaced_modules():
     before = model(x)
     va.insert_(model, names="layer3")
     assert torch.equal(model(x), before)
-    with pytest.raises(va.SiteError, match=r"'layer3.2.conv2' cannot be replaced: it is or contains an inserted block"):
+    with pytest.raises(
+        va.errors.SiteError, match=r"'layer3.2.conv2' cannot be replaced: it is or contains an inserted block"
+    ):
         va.replace_(model, names="layer3.2.conv?")
     assert sorted(va.inserted_blocks(model)) == ["layer3.2", "layer3.2.conv2"]
-    assert len(va.remove_(model)) == 2
+    assert len(va.remove_(model).blocks) == 2
     assert torch.equal(model(x), plain)
 
 

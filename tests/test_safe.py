@@ -128,7 +128,7 @@ def test_false_tensors_and_references_to_the_system_are_rejected(name, tmp_path,
     content = content if isinstance(content, bytes) else pickled({"a": content})
     for file in (as_zip(content, [bytes(4)]), as_legacy(content, ["0"], bytes(12))):
         Path("file.pth").write_bytes(file)
-        with pytest.raises(va.CheckpointError, match=message):
+        with pytest.raises(va.errors.CheckpointError, match=message):
             read_checkpoint("file.pth")
     assert os.listdir() == ["file.pth"]
 
@@ -143,7 +143,9 @@ def test_placeholders_import_and_call_nothing_and_ignore_their_content(wrap, tmp
     names = [value.name for value in read_checkpoint(path).values()]
     assert names == ["witness.function", "witness.Class", "builtins.bytearray"]
     path.write_bytes(wrap(b"\x80\x02cwitness\nList\n)\x81(K\x01K\x02eK\x03aK\x04K\x05s(K\x06K\x07u."))
-    with pytest.raises(va.CheckpointError, match=r"dictionary of tensors, got the object witness.List\. If you trust"):
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"dictionary of tensors, got the object witness.List\. If you trust"
+    ):
         read_checkpoint(path)
     assert "witness" not in sys.modules
 
@@ -160,7 +162,7 @@ def test_keys_are_not_hashed_unless_they_are_plain(tmp_path):
     for number, content in enumerate(attack_files.PICKLES.values()):
         for wrap in (as_zip, as_legacy):
             (tmp_path / f"{number}.pth").write_bytes(wrap(content))
-            with suppress(va.CheckpointError):
+            with suppress(va.errors.CheckpointError):
                 read_checkpoint(tmp_path / f"{number}.pth")
     nested = b"\x80\x02]" + attack_files.NESTED + b"a."
     (tmp_path / "keys.pth").write_bytes(
@@ -168,7 +170,7 @@ def test_keys_are_not_hashed_unless_they_are_plain(tmp_path):
     )
     with open(tmp_path / "keys.pth", "ab") as file:
         file.write(pickled({"a": crafted.tensor(1, (1,), (1,), None)}) + nested + bytes(12))
-    with pytest.raises(va.CheckpointError):
+    with pytest.raises(va.errors.CheckpointError):
         read_checkpoint(tmp_path / "keys.pth")
 
 
@@ -189,15 +191,15 @@ KINDS = {
 def test_other_files_are_named_by_kind_with_a_remedy(tmp_path):
     for name, (content, message) in KINDS.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(va.CheckpointError, match=rf"{name} is {message}"):
+        with pytest.raises(va.errors.CheckpointError, match=rf"{name} is {message}"):
             read_checkpoint(tmp_path / name)
     for save in (np.savez, np.savez_compressed):
         save(tmp_path / "vit.npz", kernel=np.ones(2))
-        with pytest.raises(va.CheckpointError, match=r"is a NumPy archive.* timm.models.load_checkpoint"):
+        with pytest.raises(va.errors.CheckpointError, match=r"is a NumPy archive.* timm.models.load_checkpoint"):
             read_checkpoint(tmp_path / "vit.npz")
     with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:
         archive.writestr("script/constants.pkl", b"")
-    with pytest.raises(va.CheckpointError, match=r"is a TorchScript program.* torch.jit.load"):
+    with pytest.raises(va.errors.CheckpointError, match=r"is a TorchScript program.* torch.jit.load"):
         read_checkpoint(tmp_path / "script.pt")
 
 
@@ -217,7 +219,7 @@ def test_long_lists_compressed_parts_and_storages_of_another_length_are_rejected
         *(("file.pth", content, "byte order") for content in big_endian),
     ):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(va.CheckpointError, match=message):
+        with pytest.raises(va.errors.CheckpointError, match=message):
             read_checkpoint(tmp_path / name)
 
 
@@ -231,7 +233,7 @@ def test_a_truncated_file_is_rejected(form, tmp_path):
     content = path.read_bytes()
     for kept in (0.0, 0.01, 0.9, 0.999):
         path.write_bytes(content[: int(len(content) * kept)])
-        with pytest.raises(va.CheckpointError, match="truncated or not a checkpoint"):
+        with pytest.raises(va.errors.CheckpointError, match="truncated or not a checkpoint"):
             read_checkpoint(path)
 
 
@@ -243,7 +245,7 @@ def test_a_hash_in_the_name_is_verified(ending, tmp_path):
     path = (tmp_path / "plain").rename(tmp_path / f"resnet-{digest[:length]}{ending}")
     assert read_checkpoint(path)
     wrong = path.rename(tmp_path / f"resnet-deadbeef{ending}")
-    with pytest.raises(va.CheckpointError, match=rf"starts with deadbeef, .* got {digest[:8]}"):
+    with pytest.raises(va.errors.CheckpointError, match=rf"starts with deadbeef, .* got {digest[:8]}"):
         read_checkpoint(wrong)
     for name in ("run-20260131.pth", "resnet-abcdef1.pth", "deadbeef.pth", "step-deadbeef-last.pth"):
         wrong = wrong.rename(tmp_path / name)
@@ -275,7 +277,7 @@ def test_an_index_may_list_only_complete_files_in_its_folder(changes, message, t
     (folder / "code.bin").write_bytes(as_zip(pickled({"f": Call("posix.system", "echo")}), [bytes(4)]))
     save_file({"f": torch.ones(1)}, tmp_path / "secret.safetensors")
     shards(folder, "model.safetensors", STATE, **changes)
-    with pytest.raises(va.CheckpointError, match=message):
+    with pytest.raises(va.errors.CheckpointError, match=message):
         read_checkpoint(folder)
 
 
@@ -300,7 +302,7 @@ def test_shards_may_be_links_and_a_complete_file_is_preferred(tmp_path):
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"weight_map": 3}', b"{}", b"\xff", b"[" * 100_000])
 def test_an_invalid_index_is_rejected(text, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_bytes(text)
-    with pytest.raises(va.CheckpointError, match="lists no complete checkpoint"):
+    with pytest.raises(va.errors.CheckpointError, match="lists no complete checkpoint"):
         read_checkpoint(tmp_path)
 
 
@@ -433,9 +435,9 @@ def test_keys_and_file_names_are_shown_escaped(tmp_path):
     path, other = tmp_path / "net\x1b[31m\n.pth", tmp_path / "no\x1b.safetensors"
     torch.save({"weight\x1b[2J\n": torch.ones(1), "weight": torch.ones(2, 2), "bias": torch.ones(2)}, path)
     model = nn.Linear(2, 2)
-    texts = [str(va.load_checkpoint(model, path, strict=False))]
-    for load, file in ((va.load_checkpoint, path), (va.load_checkpoint, other), (va.load_adapter_, other)):
-        with pytest.raises((va.CheckpointError, FileNotFoundError)) as caught:
+    texts = [str(va.load_checkpoint_(model, path, strict=False))]
+    for load, file in ((va.load_checkpoint_, path), (va.load_checkpoint_, other), (va.load_adapter_, other)):
+        with pytest.raises((va.errors.CheckpointError, FileNotFoundError)) as caught:
             load(model, file)
         texts.append(str(caught.value))
     assert all("\\x1b" in text and text.replace("\n", "").isprintable() for text in texts)

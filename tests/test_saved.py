@@ -116,7 +116,9 @@ def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
     nn.init.zeros_(other.fc.weight)  # the new head is not part of the fingerprint
     load_adapter_(other, path)
     assert_same(other.state_dict(), model.state_dict())
-    with pytest.raises(va.CheckpointError, match=r"another network: .*fc.weight \(model \(5, 8\), adapter \(3, 8"):
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"another network: .*fc.weight \(model \(5, 8\), adapter \(3, 8"
+    ):
         load_adapter_(small_network(classes=5), path)
     with pytest.raises(ValueError, match=r"also='head.*' .*classifier .*'fc'; pass also=\"head\""):
         save_adapter(model, path, also=["fc.*", "head.*"])
@@ -126,7 +128,7 @@ def test_an_adapter_is_loaded_completely_or_not_at_all(model, tmp_path, monkeypa
     train(model, also=["fc.weight"])
     path, other, copy = save_adapter(model, tmp_path / "a.safetensors", also="fc.weight"), small_network(), Tensor.copy_
     weight, other.fc.weight = other.fc.weight, nn.Parameter(torch.ones(1, 8).expand(3, 8))
-    with pytest.raises(va.CheckpointError, match=r"fc\.weight cannot be written, because it is expanded"):
+    with pytest.raises(va.errors.CheckpointError, match=r"fc\.weight cannot be written, because it is expanded"):
         load_adapter_(other, path)
     assert not va.inserted_blocks(other)
     other.fc.weight = weight
@@ -166,7 +168,7 @@ def test_another_network_is_rejected_before_it_is_changed(what, adapter):
         model.bfloat16()
     before = copied(model)
     for strict in (True, False)[: 1 if differing else 2]:
-        with pytest.raises(va.CheckpointError, match=message):
+        with pytest.raises(va.errors.CheckpointError, match=message):
             load_adapter_(model, adapter, strict=strict)
         assert_same(model.state_dict(), before)
         assert not va.inserted_blocks(model)
@@ -198,7 +200,7 @@ def test_a_late_failure_leaves_the_model_unchanged(error, tmp_path, monkeypatch)
     monkeypatch.setattr("vision_attn.networks.checkpoints.adapter.records", fail)
     other = small_network()
     modules, before = dict(other.named_modules()), copied(other)
-    with pytest.raises(va.CheckpointError if error is RuntimeError else error, match="late"):
+    with pytest.raises(va.errors.CheckpointError if error is RuntimeError else error, match="late"):
         load_adapter_(other, path)
     assert dict(other.named_modules()) == modules
     assert_same(other.state_dict(), before)
@@ -207,10 +209,10 @@ def test_a_late_failure_leaves_the_model_unchanged(error, tmp_path, monkeypatch)
 def test_other_and_damaged_files_are_rejected(adapter, tmp_path):
     model, other = small_network(), tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(1)}, other)
-    with pytest.raises(va.CheckpointError, match=r"is not an adapter\. .*load_checkpoint .*load_model"):
+    with pytest.raises(va.errors.CheckpointError, match=r"is not an adapter\. .*load_checkpoint_ .*load_model"):
         load_adapter_(model, other)
     for number in (1, 3, 5):
-        with pytest.raises(va.CheckpointError, match=rf"expected 4, got {number}\. .* vision_attn 9\.0"):
+        with pytest.raises(va.errors.CheckpointError, match=rf"expected 4, got {number}\. .* vision_attn 9\.0"):
             load_adapter_(model, rewrite(adapter, other, library="9.0", format=number))
     (block,) = read_entry(adapter)["blocks"]
     code = {"options": {"c": "os.system('d')"}}
@@ -219,12 +221,12 @@ def test_other_and_damaged_files_are_rejected(adapter, tmp_path):
         *({"blocks": [record]} for record in (*wrong, {})),
         *({"blocks": 3}, {"also": ["fc.weight"]}, {"base": [1]}, {"arguments": {"a": 3}}),
     ):
-        with pytest.raises(va.CheckpointError, match="is damaged"):
+        with pytest.raises(va.errors.CheckpointError, match="is damaged"):
             load_adapter_(model, rewrite(adapter, other, **changes))
     with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors"):
         load_adapter_(model, tmp_path / "nothing.safetensors")
-    with pytest.raises(va.CheckpointError, match=r"is an adapter\. .*load_adapter_"):
-        va.load_checkpoint(model, adapter)
+    with pytest.raises(va.errors.CheckpointError, match=r"is an adapter\. .*load_adapter_"):
+        va.load_checkpoint_(model, adapter)
     assert not va.inserted_blocks(model)
 
 
@@ -246,7 +248,7 @@ def test_a_file_can_insert_blocks_only_at_sites(change, message, adapter, tmp_pa
     modules, before = dict(model.named_modules()), copied(model)
     more = {} if change else {"fc.bias": torch.ones(3)}  # fc.bias is not listed in ``also``
     other = rewrite(adapter, tmp_path / "other.safetensors", more, blocks=[{**block, **change}])
-    with pytest.raises(va.CheckpointError, match=message):
+    with pytest.raises(va.errors.CheckpointError, match=message):
         load_adapter_(model, other)
     assert dict(model.named_modules()) == modules
     assert_same(model.state_dict(), before)
@@ -258,13 +260,13 @@ def test_a_custom_block_needs_its_class(tmp_path):
     train(model)
     path = save_adapter(model, tmp_path / "own.safetensors")
     other = small_network()
-    with pytest.raises(va.CheckpointError, match=r"contains BatchNorm2d.*block=BatchNorm2d"):
+    with pytest.raises(va.errors.CheckpointError, match=r"contains BatchNorm2d.*block=BatchNorm2d"):
         load_adapter_(other, path)
     load_adapter_(other, path, block=nn.BatchNorm2d)
     assert_same(other.state_dict(), model.state_dict())
-    with pytest.raises(va.CheckpointError, match="momentum"):
+    with pytest.raises(va.errors.CheckpointError, match="momentum"):
         load_adapter_(small_network(), path, block=va.AttentionBlock2d)
-    with pytest.raises(va.CheckpointError, match=r"differ in weight \(8, 8, 3, 3\)"):
+    with pytest.raises(va.errors.CheckpointError, match=r"differ in weight \(8, 8, 3, 3\)"):
         load_adapter_(small_network(), path, block=lambda channels, momentum, **how: nn.Conv2d(channels, 8, 3, **how))
 
 
@@ -389,7 +391,7 @@ def test_networks_with_any_blocks_are_restored_bitwise(case, tmp_path):
     assert va.save_model(model, tmp_path / "net", classes=["a", "b", "c"]) == tmp_path / "net"
     how = {"block": ConvBlock2d} if case == "control" else {}
     if how:
-        with pytest.raises(va.CheckpointError, match="block=ConvBlock2d"):
+        with pytest.raises(va.errors.CheckpointError, match="block=ConvBlock2d"):
             va.load_model(tmp_path / "net")
     again = va.load_model(tmp_path / "net", **how)
     assert torch.equal(torch.get_rng_state(), state)
@@ -598,11 +600,11 @@ def test_the_configuration_of_a_folder_is_checked_and_downloads_nothing(saved, c
     config = {**json.loads((saved[0] / "config.json").read_text()), **change}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((saved[0] / "model.safetensors").read_bytes())
-    with pytest.raises(va.CheckpointError, match=message):
+    with pytest.raises(va.errors.CheckpointError, match=message):
         va.load_model(tmp_path)
     for text in ("", "3"):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(va.CheckpointError, match=r"config\.json is damaged"):
+        with pytest.raises(va.errors.CheckpointError, match=r"config\.json is damaged"):
             va.load_model(tmp_path)
 
 

@@ -126,7 +126,7 @@ def test_swapped_models_have_the_same_outputs_and_gradients(name):
                 torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10 * max(1, wanted.abs().max().item()))
         assert len(calls) == swapped * len(images)
     assert_same(model.state_dict(), state)
-    assert len(va.swap_back_(model)) == swapped
+    assert len(va.unswap_(model).swapped) == swapped
     assert parts() == objects
     assert not any("swapped" in vars(module) for module in model.modules())
     assert torch.equal(model(images[0]), before[0][0])
@@ -144,7 +144,7 @@ def test_copies_and_pickles_use_their_own_weights():
             other.features[1][0].attn.qkv.weight.mul_(2)
         assert not torch.equal(other(x), y)
         assert torch.equal(model(x), y)
-        assert len(va.swap_back_(other)) == 4
+        assert len(va.unswap_(other).swapped) == 4
         assert not torch.equal(other(x), y)
 
 
@@ -159,7 +159,7 @@ def test_the_model_follows_its_mode_type_and_hooks():
     with calls_counted(model) as calls:
         model(x)
     assert len(calls) == 2
-    va.swap_back_(model)
+    va.unswap_(model)
     assert (type(attention), attention.training) == (nn.MultiheadAttention, True)
     model(x)
     assert seen == ["before", torch.bfloat16] * 2
@@ -209,7 +209,7 @@ def test_rotary_attention_of_timm(name):
     ours, images = copy.deepcopy(theirs), torch.randn(2, 3, side, side, dtype=torch.float64)
     if "mixed" in name and not hasattr(theirs.blocks[0].attn, "num_kv_heads"):
         pytest.skip("timm 1.0.26 does not run mixed rotary embeddings in float64")
-    assert len(va.swap_(ours)) == 2
+    assert len(va.swap_(ours).swapped) == 2
     (y, *grads), (expected, *expected_grads) = (
         (y, *torch.autograd.grad(y.square().sum(), [x for x in model.parameters() if x.requires_grad]))
         for model in (ours, theirs)
@@ -241,7 +241,7 @@ def test_rotary_attention_of_transformers():
     config = transformers.DINOv3ViTConfig(**sizes, image_size=64, num_register_tokens=4)
     theirs = perturbed(transformers.DINOv3ViTModel(config), 0.05).double()
     ours, images = copy.deepcopy(theirs), torch.randn(2, 3, 64, 96, dtype=torch.float64)
-    assert len(va.swap_(ours)) == 2
+    assert len(va.swap_(ours).swapped) == 2
     expected = theirs(images).last_hidden_state
     torch.testing.assert_close(ours(images).last_hidden_state, expected, atol=1e-12, rtol=1e-10)
     theirs.set_attn_implementation("eager")
@@ -453,7 +453,7 @@ def test_a_dry_run_reports_and_changes_nothing():
     report = va.swap_(model, dry_run=True)
     assert {type(module) for module in model} == {MultiQueryAttention2d}
     _, _, row, left = str(report).splitlines()
-    assert row.startswith("0      MultiQueryAttention2d  Attention2d, pattern='full'  ")
+    assert row.startswith("0     MultiQueryAttention2d  Attention2d, pattern='full'  ")
     assert left.startswith("not swapped: 2 MultiQueryAttention2d (1, 2): MultiQueryAttention2d.kv_stride ")
 
 
@@ -496,16 +496,18 @@ def test_a_report_states_why_nothing_was_swapped(make, headline, reasons, hint, 
     assert last == hint
     for line, reason in zip(lines, reasons, strict=True):
         assert re.fullmatch(f"not swapped: {reason}", line)
-    assert not report
+    assert not report.swapped
 
 
 def test_a_second_swap_and_a_missing_swap_are_reported():
     model = nn.Sequential(TimmAttention(8, 2))
-    assert str(va.swap_back_(model)) == "0 modules swapped back; no swapped modules found"
+    assert str(va.unswap_(model)) == "0 modules unswapped; no swapped modules found"
     va.swap_(model)
     lines = str(va.swap_(model)).splitlines()
     assert lines[:2] == ["0 modules swapped; 1 attention module found", "not swapped: 1 Attention (0): already swapped"]
-    with pytest.raises(va.SiteError, match=r"^names: no attention module matches. Attention modules of the model: 0$"):
+    with pytest.raises(
+        va.errors.SiteError, match=r"^names: no attention module matches. Attention modules of the model: 0$"
+    ):
         va.swap_(nn.Sequential(TimmAttention(8, 2), nn.ReLU()), names="1")
 
 
@@ -518,20 +520,20 @@ def test_a_warning_of_several_modules_appears_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = nn.Sequential(*(Deprecated(8, 2) for _ in range(3)))
-        assert len(va.swap_(model)) == 3
+        assert len(va.swap_(model).swapped) == 3
     assert [str(warning.message) for warning in caught] == ["deprecated"]
 
 
 def test_modules_are_chosen_by_name_or_by_a_function():
     model = create("swin")
     chosen = va.swap_(model, names="features.3")
-    assert [one.path for one in chosen.swapped] == ["features.3.0.attn", "features.3.1.attn"]
+    assert [one.site for one in chosen.swapped] == ["features.3.0.attn", "features.3.1.attn"]
     (chosen,) = va.swap_(model, names="features.1.**", where=lambda name, _: name.endswith("1.attn")).modules
-    assert chosen.path == "features.1.1.attn"
+    assert chosen.site == "features.1.1.attn"
     report = va.swap_(model)
-    assert [one.path for one in report.swapped] == ["features.1.0.attn"]
+    assert [one.site for one in report.swapped] == ["features.1.0.attn"]
     assert {one.reason for one in report.skipped} == {"already swapped"}
-    with pytest.raises(va.SiteError, match=r"features\.1\.0\.attn"):
+    with pytest.raises(va.errors.SiteError, match=r"features\.1\.0\.attn"):
         va.swap_(model, names="head")
 
 
@@ -555,7 +557,7 @@ def test_an_unsupported_module_is_not_swapped_and_has_a_reason(make, reason):
 
 def assert_same_calls(layer, calls):
     expected = [layer(*args, **options) for args, options, _ in calls]
-    assert len(va.swap_(layer)) == 1
+    assert len(va.swap_(layer).swapped) == 1
     for (args, options, runs), wanted in zip(calls, expected, strict=True):
         with calls_counted(layer) as counted:
             got = layer(*args, **options)

@@ -451,7 +451,7 @@ def test_a_frozen_backbone_is_unchanged_and_its_adapter_restores_the_network(bas
     assert changed_keys(given, found) == {"fc.weight", "fc.bias"}
     # The adapter of the best epoch requires only the initial checkpoint.
     model = create_model(base.model, num_classes=3)
-    va.load_checkpoint(model, file, skip=["fc.*"])
+    va.load_checkpoint_(model, file, skip=["fc.*"])
     va.load_adapter_(model, base.output / "adapter.safetensors")
     assert_same(model.state_dict(), found)
     run_training(replace(settings, insert=(), output=tmp_path / "plain"), log=quiet)

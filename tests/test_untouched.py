@@ -75,13 +75,13 @@ def test_insertion_does_not_call_hooks_or_advance_random_states():
     "output", [lambda x: SimpleNamespace(logits=x), lambda x: x.detach().numpy(), lambda x: [SimpleNamespace(t=x)]]
 )
 def test_outputs_in_objects_and_arrays_are_compared(output):
-    with pytest.raises(va.SiteError, match="changes this tensor in place"):
+    with pytest.raises(va.errors.SiteError, match="changes this tensor in place"):
         va.insert_(Skip(nn.ReLU(inplace=True), output), names="body.0", at="before", example_input=(1, 3, 32, 32))
 
 
 def test_training_mode_is_verified():
     model = Skip(nn.Dropout(0.5, inplace=True))
-    with pytest.raises(va.SiteError, match="in place in training mode"):
+    with pytest.raises(va.errors.SiteError, match="in place in training mode"):
         va.insert_(model, names="body.0", at="before", example_input=(1, 3, 32, 32))
     report = va.insert_(Skip(nn.ReLU()), names="body.0", num_heads=2, example_input=(1, 3, 32, 32))
     assert report.verified == "verified in evaluation and training mode"
@@ -109,7 +109,7 @@ def test_a_layer_shared_with_the_network_is_not_set_to_zero():
         def forward(self, x):
             return x + self.conv(x)
 
-    with contextlib.suppress(va.SiteError):
+    with contextlib.suppress(va.errors.SiteError):
         va.insert_(model, Again, names="0", example_input=x)
     assert shared.weight.any()
     assert torch.equal(model(x), expected)
@@ -137,5 +137,5 @@ def test_a_forward_that_another_tool_assigns_is_run_by_a_swapped_module():
         block.attn.proj.forward = lambda t, old=block.attn.proj.forward: 2 * old(t)
     with torch.no_grad():
         y = model(x)
-        va.swap_back_(model)
+        va.unswap_(model)
         assert torch.allclose(y, model(x), atol=1e-5)

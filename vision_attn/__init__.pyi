@@ -1,3 +1,4 @@
+from . import errors as errors
 from .attention.blocks import (
     Attention1d as Attention1d,
     Attention2d as Attention2d,
@@ -28,17 +29,16 @@ from .attention.position import (
     Rope2d as Rope2d,
     SinCos as SinCos,
 )
-from .errors import CheckpointError as CheckpointError, SiteError as SiteError
 from .networks import convert as convert
 from .networks.capture.recording import capture as capture
 from .networks.checkpoints import (
     load_adapter_ as load_adapter_,
-    load_checkpoint as load_checkpoint,
+    load_checkpoint_ as load_checkpoint_,
     save_adapter as save_adapter,
 )
 from .networks.checkpoints.folder import load_model as load_model, save_model as save_model
 from .networks.contributions import contribution as contribution, disabled as disabled
-from .networks.convert.swap import swap_ as swap_, swap_back_ as swap_back_
+from .networks.convert.swap import swap_ as swap_, unswap_ as unswap_
 from .networks.finetuning import (
     check_optimizer as check_optimizer,
     freeze_backbone_ as freeze_backbone_,

@@ -8,8 +8,8 @@ from vision_attn.text import escape_control_characters
 class VisionAttnError(Exception):
     """Base class of the exceptions in this library. An invalid argument raises a plain ``ValueError``.
 
-    The subclasses in ``vision_attn.errors`` are :class:`SiteError`, :class:`CheckpointError` and
-    :class:`ConversionError`, and for the command line ``DataError``, ``TrainingError`` and ``ExportError``.
+    The subclasses are :class:`SiteError`, :class:`CheckpointError` and :class:`ConversionError`, and for the command
+    line ``DataError``, ``TrainingError`` and ``ExportError``. ``Interrupted`` is a ``KeyboardInterrupt``.
 
     >>> issubclass(SiteError, VisionAttnError), issubclass(SiteError, ValueError)
     (True, True)

@@ -56,7 +56,7 @@ class Contribution(Report):
 
     >>> print(Contribution((), all_blocks=Ablation(predictions_changed=3, loss=None), predictions=64))
     change when a block is disabled
-    where       residual ratio  predictions changed  loss
+    site        residual ratio  predictions changed  loss
     all blocks                              3 of 64
     """
 
@@ -68,7 +68,7 @@ class Contribution(Report):
     predictions: int
 
     def parts(self) -> list[str | Table]:
-        lines = [("where", "residual ratio", "predictions changed", "loss")]
+        lines = [("site", "residual ratio", "predictions changed", "loss")]
         rows = [(block.site, f"{block.ratio:.4f}", block.ablation) for block in self.blocks]
         for site, ratio, without in (*rows, ("all blocks", "", self.all_blocks)):
             count = without.predictions_changed
@@ -108,7 +108,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     >>> report = va.insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
     >>> print(va.contribution(model, torch.randn(4, 3, 16, 16)))
     change when a block is disabled
-    where       residual ratio  predictions changed  loss
+    site        residual ratio  predictions changed  loss
     0                   0.0000               0 of 4
     all blocks                               0 of 4
     """

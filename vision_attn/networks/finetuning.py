@@ -27,7 +27,7 @@ class Gates(Report, dict[str, nn.Parameter]):
     """Gates by site; prints as a table of their values."""
 
     def parts(self) -> list[Table]:
-        rows = [("where", "channels", "mean", "smallest", "largest")]
+        rows = [("site", "channels", "mean", "smallest", "largest")]
         for site, gate in self.items():
             rows.append((site, f"{gate.numel()}", f"{gate.mean():.4g}", f"{gate.min():.4g}", f"{gate.max():.4g}"))
         return [Table(rows)]
@@ -53,8 +53,8 @@ def gates(model: nn.Module) -> dict[str, nn.Parameter]:
     >>> {site: gate.shape for site, gate in gates(model).items()}
     {'0': torch.Size([8])}
     >>> print(gates(model))
-    where  channels  mean  smallest  largest
-    0             8     1         1        1
+    site  channels  mean  smallest  largest
+    0            8     1         1        1
     """
     found = {site: getattr(block, "gate", None) for site, block in inserted_blocks(model).items()}
     live = Gates({site: gate for site, gate in found.items() if isinstance(gate, nn.Parameter)})

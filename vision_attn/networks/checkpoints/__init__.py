@@ -1,7 +1,7 @@
 """Load checkpoints after a complete comparison with the model, and save blocks as adapters."""
 
 from vision_attn.networks.checkpoints.adapter import AdapterReport, load_adapter_, save_adapter
-from vision_attn.networks.checkpoints.load import load_checkpoint
+from vision_attn.networks.checkpoints.load import load_checkpoint_
 from vision_attn.networks.checkpoints.load_report import LoadReport
 
-__all__ = ["AdapterReport", "LoadReport", "load_adapter_", "load_checkpoint", "save_adapter"]
+__all__ = ["AdapterReport", "LoadReport", "load_adapter_", "load_checkpoint_", "save_adapter"]

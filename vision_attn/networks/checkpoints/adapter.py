@@ -33,7 +33,7 @@ class AdapterReport(Report):
     """
 
     #: path of the file
-    path: str
+    file: str
     #: report of the inserted blocks
     insertion: InsertionReport
     #: keys of the loaded tensors
@@ -50,14 +50,14 @@ class AdapterReport(Report):
             count = f"{len(self.changed_tensors)} of {self.num_compared} tensors of the network"
             network = f"{count} differ from {trained}: {shorten(self.changed_tensors)}"
         return [
-            f"{len(self.loaded)} tensors loaded from {escape_control_characters(self.path)}",
+            f"{len(self.loaded)} tensors loaded from {escape_control_characters(self.file)}",
             network,
             *self.insertion.parts(),
         ]
 
 
 def save_adapter(
-    model: nn.Module, path: str | Path, *, also: str | Iterable[str] = (), metadata: Mapping[str, Any] | None = None
+    model: nn.Module, file: str | Path, *, also: str | Iterable[str] = (), metadata: Mapping[str, Any] | None = None
 ) -> Path:
     """Save the inserted blocks of a network and a fingerprint of the other tensors.
 
@@ -67,7 +67,7 @@ def save_adapter(
 
     Args:
         model: a model with inserted blocks.
-        path: path of the file, which must end in ``.safetensors``.
+        file: path of the file, which must end in ``.safetensors``.
         also: globs on additional keys to save, as in :func:`vision_attn.freeze_backbone_`: ``"head"`` for a
             new classifier.
         metadata: additional metadata of plain values; training runs save their settings and classes.
@@ -77,7 +77,7 @@ def save_adapter(
 
     Raises:
         ValueError: the model has no inserted blocks, ``also`` matches no key, a block or an option cannot be saved, or
-            the path does not end in ``.safetensors``.
+            the name does not end in ``.safetensors``.
         OSError: the file cannot be written; an existing file is unchanged.
 
     >>> import tempfile
@@ -99,14 +99,14 @@ def save_adapter(
     tensors = {key: gather(state[key]) for key in state if key in block_keys or key in extra}
     base = fingerprint_network(state, exclude=block_keys | extra)
     file_format.write_saved(
-        Path(path), Saved(tensors, blocks, base, tuple(sorted(extra)), metadata=dict(metadata or {}))
+        Path(file), Saved(tensors, blocks, base, tuple(sorted(extra)), metadata=dict(metadata or {}))
     )
-    return Path(path)
+    return Path(file)
 
 
 @torch.inference_mode(False)  # Tensors created in inference mode cannot be trained.
 def load_adapter_(
-    model: nn.Module, path: str | Path, *, strict: bool = True, block: Callable[..., nn.Module] | None = None
+    model: nn.Module, file: str | Path, *, strict: bool = True, block: Callable[..., nn.Module] | None = None
 ) -> AdapterReport:
     """Insert the blocks of an adapter file into the network that the adapter was trained on.
 
@@ -114,7 +114,7 @@ def load_adapter_(
 
     Args:
         model: the network, with the weights of its original checkpoint and without inserted blocks.
-        path: a file that was written by :func:`save_adapter`, a folder with ``adapter.safetensors``, or a file or
+        file: a file that was written by :func:`save_adapter`, a folder with ``adapter.safetensors``, or a file or
             repository of the Hugging Face Hub, ``"hf-hub:owner/name[@revision][/file]"``.
         strict: raise an error if values or dtypes of the network differ. Names and shapes must always match.
         block: the class of the inserted blocks, if they are not blocks of this library.
@@ -142,7 +142,7 @@ def load_adapter_(
     if blocks := inserted_blocks(model):
         sites = shorten(map(repr, blocks))
         raise ValueError(f"model must have no inserted blocks, got blocks at {sites}. Call va.remove_(model) first")
-    path = resolve_source(path)
+    path = resolve_source(file)
     adapter = read_adapter(path)
     factories = file_format.find_factories(adapter, path, block)
     state = unwrap_state(model)
@@ -171,7 +171,7 @@ def read_adapter(path: str | Path) -> Saved:
     file = read_file(path, by_name=False)  # the metadata contains a separate hash
     saved = file_format.read_saved(file)
     if saved is None or saved.base is None:
-        remedy = "Use va.load_checkpoint for a checkpoint, and va.load_model for a saved network"
+        remedy = "Use va.load_checkpoint_ for a checkpoint, and va.load_model for a saved network"
         raise CheckpointError(f"{file.path} is not an adapter. {remedy}")
     return saved
 

@@ -109,7 +109,7 @@ def digest(content: bytes | memoryview) -> str:
 def write_saved(path: Path, saved: Saved) -> None:
     """Write a file of this format atomically."""
     if path.suffix != ".safetensors":
-        raise ValueError(f"path must end in .safetensors, got {path.name!r}")
+        raise ValueError(f"file must end in .safetensors, got {path.name!r}")
     entry = {**vars(saved), "format": FORMAT, "library": __version__, "blocks": list(map(encode_block, saved.blocks))}
     del entry["tensors"]
     entry["file_hash"] = compute_hash([entry, fingerprint(saved.tensors)])

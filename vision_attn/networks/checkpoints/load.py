@@ -30,9 +30,9 @@ from vision_attn.networks.selection import match_keys
 from vision_attn.text import shorten
 
 
-def load_checkpoint(
+def load_checkpoint_(
     model: nn.Module,
-    path: str | Path,
+    file: str | Path,
     *,
     strict: bool = True,
     ema: bool = False,
@@ -56,7 +56,7 @@ def load_checkpoint(
 
     Args:
         model: the network; it changes only if the checkpoint fits.
-        path: a checkpoint file, or a folder in the layout of Hugging Face or timm, with or without shards; or a file or
+        file: a checkpoint file, or a folder in the layout of Hugging Face or timm, with or without shards; or a file or
             repository of the Hugging Face Hub, ``"hf-hub:owner/name[@revision][/file]"``.
         strict: raise an error if keys are missing or unexpected, shapes differ, or blocks are configured differently.
             Keys of inserted blocks and keys that match ``skip`` may be missing. If False, load the keys that fit and
@@ -85,14 +85,14 @@ def load_checkpoint(
     >>> import tempfile, torch
     >>> file = Path(tempfile.mkdtemp()) / "linear.pth"
     >>> torch.save({"state_dict": {"module.weight": torch.ones(3, 2)}}, file)
-    >>> load_checkpoint(nn.Linear(2, 3, bias=False), file).loaded
+    >>> load_checkpoint_(nn.Linear(2, 3, bias=False), file).loaded
     ('weight',)
     """
     check_bools(strict=strict, ema=ema, adapt_input_conv=adapt_input_conv)
     model = unwrap_model(model)
     refuse_without_values(model)
     return load_file_(
-        model, read_file(resolve_source(path)), strict, skip, adapt_input_conv, ema=ema, prefix=prefix, rename=rename
+        model, read_file(resolve_source(file)), strict, skip, adapt_input_conv, ema=ema, prefix=prefix, rename=rename
     )
 
 
@@ -104,7 +104,7 @@ def load_file_(
     adapt_input_conv: bool = False,
     **source_options: Any,
 ) -> LoadReport:
-    """Load the content of a file into a model without wrappers; the arguments are those of :func:`load_checkpoint`."""
+    """Load the content of a file into a model without wrappers; the arguments are those of :func:`load_checkpoint_`."""
     target = Target(model, skip)
     tensors, arguments, source = find_weights(file, target.required, **source_options)
     saved = {key: value for key, value in tensors.items() if not any(fnmatchcase(key, glob) for glob in target.skip)}
@@ -196,7 +196,7 @@ def compare(
     for key in own.keys() & saved.keys():
         if (theirs := get_kind(saved[key])) != (ours := get_kind(own[key])):
             kinds = f"{key} is {theirs} in the checkpoint and {ours} in the model"
-            raise CheckpointError(f"{source['path']} has tensors of another dtype: {kinds}")
+            raise CheckpointError(f"{source['file']} has tensors of another dtype: {kinds}")
     mismatched = compare_shapes(own, {**saved, **converted})
     fitting = [key for key in saved if key in own and key not in mismatched]
     absent = set[str]().union(*(keys for keys in target.groups if keys.isdisjoint(saved)))
@@ -233,8 +233,8 @@ def explain_refusal(report: LoadReport, model: nn.Module, target: Target, saved:
     if not (report.loaded or report.replaced):
         keys = f"the model has the keys {shorten(target.tensors)}; the checkpoint has {shorten(saved)}"
         hint = hint or 'If the checkpoint contains the network under a prefix, pass it, as in prefix="backbone."'
-        return CheckpointError(f"{report.path} is for another architecture: {keys}. {hint}")
-    what = f"{report.path} does not fit the model {type(model).__name__}. Nothing was loaded."
+        return CheckpointError(f"{report.file} is for another architecture: {keys}. {hint}")
+    what = f"{report.file} does not fit the model {type(model).__name__}. Nothing was loaded."
     remedy = [hint] if hint else remedies(report, [unwrap_key(path) for path, _ in model.named_modules()])
     return CheckpointError(what, *str(report).split("\n")[1:], *remedy)
 

@@ -25,7 +25,7 @@ class LoadReport(Report):
     """
 
     #: path of the file
-    path: str
+    file: str
     #: entry of the file with the weights; empty if the weights are at the top level
     entry: str
     #: keys that were loaded
@@ -54,7 +54,7 @@ class LoadReport(Report):
     unchecked: tuple[str, ...] = ()
 
     def parts(self) -> list[str]:
-        source = escape_control_characters(f"{self.path} [{self.entry}]" if self.entry else self.path)
+        source = escape_control_characters(f"{self.file} [{self.entry}]" if self.entry else self.file)
         hint = "" if set(self.other_entries).isdisjoint(EMA_ENTRIES) else " (ema=True loads the moving average)"
         titles = (
             ("key", "loaded into replaced modules", self.replaced),

@@ -45,7 +45,7 @@ def find_weights(
     """Find the weights for a model in a file; ``required`` are tensors of the model that the file must contain.
 
     Returns:
-        The tensors by keys of the model, the arguments of attention blocks by path, and the fields ``path``, ``entry``,
+        The tensors by keys of the model, the arguments of attention blocks by path, and the fields ``file``, ``entry``,
         ``other_entries``, ``prefix`` and ``ignored`` of :class:`LoadReport`.
     """
     # Parallel and averaged models add a part "module", but it can also be a module of the network.
@@ -74,7 +74,7 @@ def find_weights(
             raise CheckpointError(f"{file.path}: {key} is {kind}")
     tensors = select_tensors(file.path, names, values)
     source = {
-        "path": str(file.path),
+        "file": str(file.path),
         "entry": entry,
         "other_entries": tuple(name for name in entries if name not in ("", entry)),
         "prefix": prefix.removeprefix(f"{entry}.") + found_prefix,

@@ -1,4 +1,4 @@
-"""Run the attention modules of a network through blocks with ``swap_``, and undo it with ``swap_back_``.
+"""Run the attention modules of a network through blocks with ``swap_``, and undo it with ``unswap_``.
 
 A swapped module is the same object with another class, whose forward calls a block. Its parameters, children and hooks
 stay, so checkpoints, optimizers and wrappers are not affected. The block has no weights: each call runs a shallow copy
@@ -82,7 +82,7 @@ def swap_(
     >>> model = timm.create_model("test_vit").eval()
     >>> image = torch.randn(1, 3, 160, 160)
     >>> before = model(image)
-    >>> len(swap_(model))
+    >>> len(swap_(model).swapped)
     6
     >>> model(image).shape, (model(image) - before).abs().max().item() < 1e-5
     (torch.Size([1, 1000]), True)
@@ -104,7 +104,7 @@ def swap_(
     return SwapReport(tuple(lines), "would be swapped" if dry_run else "swapped")
 
 
-def swap_back_(model: nn.Module) -> SwapReport:
+def unswap_(model: nn.Module) -> SwapReport:
     """Undo :func:`swap_`: restore the original class of each swapped module.
 
     Weights that were trained in the meantime, and the current mode, dtype and device, are kept.
@@ -118,9 +118,9 @@ def swap_back_(model: nn.Module) -> SwapReport:
     >>> model = nn.TransformerEncoderLayer(8, 2)
     >>> attention = model.self_attn
     >>> report = swap_(model)
-    >>> print(swap_back_(model))  # doctest: +ELLIPSIS
-    1 module swapped back
-    where      module              block                        difference
+    >>> print(unswap_(model))  # doctest: +ELLIPSIS
+    1 module unswapped
+    site       module              block                        difference
     self_attn  MultiheadAttention  Attention1d, pattern='full'  ...
     >>> model.self_attn is attention, type(attention).__name__
     (True, 'MultiheadAttention')
@@ -131,7 +131,7 @@ def swap_back_(model: nn.Module) -> SwapReport:
             swap: Swap = vars(module).pop("swapped")
             module.__class__ = original_class(module)  # type: ignore[assignment]
             lines.append(SwappedModule(name, type(module).__name__, str(swap), swap.difference))
-    return SwapReport(tuple(lines), "swapped back")
+    return SwapReport(tuple(lines), "unswapped")
 
 
 def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any, own: bool = False) -> dict[str, nn.Module]:

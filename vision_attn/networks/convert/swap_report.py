@@ -17,12 +17,12 @@ class SwappedModule:
     >>> from torch import nn
     >>> from vision_attn import swap_
     >>> report = swap_(nn.TransformerEncoderLayer(8, 2), dry_run=True)
-    >>> report.modules[0].path, report.modules[0].block
+    >>> report.modules[0].site, report.modules[0].block
     ('self_attn', "Attention1d, pattern='full'")
     """
 
-    #: path of the module in the model
-    path: str
+    #: path of the module in the model; empty for the model
+    site: str
     #: name of its class
     kind: str
     #: the block that computes its attention; empty if the module is not swapped
@@ -41,7 +41,7 @@ class SwapReport(Report):
     >>> from vision_attn import swap_
     >>> print(swap_(nn.TransformerEncoderLayer(8, 2), dry_run=True))  # doctest: +ELLIPSIS
     1 module would be swapped
-    where      module              block                        difference
+    site       module              block                        difference
     self_attn  MultiheadAttention  Attention1d, pattern='full'  ...
     >>> print(swap_(nn.Conv2d(3, 8, 1)))
     0 modules swapped; no attention modules found
@@ -50,7 +50,7 @@ class SwapReport(Report):
 
     #: the attention modules that were found, in the order of the model
     modules: tuple[SwappedModule, ...]
-    #: the action: "swapped", "would be swapped" or "swapped back"
+    #: the action: "swapped", "would be swapped" or "unswapped"
     verb: str = "swapped"
 
     @property
@@ -63,22 +63,23 @@ class SwapReport(Report):
         """The modules that were not swapped."""
         return tuple(module for module in self.modules if module.reason)
 
-    def __len__(self) -> int:
-        return len(self.swapped)
-
     def parts(self) -> list[str | Table]:
-        headline, found, hint = f"{len(self)} module{'s' * (len(self) != 1)} {self.verb}", len(self.modules), ""
+        headline, found, hint = (
+            f"{len(self.swapped)} module{'s' * (len(self.swapped) != 1)} {self.verb}",
+            len(self.modules),
+            "",
+        )
         parts: list[str | Table] = []
         if self.swapped:
-            rows = [(x.path, x.kind, x.block, f"{x.difference:.1e}") for x in self.swapped]
-            parts.append(Table([("where", "module", "block", "difference"), *rows], left=(0, 1, 2)))
-        elif self.verb == "swapped back":
+            rows = [(x.site, x.kind, x.block, f"{x.difference:.1e}") for x in self.swapped]
+            parts.append(Table([("site", "module", "block", "difference"), *rows], left=(0, 1, 2)))
+        elif self.verb == "unswapped":
             headline += "; no swapped modules found"
         else:
             headline += f"; {found or 'no'} attention module{'s' * (found != 1)} found"
             hint = self.suggest()
         for kind, reason in dict.fromkeys((x.kind, x.reason) for x in self.skipped):
-            paths = [x.path or "the model" for x in self.skipped if (x.kind, x.reason) == (kind, reason)]
+            paths = [x.site or "the model" for x in self.skipped if (x.kind, x.reason) == (kind, reason)]
             parts.append(f"not swapped: {len(paths)} {kind} ({shorten(paths)}): {reason}")
         return [headline, *parts, *filter(None, [hint])]
 

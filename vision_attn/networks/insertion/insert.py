@@ -233,7 +233,7 @@ def remove_(model: nn.Module) -> InsertionReport:
     >>> model = resnet18()
     >>> keys = list(model.state_dict())
     >>> report = insert_(model, stages=[-2, -1])
-    >>> len(remove_(model)), list(model.state_dict()) == keys
+    >>> len(remove_(model).blocks), list(model.state_dict()) == keys
     (2, True)
     """
     model = require_modifiable(model)

@@ -113,8 +113,8 @@ class InsertionReport(Report):
     >>> from vision_attn.networks.insertion import insert_
     >>> print(insert_(nn.Sequential(nn.Conv2d(3, 8, 1)), names="0", example_input=(1, 3, 16, 16)))
     1 block inserted, for an input of 3×16×16
-    where  block             channels  feature map  tokens  parameters       MACs
-    0      AttentionBlock2d         8        16×16     256         312  1,114,112
+    site  block             channels  feature map  tokens  parameters       MACs
+    0     AttentionBlock2d         8        16×16     256         312  1,114,112
     total +975.0 % parameters, +18,133.3 % MACs
     verified in evaluation and training mode
     Create optimizers and EMA copies now: existing ones do not contain these parameters.
@@ -133,18 +133,17 @@ class InsertionReport(Report):
     #: statement of what was verified about the output of the network; empty if nothing is verified by design
     verified: str = ""
 
-    def __len__(self) -> int:
-        return len(self.blocks)
-
     def parts(self) -> list[str | Table]:
-        rows = [("where", "block", "channels", "feature map", "tokens", "parameters", "MACs")]
+        rows = [("site", "block", "channels", "feature map", "tokens", "parameters", "MACs")]
         for block in self.blocks:
             costs = f"{block.tokens}", f"{block.parameters:,}", f"{block.macs:,}"
             rows.append((block.site, block.block, f"{block.channels}", block.size, *costs))
-        if len(self) > 1:
+        if len(self.blocks) > 1:
             rows.append(("total", "", "", "", "", f"{self.parameters:,}", f"{self.macs:,}"))
         sizes = " and ".join(dict.fromkeys("×".join(map(str, block.input_shape[1:])) for block in self.blocks))
-        heading = f"{len(self)} {'block' if len(self) == 1 else 'blocks'} {self.verb}, for an input of {sizes}"
+        heading = (
+            f"{len(self.blocks)} {'block' if len(self.blocks) == 1 else 'blocks'} {self.verb}, for an input of {sizes}"
+        )
         notes = [] if self.model_cost is None else [describe_added(self.added, self.model_cost)]
         kinds = dict.fromkeys((block.block, block.identity_init) for block in self.blocks if block.identity_init)
         notes += [f"{name} is an identity at initialization: {how}" for name, how in kinds if self.verb == "inserted"]

@@ -98,7 +98,7 @@ def open_network(name: str, pretrained: bool, adapter: Path | None) -> Any:
             classes = tuple(map(ImageNetInfo(subset).index_to_description, range(count)))
         vars(model).update(classes=classes or None, pretrained_cfg=config)
         vars(model)["transform"] = folder.create_eval_transform(model)
-    if swapped := swap_(model):
+    if swapped := swap_(model).swapped:
         print(
             f"replaced {len(swapped)} attention modules by equivalent blocks of this library to capture their weights"
         )

@@ -13,7 +13,7 @@ import timm
 import torch
 from torch import nn
 
-from vision_attn.networks.checkpoints import load_checkpoint
+from vision_attn.networks.checkpoints import load_checkpoint_
 from vision_attn.networks.checkpoints.folder import load_model
 from vision_attn.networks.checkpoints.hub import SCHEME
 from vision_attn.networks.checkpoints.option_code import parse_option
@@ -49,7 +49,7 @@ class NetworkSetup:
         name = self.config["architecture"]
         lines = [f"{name}: {parameters:,} parameters, input {size}, {len(self.classes)} classes"]
         if self.report is not None:
-            lines += [f"{len(self.report)} inserted block{'s' * (len(self.report) > 1)}:"]
+            lines += [f"{len(self.report.blocks)} inserted block{'s' * (len(self.report.blocks) > 1)}:"]
             lines += [str(part) for part in self.report.parts() if isinstance(part, Table)]
         return "\n".join(lines)
 
@@ -87,7 +87,7 @@ def build_network(
         if settings.weights and not resumed:
             # After the insertion, because the file may contain weights of the blocks.
             weights = settings.weights.expanduser()
-            log(str(load_checkpoint(model, weights, skip=new_head, rename=settings.rename or ())))
+            log(str(load_checkpoint_(model, weights, skip=new_head, rename=settings.rename or ())))
         for pattern in new_head:
             zero_classifier_(model.get_submodule(pattern.removesuffix(".*")))
     size = config["input_size"]
