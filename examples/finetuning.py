@@ -49,7 +49,7 @@ from recall import build_parser
 from torchvision.transforms.functional import pil_to_tensor
 
 import vision_attn as va
-from vision_attn.checks import check_counts
+from vision_attn.checks import check_above
 from vision_attn.networks.network import quiet_eval
 from vision_attn.networks.safe import write_atomically
 from vision_attn.tools import cli
@@ -175,7 +175,7 @@ def main(arguments=None):
     options = vars(parser.parse_args(arguments))
     data, regimes, output = options.pop("data"), options.pop("regimes"), Path(options.pop("output")).resolve()
     variants, seeds, file = options.pop("variants"), options.pop("seeds"), output / "images.pt"
-    check_counts(steps=options["steps"])
+    check_above(0, steps=options["steps"])
     if not file.exists():
         if data is None:
             parser.error(f"--data is required: {file} does not exist yet")

@@ -40,7 +40,7 @@ from torch import nn
 from torchvision.transforms.functional import normalize, to_tensor
 
 import vision_attn as va
-from vision_attn.checks import check_counts
+from vision_attn.checks import check_above
 from vision_attn.networks.models import create_model
 from vision_attn.networks.network import quiet_eval
 from vision_attn.tools import cli
@@ -202,7 +202,7 @@ def main(arguments=None):
     parser.add_argument("--parts", type=int, default=1, help="parts per side of a photograph, 64 channels each")
     options = vars(parser.parse_args(arguments))
     data, parts = options.pop("data"), options["parts"]
-    check_counts(steps=options["steps"], thaw=options["thaw"], parts=parts)
+    check_above(0, steps=options["steps"], thaw=options["thaw"], parts=parts)
     file = Path(options["output"]) / f"photographs-{parts}.pt"  # runs with other --parts may share the folder
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists():

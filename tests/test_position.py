@@ -140,11 +140,7 @@ def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, s
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: va.Rope2d(temperature=0.5), "Rope2d: temperature must"),
         (lambda: va.Rope2d(feat_size=(1, 2, 3)), "Rope2d: feat_size must"),
-        (lambda: va.AbsPos(None), "AbsPos: feat_size must"),
-        (lambda: va.RelPosDecomposed(-3), "RelPosDecomposed: feat_size must"),
-        (lambda: va.ConditionalPos(2), "ConditionalPos: kernel_size must"),
         ({"position": va.Rope2d}, "position must"),
         ({"position": va.SinCos(), "context_channels": 8}, "position must not be SinCos"),
         ({"position": va.AbsPos((3, 4, 5))}, "AbsPos: feat_size must"),

@@ -111,8 +111,6 @@ def zero_fully_masked_rows(y: Tensor, row_has_key: Mask) -> Tensor:
 
 def check_mask(mask: Tensor, batch: int, heads: int, size: Sequence[int], keys_size: Sequence[int]) -> None:
     """Raise unless a mask broadcasts to ``(batch, heads, queries, keys)`` for feature maps of these sizes."""
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"mask must be a tensor or None, got {type(mask).__name__}. Convert it with torch.as_tensor")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"mask must be bool or an additive float, got {mask.dtype}. Convert it with mask.bool()")
     shape = (batch, heads, product(size), product(keys_size))

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from vision_attn.attention.position import PositionEncoding
-from vision_attn.checks import check_number
+from vision_attn.checks import check_above
 from vision_attn.networks.insertion.attach import inserted_blocks, inserted_keys, replaced_modules
 from vision_attn.networks.network import NORMS, unwrap_model
 from vision_attn.networks.selection import select_keys
@@ -216,9 +216,7 @@ def parameter_groups(
     >>> [group["name"] for group in parameter_groups(resnet18(), lr=0.1, weight_decay=1e-4)]
     ['backbone, decay', 'backbone, no decay']
     """
-    for name, value in (("lr", lr), ("attention_lr", attention_lr), ("layer_decay", layer_decay)):
-        if value is not None:
-            check_number(name, value, above=0)
+    check_above(0, lr=lr, attention_lr=attention_lr, layer_decay=layer_decay)
     model = unwrap_model(model)
     blocks = inserted_keys(model)
     trained = {key: p for key, p in model.named_parameters() if p.requires_grad}

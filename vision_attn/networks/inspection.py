@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
 from vision_attn.attention.patterns import Window
-from vision_attn.checks import check_count, check_counts
+from vision_attn.checks import check_above
 from vision_attn.networks.example import Example, make_example
 from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted_blocks
 from vision_attn.networks.insertion.block_factories import fitting_heads
@@ -187,8 +187,7 @@ def inspect_model(
     >>> [(site.site, site.size) for site in inspection.sites][-2:]
     [('layer3', '4×4'), ('layer4', '2×2')]
     """
-    check_count("batch_size", batch_size)
-    check_counts(num_heads=num_heads)
+    check_above(0, batch_size=batch_size, num_heads=num_heads)
     network = unwrap_model(create_network(model) if isinstance(model, str) else model)
     example = example_for(network, input_size, example_input)
     run = DryRun(network, example)

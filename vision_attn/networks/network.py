@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.scopes import scope
-from vision_attn.checks import check_type
 from vision_attn.errors import SiteError
 
 #: Normalization layers. Their scales have no weight decay, whatever their shape.
@@ -29,7 +28,6 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     >>> unwrap_model(nn.DataParallel(nn.ReLU()))
     ReLU()
     """
-    check_type("model", model, nn.Module, "an nn.Module")
     while True:
         wraps = isinstance(model, nn.DataParallel) or is_synchronized(model)
         inner = getattr(model, "_orig_mod", getattr(model, "module", None) if wraps else None)

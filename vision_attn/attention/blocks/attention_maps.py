@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ from vision_attn.attention.dispatch import repeat_kv, without_autocast
 from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.patterns import Grouping
 from vision_attn.attention.scopes import scope
-from vision_attn.checks import product
 
 
 def attn_hook(block: nn.Module, hook: Callable[[AttentionInputs], object]) -> AbstractContextManager[None]:
@@ -45,9 +44,9 @@ def weights_on_map(
     """
     outer = inputs.grouping if grouping is None else grouping
     with without_autocast(inputs.q):
-        rows = select_heads(fold_bias(inputs, grouping), heads)
+        rows = select(fold_bias(inputs, grouping), 1, heads)
         if outer.query_layout.is_identity:  # there is one group; class tokens may come first
-            weights = softmax_rows(rows if queries is None else select_queries(rows, queries))
+            weights = softmax_rows(select(rows, 2, queries))
             group = torch.zeros(weights.shape[2], dtype=torch.long, device=weights.device)
         else:
             group, row = outer.locate(queries)
@@ -75,15 +74,13 @@ def fold_bias(inputs: AttentionInputs, outer: Grouping | None) -> Rows:
     return Rows(q, k, scale, *both)
 
 
-def select_heads(rows: Rows, heads: Tensor | None) -> Rows:
-    if heads is None:
+def select(rows: Rows, axis: int, index: Tensor | None) -> Rows:
+    """Select heads (axis 1) or queries of the only group (axis 2)."""
+    if index is None:
         return rows
-    return Rows(rows.q[:, heads], rows.k[:, heads], rows.scale, *(select(x, 2, heads) for x in rows[3:]))
-
-
-def select_queries(rows: Rows, queries: Tensor) -> Rows:
-    """Select queries of the only group."""
-    return Rows(rows.q[:, :, queries], rows.k, rows.scale, *(select(x, 3, queries) for x in rows[3:]))
+    k = rows.k.index_select(1, index) if axis == 1 else rows.k
+    both = (x if x is None or x.shape[axis + 1] == 1 else x.index_select(axis + 1, index) for x in rows[3:])
+    return Rows(rows.q.index_select(axis, index), k, rows.scale, *both)
 
 
 def select_in_groups(rows: Rows, group: Tensor, row: Tensor, grouping: Grouping) -> Rows:
@@ -100,17 +97,3 @@ def softmax_rows(rows: Rows) -> Tensor:
     """Return attention weights, ``(b·groups, n, i, j)``; rows without any allowed key are zero."""
     logits = masks.add_mask(rows.scale * masks.upcast(rows.q) @ masks.upcast(rows.k).mT, rows.mask, causal=False)
     return masks.zero_fully_masked_rows(logits.softmax(-1), rows.row_has_key)
-
-
-def select(mask: masks.Mask, axis: int, index: Tensor) -> masks.Mask:
-    """Select heads or queries of a mask, if it does not broadcast along that axis."""
-    return mask if mask is None or mask.shape[axis] == 1 else mask.index_select(axis, index)
-
-
-def check_queries(queries: Tensor, size: Sequence[int]) -> None:
-    """Raise unless queries are token indices ``(i,)`` on a feature map of this size."""
-    tokens = product(size)
-    integers = isinstance(queries, Tensor) and queries.dim() == 1 and queries.dtype in (torch.int32, torch.int64)
-    if not integers or not ((queries >= 0) & (queries < tokens)).all():
-        expected = f"a 1-d integer tensor with values from 0 to {tokens - 1}, or None for all tokens"
-        raise ValueError(f"queries must be {expected}, got {queries}")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks.attention_maps import check_queries, weights_on_map
+from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unbatched, shape_error, to_memory_format
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, qk_norms
@@ -211,7 +211,7 @@ class Attention(ConfigurableImpl):
             raise ValueError(f"context must be {expected}, got None")
         if context is not None:
             channels = self.context_channels or self.channels
-            if not isinstance(context, Tensor) or context.dim() != x.dim() or context.shape[1] != channels:
+            if context.dim() != x.dim() or context.shape[1] != channels:
                 raise shape_error("context", context, channels, self.rank)
             if context.shape[0] != x.shape[0]:
                 raise ValueError(f"context must have the batch size of x, {x.shape[0]}, got {context.shape[0]}")
@@ -245,7 +245,7 @@ class Attention(ConfigurableImpl):
             Weights ``(b, heads, i, key tokens)``. Each row sums to one, or is zero for a query without any allowed key.
 
         Raises:
-            ValueError: as in :meth:`forward`, or ``queries`` is not a tensor of token indices.
+            ValueError: as in :meth:`forward`.
 
         >>> from vision_attn.attention.blocks import Attention2d
         >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
@@ -256,8 +256,6 @@ class Attention(ConfigurableImpl):
         if not isinstance(x, Tensor) or x.dim() != 2 + self.rank or x.shape[1] != self.channels:
             raise shape_error("x", x, self.channels, self.rank)
         plan = self.plan(x, mask, context)
-        if queries is not None:
-            check_queries(queries, x.shape[2:])
         if plan is None:
             tokens = x.shape[2:].numel() if queries is None else len(queries)
             return x.new_zeros(x.shape[0], self.num_heads, tokens, product(self.keys_size(x, context)))

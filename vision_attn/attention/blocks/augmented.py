@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.attention import Attention2d
 from vision_attn.attention.blocks.config import Configurable
 from vision_attn.attention.position import RelPosDecomposed
-from vision_attn.checks import check_count, check_counts, check_divides, check_factory_args
+from vision_attn.checks import check_divides
 
 
 class AugmentedConv2d(Configurable):
@@ -59,22 +59,15 @@ class AugmentedConv2d(Configurable):
         **attention: Any,
     ) -> None:
         super().__init__()
-        check_factory_args(device, dtype, in_channels=in_channels, out_channels=out_channels, num_heads=num_heads)
-        check_counts(kernel_size=kernel_size, stride=stride, key_channels=key_channels, value_channels=value_channels)
-        if kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, so that both outputs have the same size, got {kernel_size}")
-        for name in {"key_dim", "value_dim", "out_channels", "context_channels"} & attention.keys():
-            raise ValueError(f"AugmentedConv2d does not support {name}: pass key_channels and value_channels")
         check_divides("num_heads", num_heads, "key_channels", key_channels)
         check_divides("num_heads", num_heads, "value_channels", value_channels)
-        if value_channels >= out_channels:
-            raise ValueError(f"value_channels must be fewer than out_channels={out_channels}, got {value_channels}")
         self.stride = stride
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv_channels, padding = out_channels - value_channels, kernel_size // 2
         self.conv: nn.Conv2d = nn.Conv2d(in_channels, conv_channels, kernel_size, stride, padding, bias=bias, **factory)
-        attention |= {"key_dim": key_channels // num_heads, "value_dim": value_channels // num_heads, **factory}
-        self.attn: Attention2d = Attention2d(in_channels, num_heads, out_channels=value_channels, **attention)
+        key_dim, value_dim = key_channels // num_heads, value_channels // num_heads
+        options = {"key_dim": key_dim, "value_dim": value_dim, "out_channels": value_channels, **factory}
+        self.attn: Attention2d = Attention2d(in_channels, num_heads, **options, **attention)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Compute the convolution and the attention, and concatenate both outputs.
@@ -135,7 +128,6 @@ class StridedAttention2d(Configurable):
         **attention: Any,
     ) -> None:
         super().__init__()
-        check_count("stride", stride)
         if feat_size is not None and attention.get("position") is None:
             attention["position"] = RelPosDecomposed(feat_size)
         self.stride = stride

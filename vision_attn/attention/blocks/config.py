@@ -10,7 +10,7 @@ from torch import nn
 
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.scopes import scope, scoped_values
-from vision_attn.checks import check_choice, check_type
+from vision_attn.checks import check_choice
 
 #: The entry of a block in the metadata of a state dict, next to torch's own ``version``.
 CONFIG_KEY = "block"
@@ -58,7 +58,6 @@ def blocks_with_impl(model: nn.Module) -> dict[str, Any]:
 
     The attribute ``running_block`` of a module is the block that it runs, if that block is not its child.
     """
-    check_type("model", model, nn.Module, "a network, an nn.Module")
     blocks = {name: getattr(module, "running_block", module) for name, module in model.named_modules()}
     return {name: block for name, block in blocks.items() if isinstance(block, ConfigurableImpl)}
 

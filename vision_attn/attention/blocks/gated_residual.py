@@ -13,7 +13,6 @@ from vision_attn.attention.blocks.attention_nd import Attention
 from vision_attn.attention.blocks.projection import ChannelNorm, accepts_unbatched
 from vision_attn.attention.patterns.grouping import in_graph
 from vision_attn.attention.scopes import SCOPES, scoped_output
-from vision_attn.checks import check_factory_args, check_number
 
 #: Parameters that ``torch.nn.utils.spectral_norm`` and ``weight_norm`` add to a layer.
 NORMALIZED = {"weight_orig", "weight_g"}
@@ -51,10 +50,8 @@ class GatedResidual(nn.Module):
 
     def __init__(self, channels: int, gate_init: float | None, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
-        check_factory_args(device, dtype, channels=channels)
-        gate = 1.0 if gate_init is None else gate_init
-        check_number("gate_init", gate)
-        self.gate_init, self.zero_init = float(gate), gate_init is None
+        self.gate_init: float = 1.0 if gate_init is None else gate_init
+        self.zero_init: bool = gate_init is None
         self.norm: nn.Module = ChannelNorm(channels, device=device, dtype=dtype)
         self.gate: nn.Parameter = nn.Parameter(torch.full((channels,), self.gate_init, device=device, dtype=dtype))
 

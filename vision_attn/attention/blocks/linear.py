@@ -24,7 +24,7 @@ from vision_attn.attention.blocks.projection import Pointwise2d, accepts_unbatch
 from vision_attn.attention.dispatch import without_autocast
 from vision_attn.attention.kernels import BMM, EINX
 from vision_attn.attention.masks import broadcast_mask, check_mask, unmask_empty_rows, upcast
-from vision_attn.checks import check_bools, check_choice, check_divides, check_factory_args, check_probability
+from vision_attn.checks import check_choice, check_divides
 
 #: Names of the kernel's feature maps.
 FEATURE_MAPS = ("softmax", "elu", "none")
@@ -146,10 +146,7 @@ class LinearAttention2d(ConfigurableImpl):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_factory_args(device, dtype, channels=channels, num_heads=num_heads)
         check_divides("num_heads", num_heads, "channels", channels)
-        check_bools(qkv_bias=qkv_bias)
-        check_probability("proj_drop", proj_drop)
         self.check_impl(impl)
         check_choice("feature_map", feature_map, FEATURE_MAPS)
         self.channels = channels

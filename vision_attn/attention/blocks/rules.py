@@ -5,31 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from vision_attn.attention.patterns import AnyPattern, Neighborhood
-from vision_attn.checks import (
-    check_bools,
-    check_counts,
-    check_divides,
-    check_factory_args,
-    check_number,
-    check_probability,
-)
+from vision_attn.checks import check_divides
 
 
 def check_arguments(a: Any, pattern: AnyPattern) -> tuple[int, int, int, int]:
-    """Raise if arguments are out of range or contradict each other; ``pattern`` is the resolved pattern.
+    """Raise if arguments contradict each other; ``pattern`` is the resolved pattern.
 
     Returns:
         ``num_kv_heads``, ``key_dim``, ``value_dim`` and ``out_channels``, with the defaults filled in.
     """
-    check_factory_args(
-        a.device, a.dtype, channels=a.channels, num_heads=a.num_heads, groups=a.groups, kv_stride=a.kv_stride
-    )
-    check_counts(key_dim=a.key_dim, value_dim=a.value_dim, num_kv_heads=a.num_kv_heads)
-    check_counts(out_channels=a.out_channels, context_channels=a.context_channels)
-    check_bools(qkv_bias=a.qkv_bias, proj_bias=a.proj_bias, causal=a.causal, output_gate=a.output_gate)
-    check_probability("attn_drop", a.attn_drop)
-    check_probability("proj_drop", a.proj_drop)
-    check_number("scale", 1.0 if a.scale is None else a.scale)
     if a.key_dim is None or a.value_dim is None:
         check_divides("num_heads", a.num_heads, "channels", a.channels)
     n, width, context = a.num_heads, a.channels // a.num_heads, a.context_channels

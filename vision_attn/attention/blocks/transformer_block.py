@@ -13,7 +13,7 @@ from vision_attn.attention.blocks.attention import Attention2d
 from vision_attn.attention.blocks.config import Configurable
 from vision_attn.attention.blocks.gated_residual import check_same_channels
 from vision_attn.attention.blocks.projection import ChannelNorm, Pointwise2d, accepts_unbatched, to_memory_format_of
-from vision_attn.checks import check_bools, check_choice, check_factory_args, check_number, check_probability
+from vision_attn.checks import check_choice
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
@@ -64,14 +64,9 @@ class TransformerBlock2d(Configurable):
         **attention: Any,
     ) -> None:
         super().__init__()
-        check_factory_args(device, dtype, channels=channels)
-        check_number("mlp_ratio", mlp_ratio, above=0)
-        check_number("eps", eps, above=0)
-        check_bools(norm_first=norm_first, bias=bias)
         check_choice("activation", activation, ACTIVATIONS)
-        check_probability("mlp_drop", mlp_drop)
         check_same_channels(channels, **attention)
-        hidden = max(1, round(channels * mlp_ratio))
+        hidden = round(channels * mlp_ratio)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         attention = {"qkv_bias": bias, "proj_bias": bias, **attention}
         self.channels = channels

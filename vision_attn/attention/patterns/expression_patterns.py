@@ -110,8 +110,6 @@ class Pattern(ExpressionPattern):
     rearrangement: Rearrangement
 
     def __init__(self, expression: str, /, **sizes: int) -> None:
-        if not isinstance(expression, str):
-            raise ValueError(f"Pattern: expression must be a str, as in 'b n d h w -> (b h) n w d', got {expression!r}")
         vars(self).update(
             text=expression, sizes=tuple(sizes.items()), rearrangement=Rearrangement.parse(expression, sizes)
         )

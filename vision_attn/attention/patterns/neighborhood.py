@@ -38,8 +38,8 @@ class Neighborhood(AnyPattern):
         causal: prevent positions from attending to later positions along the axis.
 
     Raises:
-        ValueError: ``kernel_size``, ``dilation`` or ``stride`` is smaller than 1, ``stride`` is larger than
-            ``kernel_size``, or ``causal`` is not a bool.
+        ValueError: ``kernel_size``, ``dilation`` or ``stride`` is smaller than 1, or ``stride`` is larger than
+            ``kernel_size``.
 
     Source: Hassani et al., *Neighborhood Attention Transformer*, 2022, https://arxiv.org/abs/2204.07143; with
     dilation: Hassani and Shi, 2022, https://arxiv.org/abs/2209.15001; with a stride: Hassani et al., *Generalized
@@ -60,8 +60,6 @@ class Neighborhood(AnyPattern):
         kernels, strides = same_length(self.kernel_size, self.stride)
         if any(stride > kernel for kernel, stride in zip(kernels, strides, strict=False)):
             raise ValueError(f"Neighborhood: stride must be at most kernel_size={self.kernel_size}, got {self.stride}")
-        if {*map(type, self.causal if isinstance(self.causal, tuple) else (self.causal,))} != {bool}:
-            raise ValueError(f"Neighborhood: causal must be a bool, or a tuple of bools, got {self.causal!r}")
 
     @property
     def window_shape(self) -> tuple[int | None, ...]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from vision_attn.attention.patterns.rearrangement import Rearrangement
-from vision_attn.checks import MAX_COUNT
 
 
 class AxisLayout(NamedTuple):
@@ -92,11 +91,10 @@ class AnyPattern:
         return AxisTiles(layout, layout, tiles.extent, allowed)
 
 
-def check_lengths(owner: str, name: str, value: object, least: int = 1) -> None:
-    """Raise unless the value is an integer >= ``least``, or a tuple of such integers."""
-    values = value if isinstance(value, tuple) else (value,)
-    if not values or any(isinstance(n, bool) or not isinstance(n, int) or not least <= n <= MAX_COUNT for n in values):
-        raise ValueError(f"{owner}: {name} must be an integer >= {least}, or a tuple of such integers, got {value!r}")
+def check_lengths(owner: str, name: str, value: int | tuple[int, ...], least: int = 1) -> None:
+    """Raise unless all numbers are at least ``least``; smaller ones would give another pattern."""
+    if min(value if isinstance(value, tuple) else (value,)) < least:
+        raise ValueError(f"{owner}: {name} must be at least {least}, got {value!r}")
 
 
 def same_length(*values: int | tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from torch.nn.functional import interpolate
 
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.layout import is_fixed
-from vision_attn.attention.patterns.pattern import check_lengths, to_ntuple
+from vision_attn.attention.patterns.pattern import to_ntuple
 from vision_attn.attention.position.encoding import AXIS_NAMES, AttentionShape, Encoded, PositionEncoding
 
 
@@ -32,7 +32,7 @@ class AbsPos:
             or a tuple with one integer per axis.
 
     Raises:
-        ValueError: ``feat_size`` is invalid, or does not match the number of axes (when the block is built).
+        ValueError: ``feat_size`` does not match the number of axes (when the block is built).
 
     Source: the baseline with absolute positions in Srinivas et al., *Bottleneck Transformers*, 2021,
     https://arxiv.org/abs/2101.11605
@@ -42,9 +42,6 @@ class AbsPos:
     """
 
     feat_size: int | tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        check_lengths("AbsPos", "feat_size", self.feat_size)
 
     def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
         return AbsPosEncoding(self, shape, device, dtype)

@@ -25,9 +25,6 @@ class ConditionalPos:
     Args:
         kernel_size: size of the convolution kernel, in positions; an odd integer.
 
-    Raises:
-        ValueError: ``kernel_size`` is not an odd positive integer.
-
     Source: Chu et al., *Conditional Positional Encodings for Vision Transformers*, 2021,
     https://arxiv.org/abs/2102.10882
 
@@ -36,10 +33,6 @@ class ConditionalPos:
     """
 
     kernel_size: int = 3
-
-    def __post_init__(self) -> None:
-        if type(self.kernel_size) is not int or self.kernel_size < 1 or self.kernel_size % 2 == 0:
-            raise ValueError(f"ConditionalPos: kernel_size must be an odd positive integer, got {self.kernel_size!r}")
 
     def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
         return ConditionalEncoding(self, shape, device, dtype)

@@ -40,7 +40,7 @@ class RelPosDecomposed(RelativePosition):
             tuple with one integer per axis. It may be omitted for patterns with a fixed size, such as windows.
 
     Raises:
-        ValueError: ``feat_size`` is invalid, or it is missing or does not fit the pattern (when the block is built).
+        ValueError: ``feat_size`` is missing or does not fit the pattern (when the block is built).
 
     Source: Srinivas et al., *Bottleneck Transformers*, 2021, appendix, https://arxiv.org/abs/2101.11605
 

@@ -43,7 +43,7 @@ class RelPosTable(RelativePosition):
             tuple with one integer per axis. It may be omitted for patterns with a fixed size, such as windows.
 
     Raises:
-        ValueError: ``feat_size`` is invalid, or it is missing or does not fit the pattern (when the block is built).
+        ValueError: ``feat_size`` is missing or does not fit the pattern (when the block is built).
 
     Source: Liu et al., *Swin Transformer*, 2021, section 3.2, https://arxiv.org/abs/2103.14030
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vision_attn.attention.patterns.layout import is_fixed
-from vision_attn.attention.patterns.pattern import check_lengths, to_ntuple
+from vision_attn.attention.patterns.pattern import to_ntuple
 from vision_attn.attention.position.encoding import AttentionShape
 
 
@@ -17,11 +17,6 @@ class RelativePosition:
     """Base class of configurations with ``feat_size``, the size that tables are created for; None for fixed windows."""
 
     feat_size: int | tuple[int | None, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for length in self.feat_size if isinstance(self.feat_size, tuple) else (self.feat_size,):
-            if length is not None:
-                check_lengths(type(self).__name__, "feat_size", length)
 
 
 def table_lengths(config: RelativePosition, shape: AttentionShape) -> tuple[int, ...]:

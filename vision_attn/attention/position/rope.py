@@ -11,10 +11,9 @@ from torch import Tensor
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.layout import TokenLayout
-from vision_attn.attention.patterns.pattern import check_lengths, to_ntuple
+from vision_attn.attention.patterns.pattern import to_ntuple
 from vision_attn.attention.position.encoding import AttentionShape, Encoded, PositionEncoding
 from vision_attn.attention.position.sin_cos import frequencies
-from vision_attn.checks import check_number
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,7 @@ class Rope2d:
     feat_size: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        check_number("Rope2d: temperature", self.temperature, above=1)
-        if self.feat_size is not None:
-            check_lengths("Rope2d", "feat_size", self.feat_size)
-            to_ntuple("Rope2d", "feat_size", self.feat_size, 2)
+        to_ntuple("Rope2d", "feat_size", self.feat_size, 2)
 
     def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
         if shape.rank != 2:

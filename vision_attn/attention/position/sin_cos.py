@@ -11,7 +11,6 @@ from torch import Tensor
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.position.encoding import AttentionShape, PositionEncoding
-from vision_attn.checks import check_number
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class SinCos:
         temperature: base of the frequencies; larger values give longer wavelengths.
 
     Raises:
-        ValueError: ``temperature`` is not a number above 1, or the number of channels is not a multiple of twice the
-            number of axes (when the block is built).
+        ValueError: the number of channels is not a multiple of twice the number of axes (when the block is built).
 
     Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3.5, https://arxiv.org/abs/1706.03762; on feature
     maps: Chen et al., *An Empirical Study of Training Self-Supervised Vision Transformers*, 2021,
@@ -42,9 +40,6 @@ class SinCos:
     """
 
     temperature: float = 10000.0
-
-    def __post_init__(self) -> None:
-        check_number("SinCos: temperature", self.temperature, above=1)
 
     def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
         if shape.channels % (2 * shape.rank):

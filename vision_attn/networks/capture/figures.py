@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from vision_attn.checks import check_choice, check_number, check_type
+from vision_attn.checks import check_above, check_choice
 from vision_attn.networks.capture.maps import AttentionMap
 from vision_attn.networks.capture.recording import check_indices
 from vision_attn.networks.safe import write_atomically
@@ -86,7 +86,6 @@ def attention_figure(
     >>> len(attention_figure(torch.rand(2, 3, 28, 28), attention, reduction="none").axes)
     19
     """
-    check_type("images", images, Tensor, "a tensor (b, channels, height, width)")
     if len(attention.weights) != len(images) or (titles and len(titles) != len(images)):
         counts = f"{len(images)} images, {len(attention.weights)} maps and {len(titles)} titles"
         raise ValueError(f"images must have one map and at most one title each, got {counts}")
@@ -94,7 +93,7 @@ def attention_figure(
     if axes not in (2, 3) or images.dim() != 2 + axes:
         shape = "(b, channels, height, width), or (b, channels, t, height, width) for a map with three axes"
         raise ValueError(f"images must be {shape}, got {tuple(images.shape)} for a map with {axes} axes")
-    check_number("vmax", vmax, above=1)
+    check_above(1, vmax=vmax)
     queries = check_indices("query", query, len(attention.query_positions))
     weights = attention.weights[:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)
     label, panels = reduce_heads(weights.transpose(1, 2).flatten(0, 1), attention.heads, reduction)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vision_attn.checks import check_probability, product
+from vision_attn.checks import product
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class AttentionMaps(dict[str, AttentionMap]):
             For each block, the map of its queries over the positions of the first block, with one head.
 
         Raises:
-            ValueError: a map contains only selected queries, or ``residual`` is not between 0 and 1.
+            ValueError: a map contains only selected queries.
 
         Source: Abnar and Zuidema, *Quantifying Attention Flow in Transformers*, 2020, section 3,
         https://arxiv.org/abs/2005.00928
@@ -149,7 +149,6 @@ class AttentionMaps(dict[str, AttentionMap]):
         tensor([[0.6250, 0.1250],
                 [0.1250, 0.1250]])
         """
-        check_probability("residual", residual)
         found = AttentionMaps()
         rolled: Tensor | None = None
         first: tuple[int, ...] = ()

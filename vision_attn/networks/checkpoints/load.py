@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from vision_attn.attention.position import PositionEncoding
-from vision_attn.checks import as_list, check_bools
+from vision_attn.checks import as_list
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints.file_format import unwrap_key
 from vision_attn.networks.checkpoints.hub import resolve_source
@@ -88,7 +88,6 @@ def load_checkpoint_(
     >>> load_checkpoint_(nn.Linear(2, 3, bias=False), file).loaded
     ('weight',)
     """
-    check_bools(strict=strict, ema=ema, adapt_input_conv=adapt_input_conv)
     model = unwrap_model(model)
     refuse_without_values(model)
     return load_file_(

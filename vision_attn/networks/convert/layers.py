@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.patterns import AnyPattern, Grid, Window
-from vision_attn.checks import check_type
 from vision_attn.networks.convert.conversion import find_conversion, load_weights, run_on_tokens
 from vision_attn.networks.convert.equivalence import check_equivalence, check_source, random_map
 
@@ -52,7 +51,6 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
     >>> from_layer(nn.MultiheadAttention(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
     """
-    check_type("module", module, nn.Module, "an nn.Module (Keras layers require KERAS_BACKEND=torch)")
     _, kind, conversion = find_conversion(module)
     swap_only = dict.fromkeys(conversion.swap_only, "call va.swap_ instead, which keeps this part of the layer")
     check_source(module, {**conversion.unsupported, **swap_only})
@@ -101,7 +99,6 @@ def to_torch_mha(block: Attention) -> nn.MultiheadAttention:
     >>> layer(*[torch.randn(2, 140, 64)] * 3)[0].shape
     torch.Size([2, 140, 64])
     """
-    check_type("block", block, Attention, "an Attention1d, Attention2d or Attention3d")
     bias = block.qkv.bias is not None
     options = {"dropout": block.attn_drop, "bias": bias, "batch_first": True, "device": "meta"}
     layer = nn.MultiheadAttention(block.channels, block.num_heads, **options)
@@ -126,7 +123,6 @@ def to_timm_attention(block: Attention) -> nn.Module:
     """
     from timm.layers import Attention as TimmAttention
 
-    check_type("block", block, Attention, "an Attention1d, Attention2d or Attention3d")
     layer: Any = TimmAttention(
         block.channels,
         block.num_heads,

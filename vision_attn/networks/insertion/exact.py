@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks.gated_residual import refuse_normalized_zeros
-from vision_attn.checks import check_number
+from vision_attn.checks import check_above
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.costs import feature_map_error
 from vision_attn.networks.network import fixed_seed, quiet_eval
@@ -48,7 +48,7 @@ class ExactBlock(nn.Module):
         self, block: nn.Module, channels: int, like: Any, gated: bool = False, scale: float = 1.0, copied: bool = False
     ) -> None:
         super().__init__()
-        check_number("scale", scale, above=0)
+        check_above(0, scale=scale)
         gate = nn.Parameter(torch.zeros(channels, device=like.device, dtype=like.dtype)) if gated else None
         self.block: nn.Module = block
         self.scale: float = scale

@@ -93,12 +93,12 @@ def predict(
     """
     import torch
 
-    from vision_attn.checks import check_count
+    from vision_attn.checks import check_above
     from vision_attn.networks.checkpoints import folder
     from vision_attn.networks.safe import check_writable
     from vision_attn.tools.training.folder import write_table
 
-    check_count("top", top)
+    check_above(0, top=top)
     if output:
         check_writable(output)
     model: Any = folder.load_model(run)

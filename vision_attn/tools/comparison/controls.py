@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.attention.blocks.linear import LinearAttention2d
 from vision_attn.attention.blocks.projection import Pointwise2d
-from vision_attn.checks import check_count, check_number
 
 
 class ConvBlock2d(GatedResidual):
@@ -47,7 +46,6 @@ class ConvBlock2d(GatedResidual):
         self.expand = Pointwise2d(channels, self.projections * hidden, 1)
         self.depthwise: nn.Module | None = None
         if kernel_size is not None:
-            check_count("kernel_size", kernel_size)
             if kernel_size % 2 == 0:
                 raise ValueError(f"kernel_size must be odd, got {kernel_size}")
             self.depthwise = nn.Conv2d(hidden, hidden, kernel_size, padding=kernel_size // 2, groups=hidden)
@@ -143,7 +141,6 @@ class NormBlock2d(GatedResidual):
     """
 
     def __init__(self, channels: int, *, gate_init: float = 0.0) -> None:
-        check_number("gate_init", gate_init)  # None requires a last projection
         super().__init__(channels, gate_init)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from joblib import Parallel, cpu_count, delayed
 from joblib.externals.loky.backend.context import set_start_method
 
-from vision_attn.checks import check_counts
+from vision_attn.checks import check_above
 from vision_attn.errors import TrainingError
 from vision_attn.networks.capture.figures import save_figure
 from vision_attn.networks.safe import check_writable, write_atomically
@@ -80,7 +80,7 @@ def trials(
             the package of the backend is not installed.
         TrainingError: a run failed.
     """
-    check_counts(jobs=jobs)
+    check_above(0, jobs=jobs)
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds must be distinct, with at least one seed, got {list(seeds)}")
     folder = Path(output).resolve()

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import to_pil_image
 
-from vision_attn.checks import check_count, check_type
+from vision_attn.checks import check_above
 from vision_attn.networks.capture.maps import AttentionMap
 from vision_attn.networks.capture.recording import capture
 from vision_attn.networks.contributions import branches, compute_scores, disabled, measure_branches, rms_ratio
@@ -88,8 +88,7 @@ def explore(
     >>> page.read_text()[:15]
     '<!doctype html>'
     """
-    check_type("images", images, Tensor, "a tensor (b, 1 or 3, height, width)")
-    check_count("top", top)
+    check_above(0, top=top)
     if images.dim() != 4 or images.shape[1] not in (1, 3) or not len(images):
         raise ValueError(f"images must have shape (b, 1 or 3, height, width) with b ≥ 1, got {tuple(images.shape)}")
     for name, given in (("titles", titles), ("pictures", pictures)):
@@ -212,7 +211,6 @@ def encode(one: AttentionMap, levels: int) -> dict[str, Any]:
 
 def encode_picture(picture: Image.Image) -> str:
     """Encode a picture as a data URL: as PNG if it is small, otherwise as JPEG."""
-    check_type("pictures", picture, Image.Image, "Pillow images")
     picture, file = picture.convert("RGB"), io.BytesIO()
     picture.thumbnail((MAX_PICTURE, MAX_PICTURE))
     file_format = "PNG" if max(picture.size) <= MAX_PNG else "JPEG"
