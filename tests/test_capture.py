@@ -1,6 +1,7 @@
 """Attention maps of all implementations, and measures on cases that were computed by hand."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from impls import CPU_IMPLS
 from launches import Operations
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import vision_attn as va
 import vision_attn.networks.models
@@ -88,6 +90,20 @@ def test_maps_are_from_the_last_pass_and_cleared_after_an_error():
         raise RuntimeError("on purpose")
     model(x)
     assert maps == {}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_recomputation_of_activation_checkpointing_is_not_captured(use_reentrant):
+    model, x = network(), torch.randn(1, 3, 32, 32, requires_grad=True)
+    with va.capture(model) as expected:
+        model(x)
+    for stage in (model.layer2, model.layer3):
+        stage.forward = partial(checkpoint, stage.forward, use_reentrant=use_reentrant)
+    with va.capture(model) as maps:
+        for _ in range(2):
+            model(x).sum().backward()
+            assert list(maps) == list(expected)
+            assert all(torch.equal(maps[path].weights, one.weights) for path, one in expected.items())
 
 
 def test_sites_are_selected_and_heads_are_reduced():

@@ -57,6 +57,11 @@ def scoped_output(block: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return y
 
 
+def in_backward() -> bool:
+    """Return True during a backward pass, in which activation checkpointing computes a forward pass again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def in_scope() -> bool:
     """Return True inside a ``with`` block; the value is a constant for torch's compiler.
 

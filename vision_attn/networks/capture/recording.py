@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks import Attention, attention_modules
 from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.inputs import AttentionInputs
-from vision_attn.attention.scopes import scope
+from vision_attn.attention.scopes import in_backward, scope
 from vision_attn.checks import as_list, check_choice, product
 from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 from vision_attn.networks.capture.token_positions import TokenPositions, locate_tokens, running_calls
@@ -146,6 +146,8 @@ class Recording:
         self, path: str, module: Attention, swap: Swap | None, heads: list[int], inputs: AttentionInputs
     ) -> None:
         """Compute the attention maps of a module from the inputs of its kernel."""
+        if in_backward():  # activation checkpointing computes the forward pass again
+            return
         calls = list(running_calls())
         depth = next((number for number, (caller, *_) in enumerate(calls) if caller is self.model), None)
         if depth is not None:

@@ -46,12 +46,14 @@ class TokenPositions(NamedTuple):
 def running_calls() -> Iterator[Call]:
     """Yield the running calls of modules in this thread, starting with the innermost.
 
-    The calls are read from the stack, because a hook would also run in other threads and be copied with the model.
+    The calls are read from the stack, because hooks would run in other threads, change while these call the modules,
+    and be copied with the model.
     """
     frame, code = inspect.currentframe(), nn.Module._call_impl.__code__
     while frame is not None:
         if frame.f_code is code:
-            yield frame.f_locals["self"], frame.f_locals["args"], frame.f_locals["kwargs"]
+            (module,), args, kwargs, values = inspect.getargvalues(frame)
+            yield values[module], values[str(args)], values[str(kwargs)]
         frame = frame.f_back
 
 
