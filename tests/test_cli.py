@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,6 +91,7 @@ def test_without_a_command_all_commands_are_listed(capsys):
     assert (code, err.splitlines()[-1]) == (2, "vision-attn: error: unknown command 'trian'. Did you mean 'train'?")
 
 
+@pytest.mark.filterwarnings("default:.*cannot be read as an image")
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -130,7 +132,7 @@ def test_invalid_input_is_a_one_line_error_and_writes_no_files(
     found, out, err = train(capsys, image_folder, tmp_path, *rest) if name == "train" else run(capsys, name, *rest)
     assert (found, "Traceback" in err, "this ran" in err, "epoch 1/" in out) == (code, False, False, False), err
     assert message in err
-    assert err.count("\n") == 1 or "--help" in err or "other.pth" in arguments
+    assert err.count("\n") == 1 or "--help" in err or arguments[-1] in ("other.pth", "broken.png")
     assert not (tmp_path / "run").exists()
 
 
@@ -222,7 +224,7 @@ def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, m
         (
             ("-o", "net.xml"),
             1,
-            r'OpenVINO requires the package openvino. Install it: pip install "vision-attn\[runtimes\]"\n',
+            r'OpenVINO requires the package openvino. Install it: pip install "\.\[runtimes\]" in a clone ',
         ),
     ],
 )
@@ -258,7 +260,7 @@ def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, image_fold
     code, _, err = run(capsys, "train", "--data", image_folder / "train", "--model", "resnet20")
     assert (code, err.count("\n")) == (1, 1)
     assert "accelerate" in err
-    assert "pip install 'vision-attn[train" in err
+    assert 'pip install ".[train' in err
 
 
 def test_flags_override_the_settings_of_another_run(tmp_path):
@@ -321,6 +323,78 @@ def test_predict_prints_class_names_in_the_order_of_the_network(capsys, image_fo
     (row,) = csv.DictReader((tmp_path / "found.csv").read_text().splitlines())
     assert [row[f"class_{rank}"] for rank in (1, 2, 3)] == ["ant", "mule", "zebra"]
     assert [float(row[f"probability_{rank}"]) for rank in (1, 2, 3)] == pytest.approx([0.5, 0.3, 0.2], abs=1e-5)
+
+
+@pytest.mark.filterwarnings("default:.*cannot be read as an image")
+def test_damaged_images_are_skipped_and_reported(capsys, image_folder, tmp_path):
+    good, broken = image_folder / "val" / "red", tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    code, out, err = run(capsys, "predict", RUN, broken, good, "--batch-size", 3, "-o", tmp_path / "found.csv")
+    assert (code, out.count("\n")) == (1, 8)
+    assert err.splitlines()[0].startswith(f"vision-attn: warning: {broken} cannot be read as an image (cannot identify")
+    assert err.splitlines()[1:] == ["vision-attn: error: 1 of 9 images cannot be read and were skipped"]
+    assert run(capsys, "predict", RUN, good, "--batch-size", 1, "-o", tmp_path / "single.csv")[0] == 0
+    tables = [list(csv.DictReader((tmp_path / name).read_text().splitlines())) for name in ("found.csv", "single.csv")]
+    for one, other in zip(*tables, strict=True):
+        assert (one["image"], one["class_1"]) == (other["image"], other["class_1"])
+        assert float(one["probability_1"]) == pytest.approx(float(other["probability_1"]), abs=1e-5)
+    explore = "explore", good / "0.png", broken, "--model", RUN, "-o", tmp_path / "page.html"
+    code, out, err = run(capsys, *explore)
+    assert (code, f"wrote {tmp_path / 'page.html'}" in out, err.count("\n")) == (1, True, 2)
+    assert run(capsys, "explore", broken, "--model", RUN)[0] == 1
+
+
+#: A program in which some packages are not installed.
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+find, names = PathFinder.find_spec, sys.argv.pop(1).split(",")
+PathFinder.find_spec = lambda name, *where: None if name.split(".")[0] in names else find(name, *where)
+from vision_attn.tools.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("missing", "words", "needed"),
+    [
+        ("matplotlib", "demo", "viz"),
+        ("matplotlib", "explore IMAGE --model RUN -o page.html", "viz"),
+        ("accelerate,joblib,pydantic,sklearn,scipy,yaml", "explore IMAGE --model RUN -o page.html", None),
+        ("accelerate,joblib,matplotlib,pydantic,sklearn,scipy,yaml", "predict RUN IMAGE", None),
+        ("onnxruntime", "export RUN -o net.onnx", "export"),
+    ],
+)
+def test_commands_need_only_their_packages(image_folder, tmp_path, missing, words, needed):
+    places = {"RUN": str(RUN), "IMAGE": str(image_folder / "val" / "red" / "0.png")}
+    line = [sys.executable, "-c", WITHOUT, missing, *(places.get(word, word) for word in words.split())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    if needed is None:
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+        assert done.stderr.endswith(f'Install it: pip install ".[{needed}]" in a clone of vision_attn\n')
+
+
+def test_one_command_installs_the_packages_everywhere():
+    """The package is on no index yet, so that the name of the package alone installs nothing."""
+    root = Path(va.__file__).parents[1]
+    files = [
+        root / "README.md",
+        *(root / "docs").rglob("*.md"),
+        root / "CHANGELOG.md",
+        *(root / "examples").rglob("*.py"),
+    ]
+    files += (root / "vision_attn").rglob("*.py")
+    assert [str(file) for file in files if re.search(r"""pip install ["']?vision-attn""", file.read_text())] == []
+
+
+def test_swapped_arguments_are_named(capsys, image_folder):
+    code, _, err = run(capsys, "predict", image_folder / "val", RUN)
+    assert (code, err.count("\n")) == (1, 1)
+    assert f"{image_folder / 'val'} contains no network: expected RUN first" in err
 
 
 def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):

@@ -24,7 +24,8 @@ import vision_attn as va
 from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
 from vision_attn.tools.comparison import experiments, runs
-from vision_attn.tools.training.data import open_data, open_image
+from vision_attn.tools.images import open_image
+from vision_attn.tools.training.data import open_data
 from vision_attn.tools.training.network import build_network
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,9 +20,10 @@ from timm.utils import ModelEmaV3
 import vision_attn as va
 from vision_attn.errors import DataError, TrainingError
 from vision_attn.networks.models import create_model
+from vision_attn.tools.training.curves import curves_figure, write_metrics
 from vision_attn.tools.training.data import DataSplit, InMemory, seed_all
 from vision_attn.tools.training.evaluation import Evaluation
-from vision_attn.tools.training.folder import curves_figure, numbered_folder, write_metrics
+from vision_attn.tools.training.folder import numbered_folder
 from vision_attn.tools.training.loop import Progress, Trainer
 from vision_attn.tools.training.network import build_network
 from vision_attn.tools.training.run import evaluate, make_accelerator, run_training

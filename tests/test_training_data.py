@@ -20,13 +20,13 @@ from torchvision.transforms import v2
 
 from vision_attn.errors import DataError
 from vision_attn.tools import cli
+from vision_attn.tools.images import open_image
 from vision_attn.tools.training import data as module
 from vision_attn.tools.training.data import (
     DecodedImages,
     InMemory,
     name_killed_workers,
     open_data,
-    open_image,
     open_images,
     seed_all,
 )
@@ -226,13 +226,13 @@ def test_small_sets_that_do_not_vary_are_kept_in_memory(image_folder, monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that the worker had open
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_worker_ignores_ctrl_c_and_its_exit_is_an_error(image_folder, number):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_worker_ignores_ctrl_c_and_sigterm_and_its_exit_is_an_error(image_folder, number):
     loader = images_of(Settings(data=image_folder, crop="resized", workers=1), train=True)
     batches, others = loader.batches(torch.arange(72).split(2)), multiprocessing.active_children()
     next(batches)
     (process,) = {*multiprocessing.active_children()} - {*others}  # others may be ending
-    if number == signal.SIGINT:
+    if number != signal.SIGKILL:
         os.kill(process.pid, number)
         assert len(list(batches)) == 35
         return

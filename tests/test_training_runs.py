@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -310,11 +311,49 @@ def test_a_full_disk_loses_nothing(base, tmp_path, monkeypatch, capsys):
         patched.setattr(Trainer, "save", save_on_a_full_disk)
         assert cli.main(command_line(base)) == 1
     error = capsys.readouterr().err
-    assert (error.count("\n"), f"cannot write to {base.output} (" in error) == (1, True)
+    assert (error.count("\n"), f"cannot write to {base.output} (" in error, "Free disk space" in error) == (
+        1,
+        True,
+        True,
+    )
     assert newest_state(base.output).name == "00000-0000004"
     train(base, resume="auto")
     train(base, output=tmp_path / "other")
     assert_same_result(base.output, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            PermissionError(13, "Permission denied"),
+            r"^cannot write to .*\(\[Errno 13\] Permission denied\)\. Continue with --r",
+        ),
+        (RuntimeError("DataLoader worker (pid 7) is killed"), r"^a worker process ended"),
+        (RuntimeError("a bug"), "^a bug$"),
+    ],
+)
+def test_only_errors_of_a_full_disk_advise_to_free_it(base, monkeypatch, error, expected):
+    def breaking(accelerator, folder):
+        raise error
+
+    at_step(monkeypatch, 0, 1, lambda: monkeypatch.setattr(module.Accelerator, "save_state", breaking))
+    with pytest.raises(Exception, match=expected):
+        train(base)
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_process_group_saves_the_run(base):
+    """As systemd, timeout and Slurm send it: the worker processes receive the signal as well."""
+    settings = replace(base, model="test_resnet", epochs=999, img_size=32, crop="resized", workers=2)
+    line = [sys.executable, "-m", "vision_attn", *command_line(settings)]
+    process = subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    while process.poll() is None and (newest_state(base.output) is None or newest_state(base.output).name < "00001"):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error.count("\n")) == (143, 1), error
+    assert re.match(r"vision-attn: interrupted; saved after step \d of 4 of epoch \d+\.", error)
 
 
 @pytest.mark.slow

@@ -6,6 +6,9 @@ import html
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+#: Command that installs the packages of an extra, in all messages. It changes when the package is on PyPI.
+INSTALL = 'pip install ".[{}]" in a clone of vision_attn'
+
 
 def markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
     """Format rows of cells, the header first, as a Markdown table; see :class:`Table`.

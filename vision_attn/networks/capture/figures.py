@@ -13,6 +13,7 @@ from vision_attn.checks import check_above, check_choice
 from vision_attn.networks.capture.maps import AttentionMap
 from vision_attn.networks.capture.recording import check_indices
 from vision_attn.networks.safe import write_atomically
+from vision_attn.text import INSTALL
 
 try:
     from matplotlib import figure as matplotlib_figure, ticker
@@ -20,7 +21,7 @@ try:
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 except ImportError as error:
-    raise ImportError("figures require matplotlib: pip install 'vision-attn[viz]'", name=error.name) from error
+    raise ImportError(f"figures require matplotlib. Install it: {INSTALL.format('viz')}", name=error.name) from error
 
 __all__ = ["Figure", "attention_figure", "save_figure"]
 

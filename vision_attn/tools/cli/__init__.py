@@ -23,7 +23,7 @@ from typing import Any
 import tyro
 
 from vision_attn.errors import CheckpointError, DataError, Interrupted, VisionAttnError
-from vision_attn.text import escape_control_characters
+from vision_attn.text import INSTALL, escape_control_characters
 from vision_attn.tools.cli import commands
 from vision_attn.tools.cli.commands import compare, demo, evaluate, export, inspect, predict, train
 from vision_attn.tools.cli.visualize import explore
@@ -145,7 +145,7 @@ def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = 
             remedy = (
                 ""
                 if has_remedy or not missing
-                else ". Install the required packages: pip install 'vision-attn[train,export]'"
+                else f". Install the required packages: {INSTALL.format('train,export')}"
             )
             # Text from files is escaped. Only checkpoint errors have several lines.
             lines = str(error).split("\n")

@@ -14,11 +14,12 @@ import tyro
 from tyro.conf import Positional, arg
 
 from vision_attn.text import escape_control_characters
-from vision_attn.tools.cli.visualize import Images, Output, find_images, load_images
+from vision_attn.tools.cli.visualize import Images, Output
 from vision_attn.tools.hints import hint
 
 #: Argument type shared by several commands.
 Run = Annotated[Positional[Path], arg(metavar="RUN")]
+Device = Annotated[Literal["cpu", "cuda"] | None, hint("{cpu,cuda}", "default: cuda if available")]
 
 if TYPE_CHECKING:
     from vision_attn.tools.training.settings import Settings
@@ -76,44 +77,66 @@ def demo(
     run_demo(output, steps=steps, seed=seed, jobs=jobs)
 
 
+def load_run(run: Path) -> Any:
+    """Load the network of a run; name the expected arguments if the folder contains none."""
+    from vision_attn.networks.checkpoints import folder
+
+    try:
+        return folder.load_model(run)
+    except FileNotFoundError as error:
+        expected = "expected RUN first: the folder of a training run or of va.save_model, or hf-hub:OWNER/NAME"
+        raise FileNotFoundError(f"{run} contains no network: {expected}") from error
+
+
 def predict(
     run: Run,
     images: Images,
     /,
     top: int = 5,
+    batch_size: int = 32,
+    device: Device = None,
     output: Annotated[Path | None, hint("FILE", "default: none", "-o")] = None,
 ) -> None:
     """Classify images with a trained network.
 
     Args:
         run: Folder of a training run, folder written by va.save_model, or hf-hub:OWNER/NAME.
-        images: Image files, or folders of images.
+        images: Image files, or folders of images. Damaged files are skipped with a warning.
         top: Number of classes to print for each image.
+        batch_size: Number of images per forward pass.
+        device: Device to run on.
         output: CSV file to write, with the classes and probabilities of all images.
     """
     import torch
+    from tqdm import tqdm
 
     from vision_attn.checks import check_above
-    from vision_attn.networks.checkpoints import folder
     from vision_attn.networks.safe import check_writable
+    from vision_attn.tools.images import check_none_skipped, find_images, load_images
     from vision_attn.tools.training.folder import write_table
 
-    check_above(0, top=top)
+    check_above(0, top=top, batch_size=batch_size)
     if output:
         check_writable(output)
-    model: Any = folder.load_model(run)
-    paths = find_images(images)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model, files = load_run(run).to(device), find_images(images)
     names = model.classes or tuple(map(str, range(model.num_classes)))
     top, rows = min(top, len(names)), []
-    for path in paths:
-        with torch.no_grad():
-            scores, labels = model(load_images([path], model.transform)).float().softmax(1)[0].topk(top)
-        best = [(names[label], score) for label, score in zip(labels.tolist(), scores.tolist(), strict=True)]
-        print_escaped(f"{path}: {', '.join(f'{name} {100 * score:.1f} %' for name, score in best)}")
-        rows.append((path, *(cell for name, score in best for cell in (name, f"{score:.6f}"))))
+    with tqdm(total=len(files), desc="predict", leave=False, disable=None) as bar, torch.inference_mode():
+        for some in (files[start : start + batch_size] for start in range(0, len(files), batch_size)):
+            loaded = load_images(some, model.transform)
+            if loaded:
+                found = model(torch.stack([*loaded.values()]).to(device)).float().softmax(1).topk(top)
+                for file, scores, labels in zip(loaded, *(part.tolist() for part in found), strict=True):
+                    best = [(names[label], score) for label, score in zip(labels, scores, strict=True)]
+                    line = f"{file}: {', '.join(f'{name} {100 * score:.1f} %' for name, score in best)}"
+                    bar.write(escape_control_characters(line))
+                    rows.append((file, *(cell for name, score in best for cell in (name, f"{score:.6f}"))))
+            bar.update(len(some))
     if output:
         columns = (f"{what}_{rank}" for rank in range(1, top + 1) for what in ("class", "probability"))
         write_table(output, [("image", *columns), *rows])
+    check_none_skipped(files, len(rows))
 
 
 def export(
@@ -139,13 +162,12 @@ def export(
         int8: Folder with train/CLASS/IMAGE and val/CLASS/IMAGE, for quantization to 8 bits.
         normalize: Include the normalization in the file, so that it accepts pixels in 0…1.
     """
-    from vision_attn.networks.checkpoints import folder
     from vision_attn.tools.export.export import export_model
 
     options: dict[str, Any] = {"dynamic": dynamic, "int8": int8, "normalize": normalize}
     if input_size:
         options["input_size"] = input_size[0] if len(input_size) == 1 else input_size
-    print_escaped(export_model(folder.load_model(run), output, **options))
+    print_escaped(export_model(load_run(run), output, **options))
 
 
 def parse_flag_names(words: list[str]) -> list[str]:

@@ -1,9 +1,8 @@
-"""The command ``explore``, and functions that open networks and images."""
+"""The command ``explore``, which opens a network and draws its attention maps."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,44 +14,9 @@ from vision_attn.tools.hints import hint
 
 if TYPE_CHECKING:
     from PIL import Image
-    from torch import Tensor
 
 Images = Annotated[Positional[tuple[Path, ...]], hint("IMAGE [IMAGE ...]", "required")]
 Output = Annotated[Path, arg(aliases=["-o"])]
-
-
-def find_images(names: Sequence[Path]) -> list[Path]:
-    """Return the given image files and all images in the given folders."""
-    from vision_attn.errors import DataError
-    from vision_attn.tools.training.data import is_image
-
-    if not names:
-        raise ValueError("images are required: expected image files or folders of images, got none")
-    found: list[Path] = []
-    for path in names:
-        if not path.exists():
-            raise DataError(f"{path} does not exist. Expected an image file or a folder of images")
-        inner = [one for one in sorted(path.rglob("*")) if is_image(one.name)] if path.is_dir() else [path]
-        if not inner:
-            raise DataError(f"{path} contains no images")
-        found += inner
-    return found
-
-
-def load_images(paths: Sequence[Path], transform: Any) -> Tensor:
-    """Load and transform images, ``(b, c, h, w)``."""
-    import torch
-
-    from vision_attn.errors import DataError
-    from vision_attn.tools.training.data import open_image
-
-    found = []
-    for path in paths:
-        try:
-            found.append(transform(open_image(path)))
-        except Exception as error:  # Pillow raises many types of errors for damaged files
-            raise DataError(f"{path} cannot be read as an image ({error})") from error
-    return torch.stack(found)
 
 
 def crop_as_network(image: Image.Image, transform: Any) -> Image.Image:
@@ -128,6 +92,7 @@ def explore(
         top: Number of classes to show for each image.
         png: Folder for one PNG image per module, with the attention maps of the query at the image center.
     """
+    import torch
     from torchvision.transforms import Compose
 
     from vision_attn.attention.blocks import attention_modules
@@ -137,9 +102,9 @@ def explore(
     from vision_attn.networks.network import quiet_eval
     from vision_attn.networks.safe import check_writable
     from vision_attn.tools import explorer
-    from vision_attn.tools.training.data import open_image
+    from vision_attn.tools.images import check_none_skipped, find_images, load_images, open_image
 
-    paths, network, note = find_images(images), open_network(model, pretrained, adapter), ""
+    files, network, note = find_images(images), open_network(model, pretrained, adapter), ""
     if not attention_modules(network):
         expected = "expected a network with attention, such as a run of vision-attn train --insert"
         raise ValueError(f"model {model} has no attention modules: {expected} or vit_tiny_patch16_224")
@@ -148,19 +113,22 @@ def explore(
         note = f"The weights of {model} are random{but}. Use --pretrained to download pretrained weights."
         print(note)
     *crop, normalize = network.transform.transforms
-    pixels = load_images(paths, Compose(crop))
+    loaded = load_images(files, Compose(crop))
+    if not loaded:
+        check_none_skipped(files, 0)
+    pixels = torch.stack([*loaded.values()])
     if png:
         png.mkdir(parents=True, exist_ok=True)
         check_writable(png / "model.png")
     page = explorer.explore(
         network, pixels, output, normalize=normalize, classes=network.classes or (), sites=sites or None, top=top,
-        titles=[path.name for path in paths], title=f"Attention maps of {Path(model).name}", note=note,
-        pictures=[crop_as_network(open_image(path), network.transform) for path in paths],
+        titles=[file.name for file in loaded], title=f"Attention maps of {Path(model).name}", note=note,
+        pictures=[crop_as_network(open_image(file), network.transform) for file in loaded],
     )  # fmt: skip
     print(f"wrote {page} ({page.stat().st_size / 1e3:,.0f} kB). Open it in a browser")
     if png:
         # Short enough for a panel. Matplotlib parses text between dollar signs as a formula.
-        titles = [escape_control_characters(path.stem[:12]).replace("$", r"\$") for path in paths]
+        titles = [escape_control_characters(file.stem[:12]).replace("$", r"\$") for file in loaded]
         middle = tuple(side / 2 for side in pixels.shape[2:])
         with quiet_eval(network), capture(network, [middle], sites=sites or None) as maps:
             network(normalize(pixels))
@@ -169,3 +137,4 @@ def explore(
             figure = attention_figure(pixels, one, reduction="none", titles=titles, width=width)
             save_figure(figure, png / f"{re.sub(r'[^A-Za-z0-9._-]', '_', site) or 'model'}.png")
         print(f"wrote {len(maps)} PNG image{'s' * (len(maps) > 1)} to {png}")
+    check_none_skipped(files, len(loaded))

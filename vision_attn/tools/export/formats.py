@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from vision_attn.text import INSTALL
+
 #: Name of the metadata entry in a file: JSON text with classes, input size and statistics.
 ENTRY = "classifier"
 #: Dimensions that may be dynamic, with their names in a file.
@@ -45,7 +47,7 @@ class Format:
         """Raise an error if a required package is not installed."""
         for name in self.packages:
             if find_spec(name) is None:
-                remedy = f'pip install "vision-attn[{"export" if "onnx" in name else "runtimes"}]"'
+                remedy = INSTALL.format("export" if "onnx" in name else "runtimes")
                 raise ModuleNotFoundError(
                     f"{self.runtime} requires the package {name}. Install it: {remedy}", name=name
                 )

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 from joblib import cpu_count
-from PIL import Image, ImageOps
+from PIL import Image
 from timm.data import auto_augment, create_dataset, create_transform
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from vision_attn.errors import DataError
+from vision_attn.tools.images import is_image, open_image
 from vision_attn.tools.training.settings import Settings
 
 #: Largest size in bytes of a data set that is kept in the memory of the device.
@@ -43,23 +43,6 @@ def seed_all(*numbers: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
-
-
-def open_image(file: Any) -> Image.Image:
-    """Open an image file as RGB, rotated by its EXIF orientation, with the upper 8 bits of 16-bit pixels."""
-    with Image.open(file) as image:
-        found = ImageOps.exif_transpose(image)
-        # Pillow opens some 16-bit formats in a 32-bit mode, and would clip the values to 255.
-        if found.mode.startswith("I;16") or (found.mode == "I" and image.format in ("PNG", "PPM")):
-            found = Image.fromarray((np.asarray(found) // 256).astype(np.uint8))
-        if found.mode in ("I", "F"):
-            raise ValueError("32-bit pixels have no defined range")
-        return found.convert("RGBA" if "transparency" in found.info else "RGB").convert("RGB")
-
-
-def is_image(path: str) -> bool:
-    """Return True for a name with an image extension that does not start with a dot."""
-    return path.lower().endswith(IMG_EXTENSIONS) and not os.path.basename(path).startswith(".")
 
 
 class Folder(ImageFolder):
@@ -194,7 +177,7 @@ class DecodedImages(Dataset[tuple[Tensor, int]]):
             batch_sampler=[chosen.tolist() for chosen in indices],
             num_workers=self.workers,
             pin_memory=torch.cuda.is_available(),
-            worker_init_fn=ignore_ctrl_c,
+            worker_init_fn=ignore_signals,
             generator=torch.Generator().manual_seed(0),  # keeps torch's global generator, which dropout uses, unchanged
         )
         try:
@@ -216,9 +199,10 @@ def name_killed_workers() -> Iterator[None]:
         raise DataError(f"a worker process ended. Use fewer --workers. Cause: {error}") from error
 
 
-def ignore_ctrl_c(worker: int) -> None:
-    """Ignore Ctrl-C, which the main process handles."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def ignore_signals(worker: int) -> None:
+    """Ignore Ctrl-C and SIGTERM, which reach the process group: the main process saves the run and ends the workers."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:

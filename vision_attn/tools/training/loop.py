@@ -7,6 +7,7 @@ number of the step. An interrupted and resumed run is therefore bitwise identica
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import shutil
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.optim import create_optimizer_v2
@@ -36,9 +38,10 @@ from vision_attn.networks.checkpoints.folder import save_model
 from vision_attn.networks.finetuning import parameter_groups
 from vision_attn.networks.insertion import inserted_blocks
 from vision_attn.networks.safe.write import rename_folder
+from vision_attn.tools.training.curves import write_metrics
 from vision_attn.tools.training.data import DecodedImages, InMemory, choose_crop, name_killed_workers, seed_all
 from vision_attn.tools.training.evaluation import Evaluation, Scores
-from vision_attn.tools.training.folder import newest_state, write_metrics
+from vision_attn.tools.training.folder import newest_state
 from vision_attn.tools.training.network import Log, NetworkSetup
 from vision_attn.tools.training.settings import Settings
 
@@ -46,6 +49,8 @@ from vision_attn.tools.training.settings import Settings
 CHECK_EVERY = 10
 #: Curves are plotted after epochs of at least so many seconds, because plotting takes a third of a second.
 DRAW_AFTER = 10
+#: Errors of the operating system for a disk without space.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: Number of images in ``first_batch.png``.
 PICTURED = 32
 
@@ -309,11 +314,16 @@ class Trainer:
                 for other in [*state.parent.glob("[0-9]*-[0-9]*"), *state.parent.glob(".*-*.new")]:
                     if other != state:
                         shutil.rmtree(other)
-        except Exception as error:  # libraries report a full disk in different ways
+        except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise TrainingError(
-                f"cannot write to {self.folder} ({' '.join(str(error).split())}). Free disk space and use --resume"
-            ) from error
+            # safetensors and torch.save hide the number of the error.
+            of_disk = isinstance(error, SafetensorError) or "inline_container" in str(error)
+            if not (of_disk or isinstance(error, OSError)):
+                raise
+            full = of_disk or getattr(error, "errno", None) in DISK_FULL
+            reason = " ".join(str(error).split())
+            remedy = f"{'Free disk space, and continue' * full or 'Continue'} with --resume {self.folder}"
+            raise TrainingError(f"cannot write to {self.folder} ({reason}). {remedy}") from error
         accelerator.wait_for_everyone()
 
     def restore(self) -> None:
