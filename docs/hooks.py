@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import textwrap
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -69,17 +70,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Adapt a page to the site: link to rendered notebooks, stack wide columns of code, add cards to the home page."""
+    """Adapt a page to the site: link to rendered notebooks, show code side by side, add cards to the home page."""
     markdown = re.sub(r"(\]\([^):]*notebooks/\w+)\.ipynb\)", r"\1.md)", markdown)
-    markdown = re.sub(
-        r"<table>\n<tr><th>(.*)</th><th>(.*)</th></tr>\n<tr><td>(.*?)</td><td>(.*?)</td></tr>\n</table>",
-        r"**\1**\n\3\n**\2**\n\4",
-        markdown,
-        flags=re.DOTALL,
-    )
+    for table in re.findall(r"<table>\n<tr><th>.*?</table>", markdown, flags=re.DOTALL):
+        page.meta["hide"] = ["toc"]  # leaves room for two columns
+        markdown = markdown.replace(table, columns(table))
     if page.file.src_uri == "README.md":
         markdown = markdown.replace("\n## ", f"\n{cards()}\n\n## ", 1)
     return markdown
+
+
+def columns(table: str) -> str:
+    """Return a table of code as tabs, which are columns on a wide screen (site.css)."""
+    titles = re.findall(r"<th>(.*?)</th>", table)
+    sets = []
+    for row in re.findall(r"<tr><td>(.*?)</td></tr>", table, flags=re.DOTALL):
+        cells = zip(titles, row.split("</td><td>"), ("!", ""), strict=True)  # the mark starts another set of tabs
+        sets += [f'==={mark} "{title}"\n\n{textwrap.indent(cell.strip(), "    ")}' for title, cell, mark in cells]
+    return "\n\n".join(sets)
 
 
 def cards() -> str:

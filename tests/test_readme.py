@@ -147,10 +147,10 @@ def first_cells(text, table):
 
 
 def test_the_two_implementations_on_the_page_are_the_code_that_runs():
-    for shown, impl in zip(blocks(page("implementations"), "py"), ("einx", "bmm"), strict=True):
+    shown = blocks(page("implementations"), "py")
+    for column, impl in enumerate(("einx", "bmm")):
         steps = [step for step in vars(IMPLEMENTATIONS[impl]).values() if step is not None]
-        assert len(steps) == 5
-        assert all(inspect.getsource(step) in shown for step in steps)
+        assert sorted(shown[column::2]) == sorted(map(inspect.getsource, steps))
 
 
 def test_the_tables_of_patterns_positions_and_arguments_match_the_code():

@@ -32,19 +32,39 @@ def test_notebooks_are_rendered_with_their_output(site):
         assert "execution_count" not in page
 
 
-def test_no_page_is_wider_than_a_phone(site):
+@pytest.fixture(scope="module")
+def browser():
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
-    pages = [path for path in sorted(site.rglob("*.html")) if path.name != "404.html" and "explorer" not in path.parts]
-    assert len(pages) > 20
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        tab = browser.new_page(viewport={"width": PHONE, "height": 800})
-        widths = {}
-        for path in pages:
-            tab.goto(path.as_uri())
-            widths[path.relative_to(site).as_posix()] = tab.evaluate("document.documentElement.scrollWidth")
+        yield browser
         browser.close()
+
+
+def test_no_page_is_wider_than_a_phone(site, browser):
+    pages = [path for path in sorted(site.rglob("*.html")) if path.name != "404.html" and "explorer" not in path.parts]
+    assert len(pages) > 20
+    tab, widths = browser.new_page(viewport={"width": PHONE, "height": 800}), {}
+    for path in pages:
+        tab.goto(path.as_uri())
+        widths[path.relative_to(site).as_posix()] = tab.evaluate("document.documentElement.scrollWidth")
     assert {page: width for page, width in widths.items() if width > PHONE} == {}
+
+
+def test_einx_and_bmm_are_columns_on_a_screen_and_tabs_on_a_phone(site, browser):
+    for width, columns in ((1366, 2), (PHONE, 1)):
+        tab = browser.new_page(viewport={"width": width, "height": 768})
+        tab.goto((site / "docs/implementations.html").as_uri())
+        sets = tab.locator(".tabbed-set").all()
+        assert len(sets) == 5
+        for one in sets:
+            boxes = [box for block in one.locator(".tabbed-block").all() if (box := block.bounding_box())]
+            assert (len(boxes), len({box["x"] for box in boxes}), len({box["y"] for box in boxes})) == (
+                columns,
+                columns,
+                1,
+            )
+            assert max(box["height"] for box in boxes) < 768
