@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.insertion import inserted_keys, records
-from vision_attn.networks.inspection import create_network
+from vision_attn.networks.models.registry import create_network
 from vision_attn.text import markdown
 
 #: Side of the images for models that accept any size: 2×2 positions at a stride of 32.

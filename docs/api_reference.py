@@ -19,9 +19,9 @@ PAGES = {
         "Insert and fine-tune",
         "Insert blocks into a network, train them, and measure what they contribute ([guide](../insert.md)).",
         """
-        insert_ replace_ remove_ inserted_blocks stage_names inspect_model timm_layer parameter_groups freeze_backbone_
+        insert_ replace_ remove_ inserted_blocks stage_names timm_layer parameter_groups freeze_backbone_
         unfreeze_backbone_ check_optimizer gates contribution disabled errors.SiteError
-        networks.insertion.InsertionReport networks.inspection.Inspection networks.contributions.Contribution
+        networks.insertion.InsertionReport networks.contributions.Contribution
         """,
     ),
     "blocks": (

@@ -398,11 +398,11 @@ def test_swapped_arguments_are_named(capsys, image_folder):
 
 
 def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
-    flags = "--input-size", 16, 32, "--batch-size", 2, "--num-heads", 4, "--pattern", "va.Window(4)"
+    flags = "--input-size", 16, 32, "--num-heads", 4, "--pattern", "va.Window(4)"
     code, out, err = run(capsys, "inspect", "resnet20", *flags)
     assert (code, err) == (0, "")
-    assert "Cost of a block after each stage (AttentionBlock2d, pattern=va.Window(4)" in out
-    assert "layer3 64 4×8 4 " in " ".join(out.split())
+    assert out.startswith("3 blocks not inserted, for an input of 3×16×32\n")
+    assert "layer3.2 AttentionBlock2d 64 4×8 32 " in " ".join(out.split())
     assert " 8×8 " in run(capsys, "inspect", "resnet20", "--input-size", 32)[1]
 
 

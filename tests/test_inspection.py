@@ -1,22 +1,26 @@
-"""Inspection of a network before insertion: counts equal measurements, and proposals can be executed."""
+"""Dry runs of an insertion: counts equal measurements, and proposals can be executed."""
 
-import dataclasses
 from functools import cache
 
 import pytest
 import timm
 import torch
 import torchvision
+from networks import assert_same, copied
 from torch import nn
 
 import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.attention import dispatch
 from vision_attn.attention.blocks import AttentionBlock2d, use_impl
-from vision_attn.networks.inspection import count_saved_bytes, inspect_model
+from vision_attn.networks.insertion.proposals import count_saved_bytes
 
-#: Inspections are cached for several tests.
-look = cache(inspect_model)
+
+@cache
+def look(name, size=None, **options):
+    """Return the report of a dry run, which is cached for several tests."""
+    example = {} if size is None else {"example_input": (1, 3, size, size)}
+    return va.insert_(timm.create_model(name), dry_run=True, **example, **options)
 
 
 def bytes_really_saved(block, x, impl):
@@ -73,7 +77,7 @@ def test_the_network_itself_is_counted():
     with torch.no_grad():
         model(torch.zeros(1, 3, 32, 32))
     assert found.model_cost == (sum(p.numel() for p in model.parameters()), sum(products))
-    assert [site.site for site in found.sites] == ["layer1", "layer2", "layer3"]
+    assert [block.site.partition(".")[0] for block in found.blocks] == ["layer1", "layer2", "layer3"]
 
 
 class Gradients(nn.Module):
@@ -98,7 +102,8 @@ def test_fused_kernels_and_several_images_are_counted():
     # MACs of the patch embedding, of a block (12c² per token and 2c per pair of tokens), and of the head.
     expected = 196 * 768 * 192 + 197 * 12 * 192**2 + 2 * 192 * 197**2 + 192 * 1000
     for model, images in ((timms, 1), (torchs, 2)):
-        assert inspect_model(model, batch_size=1, example_input=(images, 3, 224, 224)).model_cost.macs == expected
+        report = va.insert_(model, dry_run=True, example_input=(images, 3, 224, 224))
+        assert report.model_cost.macs == expected
     # MACs of a convolution and its gradient, and of the products of queries, keys and values.
     cost = va.insert_(Gradients(), names="stem.0", example_input=(2, 3, 4, 4)).model_cost
     assert cost == (3 * 8 + 8, 2 * 16 * 3 * 8 + 16**2 * (3 + 2))
@@ -106,76 +111,67 @@ def test_fused_kernels_and_several_images_are_counted():
 
 def test_the_image_has_the_input_shape_of_the_network():
     gray_model = timm.create_model("resnet18", in_chans=1)
-    assert inspect_model(gray_model, input_size=(96, 64), batch_size=1).input_shape == (1, 1, 96, 64)
+    assert va.insert_(gray_model, dry_run=True).blocks[0].input_shape == (1, 1, 224, 224)
 
 
-def test_small_feature_maps_and_high_memory_raise_warnings():
-    (small,) = look("resnet18", input_size=32).warnings
-    assert small.startswith("attention has little effect on small feature maps: 'layer3' (2×2), 'layer4' (1×1). ")
-    large = look("resnet18", batch_size=1).warnings
-    assert [line.partition(" compares")[0] for line in large] == ["full attention at 'act1' (112×112)"]
-    found = look("resnet20", impl="sdpa")
-    assert dataclasses.replace(found, memory_limit=round(0.2 * 2**30)).warnings == ()
-    (warning,) = dataclasses.replace(found, memory_limit=round(0.02 * 2**30)).warnings
-    assert warning.startswith("in training, a block saves 0.06 GiB at 'layer1', 0.03 GiB at 'layer2', more than")
+def test_small_and_large_feature_maps_raise_warnings():
+    (small,) = look("resnet18", 32).warnings
+    assert small.startswith("attention has little effect on small feature maps: 'layer3.1' (2×2), 'layer4.1' (1×1). ")
+    (large,) = look("resnet18").warnings
+    assert large.startswith("full attention at 'act1' (112×112) compares")
+    assert f"warning: {large}" in str(look("resnet18")).splitlines()
 
 
 @pytest.mark.parametrize(
     ("name", "size", "expected"),
     [
         # The last feature map is too small, and the stem has a suitable size but no parameters.
-        ("resnet18", 64, [{"stages": [1, 2]}]),
+        ("resnet18", 64, ["stages=[1, 2]"]),
         ("resnet18", 16, []),
-        ("resnet18", 224, [{"stages": [-2, -1]}, {"stages": [1], "pattern": va.Window(7)}]),
+        ("resnet18", 224, ["stages=[3, 4]", "stages=[1], pattern=va.Window(7)"]),
+        # The network ignores the tokens after the last block.
+        ("vit_tiny_patch16_224", None, ["stages=[9, 10]"]),
     ],
 )
-def test_proposed_stages(name, size, expected):
-    found = [dict(proposal.arguments) for proposal in look(name, input_size=size, batch_size=1).proposals]
-    assert found == expected
+def test_proposals_can_be_executed(name, size, expected):
+    found = look(name, size).proposals
+    assert [call.partition(": ")[0] for call in found] == [f"va.insert_(model, {sites})" for sites in expected]
+    for call in found:
+        model = timm.create_model(name)
+        example = "" if size is None else f", example_input=(1, 3, {size}, {size})"
+        code = call.partition(": ")[0].removesuffix(")") + f"{example})"
+        assert eval(code, {"va": va, "model": model}).verb == "inserted"
 
 
-def test_a_proposal_can_be_executed_and_is_printed():
-    found = look("resnet20", input_size=96, batch_size=1)
-    assert len(found.proposals) == 2
-    for proposal in found.proposals:
-        call = proposal.call(found.input_shape)
-        assert call in str(found)
-        report = eval(call, {"va": va, "model": timm.create_model("resnet20")})
-        assert (report.parameters, report.macs) == proposal.added
-        assert [block.map_size for block in report.blocks] == [site.map_size for site in proposal.sites]
+def test_a_dry_run_changes_nothing_and_its_costs_are_those_of_the_insertion():
+    model = timm.create_model("resnet20")
+    modules, state = dict(model.named_modules()), copied(model)
+    dry = va.insert_(model, stages=[0, -1], num_heads=4, dry_run=True)
+    replaced = va.replace_(model, names="layer3.*.conv2", num_heads=4, dry_run=True)
+    assert dict(model.named_modules()) == modules
+    assert_same(model.state_dict(), state)
+    assert not dry.proposals
+    assert all(block.saved_bytes for block in (*dry.blocks, *replaced.blocks))
+    report = va.insert_(model, stages=[0, -1], num_heads=4)
+    assert (report.parameters, report.macs, report.model_cost) == (dry.parameters, dry.macs, dry.model_cost)
+    va.remove_(model)
+    assert va.replace_(model, names="layer3.*.conv2", num_heads=4).macs == replaced.macs
 
 
 def test_stages_with_a_block_are_not_proposed():
     model = timm.create_model("resnet20")
     va.insert_(model, stages=-1)
-    found = inspect_model(model, batch_size=1)
-    assert [site.occupied for site in found.sites] == [False, False, True]
-    assert [proposal.arguments for proposal in found.proposals] == [{"stages": [0, -2]}]
-    assert "layer3 (has a block)" in str(found)
-    lines = str(look("resnet20")).splitlines()
-    assert lines[0] == "resnet20 on images of 3×32×32: 272,474 parameters, 40,813,184 MACs per image"
-    row = "2 layer3 64 8×8 8 16,832 +6.2 % 1,572,864 +3.9 %"
-    assert any(" ".join(line.split()).startswith(row) for line in lines)
-    text = str(inspect_model("resnet20", num_heads=4, position=va.Rope2d(), batch_size=1))
-    assert "va.insert_(model, stages=[-2, -1], num_heads=4, position=va.Rope2d(" in text
+    report = va.insert_(model, dry_run=True)
+    assert len(report.blocks) == 3
+    assert [call.partition(":")[0] for call in report.proposals] == ["va.insert_(model, stages=[0, 1])"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"model": "resnet21"}, ValueError, "'resnet21' does not exist. Did you mean "),
-        ({"model": "resnet20.cifar10.x"}, ValueError, "'resnet20' has no tag 'cifar10.x'. Available: resnet20.cifar10"),
-        ({"input_size": (1, 2, 3)}, ValueError, "input_size"),
-        ({"input_size": 0}, ValueError, "input_size"),
-        ({"batch_size": 0}, ValueError, "batch_size"),
-        ({"heads": 3}, TypeError, "heads"),
-        (
-            {"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4},
-            va.errors.SiteError,
-            "declares no stages",
-        ),
-    ],
-)
-def test_unsupported_inspections_raise_errors(arguments, error, message):
-    with pytest.raises(error, match=message):
-        inspect_model(**{"model": "resnet20", **arguments})
+def test_a_stage_counted_from_the_end_must_have_an_effect():
+    # The head of a ViT reads only the class token of the last block.
+    model = timm.create_model("vit_tiny_patch16_224", depth=2)
+    for stages in (-1, [-2, -1]):
+        with pytest.raises(va.errors.SiteError, match=r"'blocks\.1'.* no effect\. Count from the stage before"):
+            va.insert_(model, stages=stages)
+    assert not va.inserted_blocks(model)
+    with pytest.warns(UserWarning, match="does not depend on the feature map at 'blocks.1'"):
+        va.insert_(model, names="blocks.1")

@@ -25,7 +25,7 @@ def test_reports_display_their_text_in_a_notebook(tmp_path):
     torch.save(model.state_dict(), tmp_path / "net.pth")
     file = va.save_adapter(model, tmp_path / "adapter.safetensors")
     reports = [
-        va.inspect_model(model, input_size=32),
+        va.insert_(model, dry_run=True, example_input=images),
         va.gates(model),
         va.contribution(model, images),
         va.load_checkpoint_(model, tmp_path / "net.pth"),

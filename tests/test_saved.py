@@ -211,8 +211,8 @@ def test_other_and_damaged_files_are_rejected(adapter, tmp_path):
     save_file({"weight": torch.zeros(1)}, other)
     with pytest.raises(va.errors.CheckpointError, match=r"is not an adapter\. .*load_checkpoint_ .*load_model"):
         load_adapter_(model, other)
-    for number in (1, 3, 5):
-        with pytest.raises(va.errors.CheckpointError, match=rf"expected 4, got {number}\. .* vision_attn 9\.0"):
+    for number in (1, 4, 6):
+        with pytest.raises(va.errors.CheckpointError, match=rf"expected 5, got {number}\. .* vision_attn 9\.0"):
             load_adapter_(model, rewrite(adapter, other, library="9.0", format=number))
     (block,) = read_entry(adapter)["blocks"]
     code = {"options": {"c": "os.system('d')"}}
@@ -592,7 +592,7 @@ def test_networks_that_timm_does_not_build_are_not_written(saved, tmp_path):
         ({"model_args": {"num_classes": 4}, "label_names": None}, "do not match the network .*: fc.weight, fc.bias"),
         ({"label_names": [1, 2, 3]}, "label_names .* 3 classes"),
         ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size"),
-        ({"vision_attn": {"format": 5, "library": "9"}}, r"expected 4, got 5\. .* vision_attn 9"),
+        ({"vision_attn": {"format": 6, "library": "9"}}, r"expected 5, got 6\. .* vision_attn 9"),
     ],
 )
 def test_the_configuration_of_a_folder_is_checked_and_downloads_nothing(saved, change, message, tmp_path, monkeypatch):

@@ -54,7 +54,6 @@ from .networks.insertion import (
     stage_names as stage_names,
     timm_layer as timm_layer,
 )
-from .networks.inspection import inspect_model as inspect_model
 from .tools.explorer import explore as explore
 from .tools.training.run import train as train
 

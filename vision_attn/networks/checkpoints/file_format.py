@@ -46,7 +46,7 @@ from vision_attn.version import __version__
 #: Name of the metadata entry with the JSON object above.
 ENTRY = "vision_attn"
 #: The supported version of the format.
-FORMAT = 4
+FORMAT = 5
 
 #: Parts that torch.compile, activation checkpointing and FSDP add to the path of a wrapped layer.
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -148,7 +148,7 @@ def check_format(path: Path, metadata: Mapping[str, Any]) -> None:
 
 
 #: Fields of the record of a block that files do not contain.
-NOT_STORED = ("attention_pairs", "replaced")
+NOT_STORED = ("attention_pairs", "saved_bytes", "replaced")
 
 
 def encode_block(block: InsertedBlock) -> dict[str, Any]:

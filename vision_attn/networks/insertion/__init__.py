@@ -9,7 +9,6 @@ from vision_attn.networks.insertion.attach import (
     replaced_modules as replaced_modules,
 )
 from vision_attn.networks.insertion.block_factories import timm_layer as timm_layer
-from vision_attn.networks.insertion.costs import count_macs as count_macs
 from vision_attn.networks.insertion.insert import insert_ as insert_, remove_ as remove_, replace_ as replace_
 from vision_attn.networks.insertion.record import (
     CHILD as CHILD,

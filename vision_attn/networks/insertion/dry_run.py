@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
+from vision_attn.networks.costs import Cost, count_flops
 from vision_attn.networks.example import Example, make_example
-from vision_attn.networks.insertion.costs import Cost, count_flops
 from vision_attn.networks.insertion.metadata import NetworkMetadata, read_metadata
 from vision_attn.networks.layout import (
     Element,

@@ -17,11 +17,13 @@ from torch import nn
 from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
+from vision_attn.networks.costs import Cost, count_attention_pairs, measure_cost
 from vision_attn.networks.insertion import attach, block_factories
+from vision_attn.networks.insertion.attach import like_parameters
 from vision_attn.networks.insertion.block_factories import BlockFactory
-from vision_attn.networks.insertion.costs import Cost, count_attention_pairs, measure_cost
 from vision_attn.networks.insertion.dry_run import DryRun
 from vision_attn.networks.insertion.exact import init_identity_, wrap_exactly
+from vision_attn.networks.insertion.proposals import count_saved_bytes, propose
 from vision_attn.networks.insertion.record import (
     RECORD,
     InsertedBlock,
@@ -30,7 +32,7 @@ from vision_attn.networks.insertion.record import (
     is_inserted,
     set_record_,
 )
-from vision_attn.networks.insertion.sites import find_targets, select_sites
+from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChildError, attach_verified
 from vision_attn.networks.layout import FeatureMap
 from vision_attn.networks.network import require_modifiable
@@ -50,6 +52,7 @@ def insert_(
     layout: str | None = None,
     example_input: Any = None,
     exact: bool = True,
+    dry_run: bool = False,
     **block_options: Any,
 ) -> InsertionReport:
     """Insert a block at selected modules of a model, in place.
@@ -88,6 +91,8 @@ def insert_(
             are the images. The default is one image of the model's default size, or else (1, 3, 224, 224); for a
             network whose first convolution is a Conv3d, it is (1, 3, 16, 112, 112).
         exact: if False, insert the block unchanged; the report then contains the change of the output.
+        dry_run: do not change the model, and return a report with the memory of each block for training. If no sites
+            are given, the report is about every stage, and proposes stages.
         **block_options: options of ``block``; explicit options are never overridden. The default number of heads is 8
             or, if 8 does not divide the number of channels, the largest smaller number that does. The default block
             attends in at most 512 channels: on wider feature maps, ``key_dim`` and ``value_dim`` are 512 divided by the
@@ -108,30 +113,35 @@ def insert_(
     >>> report.blocks[0].site, report.blocks[0].tokens
     ('layer4.1', 49)
     """
+    overview = dry_run and stages is None and names is None and where is None
     if stages is None and names is None and where is None:
         block_factories.refuse_misspelled(block_options)
     model = require_modifiable(model)
-    dry_run = DryRun(model, example_input, layout)
-    sites = select_sites(dry_run, stages, names, where, exclude)
+    run = DryRun(model, example_input, layout)
+    sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude)
     side = "before" if at == "before" else "after"
-    maps = dry_run.select_maps(find_targets(dry_run, sites, at), side)
+    maps = run.select_maps(find_targets(run, sites, at), side)
+    if dry_run:
+        blocks = [new_block(run, block, without_values(x), side, block_options) for x in maps]
+        return report_costs(run, blocks, sites if overview else [])
+    refuse_unused(stages, maps)
     # Zero layers may give an identity on random feature maps but not on those of the network; a zero gate always does.
     for zeros in (True, False):
-        blocks = [new_block(dry_run, block, x, side, block_options, exact=exact, zeros=zeros) for x in maps]
+        blocks = [new_block(run, block, x, side, block_options, exact=exact, zeros=zeros) for x in maps]
         if zeros:
             warn_about(blocks)
         try:
-            changed, verified = attach_verified(dry_run, blocks)
+            changed, verified = attach_verified(run, blocks)
         except ChildError:
             for x, new in zip(maps, blocks, strict=True):
                 path = attach.choose_block_path(model, x.target, inside=True)
                 set_record_(new, replace(get_record(new), block_path=path))
-            changed, verified = attach_verified(dry_run, blocks)
+            changed, verified = attach_verified(run, blocks)
         if not zeros or not changed or not exact or all(isinstance(x, GatedResidual) for x in blocks):
             break
         attach.detach_(model, blocks)
     return InsertionReport(
-        tuple(map(get_record, blocks)), model_cost=dry_run.cost, output_change=changed, verified=verified
+        tuple(map(get_record, blocks)), model_cost=run.cost, output_change=changed, verified=verified
     )
 
 
@@ -145,6 +155,7 @@ def replace_(
     where: Callable[[str, nn.Module], bool] | None = None,
     exclude: Names | Iterable[Names] | None = None,
     example_input: Any = None,
+    dry_run: bool = False,
     **block_options: Any,
 ) -> InsertionReport:
     """Replace selected modules of a model by attention, in place.
@@ -168,6 +179,7 @@ def replace_(
         where: as in :func:`insert_`.
         exclude: as in :func:`insert_`.
         example_input: as in :func:`insert_`.
+        dry_run: do not change the model, and return a report with the memory of each block for training.
         **block_options: options of the block.
 
     Returns:
@@ -187,9 +199,9 @@ def replace_(
     [('layer4.0.conv2', '14×14'), ('layer4.1.conv2', '7×7'), ('layer4.2.conv2', '7×7')]
     """
     model = require_modifiable(model)
-    dry_run = DryRun(model, example_input)
-    sites = select_sites(dry_run, stages, names, where, exclude)
-    inputs, outputs = dry_run.select_maps(sites, "before"), dry_run.select_maps(sites, "after")
+    run = DryRun(model, example_input)
+    sites = select_sites(run, stages, names, where, exclude)
+    inputs, outputs = run.select_maps(sites, "before"), run.select_maps(sites, "after")
     blocks: list[nn.Module] = []
     for site, x, y in zip(sites, inputs, outputs, strict=True):
         old = model.get_submodule(site)
@@ -205,12 +217,14 @@ def replace_(
         if isinstance(old, nn.Conv2d) and block is None:
             make = StridedAttention2d
             options = {"groups": old.groups, **options} if old.groups > 1 else options
-        blocks.append(new_block(dry_run, make, x, "replace", options, y))
+        blocks.append(new_block(run, make, without_values(x) if dry_run else x, "replace", options, y))
+    if dry_run:
+        return report_costs(run, blocks)
     warn_about(blocks)
     with attach.attach_blocks_(model, blocks):
-        _, cost = dry_run.measure()
-    report = InsertionReport(tuple(map(get_record, blocks)), "inserted by replacement", dry_run.cost)
-    removed = (new + before - after for new, before, after in zip(report.added, dry_run.cost, cost, strict=True))
+        _, cost = run.measure()
+    report = InsertionReport(tuple(map(get_record, blocks)), "inserted by replacement", run.cost)
+    removed = (new + before - after for new, before, after in zip(report.added, run.cost, cost, strict=True))
     return replace(report, replaced_cost=Cost(*removed))
 
 
@@ -249,7 +263,7 @@ def remove_(model: nn.Module) -> InsertionReport:
 
 
 def new_block(
-    dry_run: DryRun,
+    run: DryRun,
     block: BlockFactory | str | None,
     x: FeatureMap,
     at: str,
@@ -264,15 +278,15 @@ def new_block(
     is_timm = isinstance(block, str) and block in block_factories.TIMM_BLOCKS
     if is_timm and "feat_size" in block_factories.get_arguments(make):
         options = {"feat_size": x.size, **options}
-    new = attach.build_block(dry_run.model, x.target, at, make, channels, options, spec)
+    new = attach.build_block(run.model, x.target, at, make, channels, options, spec)
     name = str(block) if is_timm else type(new).__name__
     identity_init, wrapper_options = "", dict[str, Any]()
     if y is None and not isinstance(new, GatedResidual):
         if spec.device.type == "meta":  # Blocks on the meta device have no values to test.
             spec = spec._replace(device=torch.device("cpu"))
-            new = attach.build_block(dry_run.model, x.target, at, make, channels, options, spec)
+            new = attach.build_block(run.model, x.target, at, make, channels, options, spec)
         # A layer that the block shares with the network must not be set to zero.
-        zeros = zeros and {*dry_run.model.parameters()}.isdisjoint(new.parameters())
+        zeros = zeros and {*run.model.parameters()}.isdisjoint(new.parameters())
         identity_init, wrapper_options = init_identity_(new, x.target, x.shape, spec, exact, zeros)
         new = wrap_exactly(new, channels, spec, wrapper_options)
         new = new.to(x.spec.device) if spec is not x.spec else new
@@ -286,16 +300,48 @@ def new_block(
         map_size=x.size,
         parameters=cost.parameters,
         macs=cost.macs,
-        input_shape=dry_run.example.shape,
+        input_shape=run.example.shape,
         layout=x.layout,
         element=x.element if y is None else None,
-        block_path=attach.choose_block_path(dry_run.model, x.target) if y is None else x.target,
+        block_path=attach.choose_block_path(run.model, x.target) if y is None else x.target,
         used=x.used,
         identity_init=identity_init,
         wrapper_options=wrapper_options,
         attention_pairs=count_attention_pairs(new, x.size),
     )
     return set_record_(new, record)
+
+
+def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str] = ()) -> InsertionReport:
+    """Return the report of a dry run, with proposals if ``stages`` are the paths of all stages."""
+    records = []
+    for block in blocks:
+        record = get_record(block)
+        saved = count_saved_bytes(
+            block, (1, record.channels, *record.map_size), like_parameters(block, run.model).dtype
+        )
+        records.append(replace(record, saved_bytes=saved))
+    occupied, proposed = attach.inserted_blocks(run.model), []
+    for index, (path, record) in enumerate(zip(stages, records, strict=False)):
+        # Stages without parameters, such as the activation at the end of a stem, are not proposed.
+        learned = next(run.model.get_submodule(path).parameters(), None) is not None
+        if learned and record.used and record.site not in occupied:
+            proposed.append((index, record))
+    return InsertionReport(tuple(records), "not inserted", run.cost, proposals=tuple(propose(proposed)))
+
+
+def without_values(x: FeatureMap) -> FeatureMap:
+    """Return a feature map on the meta device, so that its block is built without values."""
+    return x._replace(spec=x.spec._replace(device=torch.device("meta")))
+
+
+def refuse_unused(stages: Any, maps: Iterable[FeatureMap]) -> None:
+    """Raise if a stage that is counted from the end has no effect on the output, as the last block of many ViTs."""
+    counted = [stages] if isinstance(stages, int) else stages if isinstance(stages, (list, tuple)) else []
+    unused = [x.target for x in maps if not x.used]
+    if unused and any(isinstance(stage, int) and stage < 0 for stage in counted):
+        what = f"stages: the output of the network does not depend on the feature map at {unused[-1]!r}"
+        raise SiteError(f"{what}, so a block there would have no effect. Count from the stage before, or use names=")
 
 
 def warn_about(blocks: Sequence[nn.Module]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from vision_attn.checks import product
-from vision_attn.networks.insertion.costs import Cost, describe_added
+from vision_attn.networks.costs import Cost, describe_added
 from vision_attn.networks.layout import Element
 from vision_attn.text import Report, Table, shorten
 
@@ -69,6 +69,8 @@ class InsertedBlock:
     wrapper_options: Mapping[str, Any] = field(default_factory=dict)
     #: query-key pairs of its full attention; not stored in files
     attention_pairs: int = field(default=0, compare=False, repr=False)
+    #: bytes that autograd saves for the backward pass of one image, counted in a dry run; not stored in files
+    saved_bytes: int = field(default=0, compare=False, repr=False)
     #: the module that the block replaced, in a tuple; not stored in files
     replaced: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)
 
@@ -122,7 +124,7 @@ class InsertionReport(Report):
 
     #: records in the order of their sites
     blocks: tuple[InsertedBlock, ...]
-    #: ``"inserted"``, ``"inserted by replacement"`` or ``"removed"``
+    #: ``"inserted"``, ``"inserted by replacement"``, ``"removed"`` or, after a dry run, ``"not inserted"``
     verb: str = "inserted"
     #: cost of the network before insertion; None if it was not measured
     model_cost: Cost | None = None
@@ -132,18 +134,20 @@ class InsertionReport(Report):
     output_change: float = 0.0
     #: statement of what was verified about the output of the network; empty if nothing is verified by design
     verified: str = ""
+    #: calls that insert blocks at suitable stages, with reasons, after a dry run
+    proposals: tuple[str, ...] = ()
 
     def parts(self) -> list[str | Table]:
-        rows = [("site", "block", "channels", "feature map", "tokens", "parameters", "MACs")]
+        count, dry = len(self.blocks), self.verb == "not inserted"
+        rows = [("site", "block", "channels", "feature map", "tokens", "parameters", "MACs", "saved MiB per image")]
         for block in self.blocks:
-            costs = f"{block.tokens}", f"{block.parameters:,}", f"{block.macs:,}"
-            rows.append((block.site, block.block, f"{block.channels}", block.size, *costs))
-        if len(self.blocks) > 1:
-            rows.append(("total", "", "", "", "", f"{self.parameters:,}", f"{self.macs:,}"))
+            costs = f"{block.parameters:,}", f"{block.macs:,}", f"{block.saved_bytes / 2**20:.1f}"
+            rows.append((block.site, block.block, f"{block.channels}", block.size, f"{block.tokens}", *costs))
+        if count > 1:
+            rows.append(("total", "", "", "", "", f"{self.parameters:,}", f"{self.macs:,}", ""))
+        table = Table(rows if dry else [row[:-1] for row in rows], left=(0, 1))
         sizes = " and ".join(dict.fromkeys("×".join(map(str, block.input_shape[1:])) for block in self.blocks))
-        heading = (
-            f"{len(self.blocks)} {'block' if len(self.blocks) == 1 else 'blocks'} {self.verb}, for an input of {sizes}"
-        )
+        heading = f"{count} {'block' if count == 1 else 'blocks'} {self.verb}, for an input of {sizes}"
         notes = [] if self.model_cost is None else [describe_added(self.added, self.model_cost)]
         kinds = dict.fromkeys((block.block, block.identity_init) for block in self.blocks if block.identity_init)
         notes += [f"{name} is an identity at initialization: {how}" for name, how in kinds if self.verb == "inserted"]
@@ -152,8 +156,10 @@ class InsertionReport(Report):
         fusible = shorten(repr(block.site) for block in self.blocks if not block.is_child)
         notes += [FUSE_FIRST.format(fusible)] if fusible and self.verb == "inserted" else []
         notes += [self.verified] if self.verified else []
-        notes += [OPTIMIZERS] if self.verb != "removed" else []
-        return [heading, Table(rows, left=(0, 1)), *notes] if self.blocks else [f"no block {self.verb}"]
+        notes += [OPTIMIZERS] if self.verb.startswith("inserted") else []
+        notes += [f"warning: {line}" for line in self.warnings] if dry else []
+        notes += ["proposals:", *self.proposals] if self.proposals else []
+        return [heading, table, *notes] if self.blocks else [f"no block {self.verb}"]
 
     @property
     def parameters(self) -> int:

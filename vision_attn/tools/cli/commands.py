@@ -34,7 +34,6 @@ def inspect(
     model: Annotated[Positional[str], arg(metavar="MODEL")],
     /,
     input_size: Annotated[tuple[int, ...], hint("SIDE | HEIGHT WIDTH", "default: size of the model, or 224")] = (),
-    batch_size: int = 128,
     num_heads: Annotated[int | None, hint("INT", "default: largest divisor of the channels, at most 8")] = None,
     pattern: str = "full",
 ) -> None:
@@ -43,19 +42,22 @@ def inspect(
     Args:
         model: Name of a timm model or of a model of this library, or torchvision:NAME.
         input_size: Side, or height and width, of the input images in pixels.
-        batch_size: Number of images per training step, for the memory estimate.
         num_heads: Number of attention heads.
         pattern: Attention pattern: full, rows, columns, 'Window(7)' or another pattern, or an einx expression.
     """
     from vision_attn.networks.checkpoints.option_code import parse_option
-    from vision_attn.networks.inspection import inspect_model
+    from vision_attn.networks.example import make_example
+    from vision_attn.networks.insertion import insert_
+    from vision_attn.networks.models.registry import create_network
 
-    options: dict[str, Any] = {"batch_size": batch_size, "num_heads": num_heads}
-    if pattern != "full":  # the report lists only options that are not defaults
+    options: dict[str, Any] = {} if num_heads is None else {"num_heads": num_heads}
+    if pattern != "full":
         options["pattern"] = parse_option(pattern.removeprefix("va."))
+    network = create_network(model)
     if input_size:
-        options["input_size"] = input_size[0] if len(input_size) == 1 else input_size
-    print_escaped(inspect_model(model, **options))
+        sides = input_size * 2 if len(input_size) == 1 else input_size
+        options["example_input"] = (*make_example(network).shape[:2], *sides)
+    print_escaped(insert_(network, dry_run=True, **options))
 
 
 def demo(
