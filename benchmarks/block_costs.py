@@ -21,7 +21,7 @@ from timm.layers import create_attn
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.costs import count_macs
+from vision_attn.networks.macs import count_macs
 from vision_attn.text import markdown
 from vision_attn.tools.comparison.controls import ConvBlock2d
 

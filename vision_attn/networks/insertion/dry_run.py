@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.networks.costs import Cost, count_flops
 from vision_attn.networks.example import Example, make_example
 from vision_attn.networks.insertion.metadata import NetworkMetadata, read_metadata
 from vision_attn.networks.layout import (
@@ -33,6 +32,7 @@ from vision_attn.networks.layout import (
     map_shape,
     token_grid,
 )
+from vision_attn.networks.macs import Cost, count_flops
 from vision_attn.networks.network import fixed_seed, kept_tensors, quiet_eval, without_hooks
 from vision_attn.networks.selection import end_of_sequential
 

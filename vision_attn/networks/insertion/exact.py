@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.gated_residual import refuse_normalized_zeros
 from vision_attn.checks import check_above
 from vision_attn.errors import SiteError
-from vision_attn.networks.costs import feature_map_error
+from vision_attn.networks.insertion.costs import feature_map_error
 from vision_attn.networks.network import fixed_seed, quiet_eval
 
 #: Ratio of output to input for an identity, and for a product with one to three factors of sigmoid(0).

@@ -17,13 +17,12 @@ from torch import nn
 from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
-from vision_attn.networks.costs import Cost, count_attention_pairs, measure_cost
 from vision_attn.networks.insertion import attach, block_factories
 from vision_attn.networks.insertion.attach import like_parameters
 from vision_attn.networks.insertion.block_factories import BlockFactory
+from vision_attn.networks.insertion.costs import count_saved_bytes, measure_cost, propose
 from vision_attn.networks.insertion.dry_run import DryRun
 from vision_attn.networks.insertion.exact import init_identity_, wrap_exactly
-from vision_attn.networks.insertion.proposals import count_saved_bytes, propose
 from vision_attn.networks.insertion.record import (
     RECORD,
     InsertedBlock,
@@ -35,6 +34,7 @@ from vision_attn.networks.insertion.record import (
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChildError, attach_verified
 from vision_attn.networks.layout import FeatureMap
+from vision_attn.networks.macs import Cost, count_attention_pairs
 from vision_attn.networks.network import require_modifiable
 from vision_attn.networks.selection import Names
 

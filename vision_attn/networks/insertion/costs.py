@@ -1,16 +1,19 @@
-"""Costs of a dry run of an insertion: the memory of a block, and proposals of stages."""
+"""Costs of a block at its site, and proposals of stages."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
+from vision_attn.networks.insertion.block_factories import describe_error
 from vision_attn.networks.insertion.record import InsertedBlock
+from vision_attn.networks.layout import FeatureMap
+from vision_attn.networks.macs import Cost, run_on_meta
 
 #: Side lengths of feature maps for which full attention is proposed. Attention has little effect on smaller feature
 #: maps, and costs more than the network on larger ones.
@@ -18,6 +21,27 @@ MIN_SIDE, MAX_SIDE = 7, 32
 
 #: Side lengths of windows, the most common first.
 WINDOWS = (7, 8, 6, 9, 10, 5)
+
+
+def measure_cost(block: nn.Module, x: FeatureMap, y: FeatureMap) -> Cost:
+    """Return the cost of a block in all calls of its module; raise unless it returns feature maps like ``y``."""
+    macs = 0
+    for (_, *shape), (_, *expected) in zip(x.shapes, y.shapes, strict=True):
+        try:
+            output, count = run_on_meta(block, shape)
+        except Exception as error:
+            raise feature_map_error(block, x.target, shape, error) from error
+        if [*output.shape[1:]] != expected:
+            got = f"{type(block).__name__} returns {tuple(output.shape)} for {(1, *shape)}"
+            raise ValueError(f"block must return a feature map of shape {(1, *expected)} at {x.target!r}; {got}")
+        macs += count
+    return Cost(sum(p.numel() for p in block.parameters()), macs)
+
+
+def feature_map_error(block: nn.Module, site: str, shape: Sequence[int], error: Exception) -> ValueError:
+    """Return the error for a block that does not run on the feature map at a site."""
+    what = f"block must accept the feature map of shape {(1, *shape)} at {site!r}; {type(block).__name__} does not"
+    return ValueError(f"{what} ({describe_error(error)})")
 
 
 def propose(stages: Iterable[tuple[int, InsertedBlock]]) -> list[str]:

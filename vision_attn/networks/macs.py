@@ -1,4 +1,4 @@
-"""Costs of blocks and networks: parameters, and MACs (multiply-accumulate operations) of a forward pass."""
+"""Parameters and MACs (multiply-accumulate operations) of a module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch.func import functional_call
 
 from vision_attn.attention.blocks import attention_modules, use_impl
 from vision_attn.checks import product
-from vision_attn.networks.insertion.block_factories import describe_error
-from vision_attn.networks.layout import FeatureMap
 from vision_attn.networks.network import quiet_eval
 
 if TYPE_CHECKING:
@@ -58,7 +56,8 @@ def count_flops() -> FlopCounterMode:
         weights = sum(p.numel() for p in args if isinstance(p, nn.Parameter) and p.dim() == 2)
         return 2 * x.shape[0] * x.shape[1] * (weights + 2 * x.shape[1] * x.shape[2])
 
-    vars(count_encoder)["_get_raw"] = True  # The function receives tensors; the default is shapes.
+    # The function receives tensors; the default is shapes.
+    count_encoder._get_raw = True  # type: ignore[attr-defined]
     aten = torch.ops.aten
     formulas = {
         aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **options: sdpa_flop_count(q, k, v),
@@ -66,29 +65,8 @@ def count_flops() -> FlopCounterMode:
         aten._transformer_encoder_layer_fwd: count_encoder,
     }
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
-    vars(counter)["mod_tracker"] = NoModules()
+    counter.mod_tracker = NoModules()  # type: ignore[assignment]
     return counter
-
-
-def measure_cost(block: nn.Module, x: FeatureMap, y: FeatureMap) -> Cost:
-    """Return the cost of a block in all calls of its module; raise unless it returns feature maps like ``y``."""
-    macs = 0
-    for (_, *shape), (_, *expected) in zip(x.shapes, y.shapes, strict=True):
-        try:
-            output, count = run_on_meta(block, shape)
-        except Exception as error:
-            raise feature_map_error(block, x.target, shape, error) from error
-        if [*output.shape[1:]] != expected:
-            got = f"{type(block).__name__} returns {tuple(output.shape)} for {(1, *shape)}"
-            raise ValueError(f"block must return a feature map of shape {(1, *expected)} at {x.target!r}; {got}")
-        macs += count
-    return Cost(sum(p.numel() for p in block.parameters()), macs)
-
-
-def feature_map_error(block: nn.Module, site: str, shape: Sequence[int], error: Exception) -> ValueError:
-    """Return the error for a block that does not run on the feature map at a site."""
-    what = f"block must accept the feature map of shape {(1, *shape)} at {site!r}; {type(block).__name__} does not"
-    return ValueError(f"{what} ({describe_error(error)})")
 
 
 def count_attention_pairs(block: nn.Module, size: tuple[int, ...]) -> int:
