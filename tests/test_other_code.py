@@ -96,20 +96,6 @@ def aliased(module):
     return Net(run, stem=convolution(3, 8), side=module)
 
 
-def ignoring(side, head):
-    """Return a network that ignores the output of a module."""
-
-    def run(net, x):
-        x = net.stem(x)
-        net.side(x)
-        return net.head(x)
-
-    return Net(run, stem=convolution(3, 8), side=side, head=head)
-
-
-LABELS = Net(lambda net, x: x.argmax(1))  # Labels have no gradient.
-
-
 def siamese(encoder):
     return Net(lambda net, a, b: net.encoder(a) - net.encoder(b), encoder=encoder).eval()
 
@@ -127,8 +113,6 @@ REFUSED = [
     (PRE_ACTIVATION, {"block": "cbam", "names": "branch", "at": "before"}, "^'branch.0' .*in place"),
     (aliased(nn.Dropout()), {"names": "side"}, "^'side' .*in place"),
     (aliased(nn.Unflatten(1, (8,))), {"block": "cbam", "names": "side"}, "^'side' .*in place"),
-    (ignoring(nn.ReLU(inplace=True), nn.Identity()), {"names": "side"}, "the network ignores the output of 'side'"),
-    (ignoring(convolution(8, 8), LABELS), {"names": "side"}, "the network ignores the output of 'side'"),
     (nn.Conv2d(3, 8, 1), {"names": "", "layout": "b h w"}, "layout .*got 'b h w'"),
     (TWO_GRIDS, AT_GRID, r"'encoder.blocks.0' is called 2 times.*va.insert_\(model.encoder"),
     (resnet(), {"stage": -1}, "'stage'. Did you mean 'stages'"),
@@ -146,6 +130,17 @@ def test_unsupported_sites_are_rejected_by_name_without_changes(model, options, 
     with pytest.raises((ValueError, TypeError), match=message):
         va.insert_(model, **{"example_input": IMAGE, **options})
     assert anatomy(model) == before
+
+
+def test_a_block_without_an_effect_is_reported():
+    def run(net, x):
+        x = net.stem(x)
+        net.side(x)
+        return net.stem(x)
+
+    model = Net(run, stem=convolution(3, 3), side=nn.ReLU(inplace=True)).eval()
+    with pytest.warns(UserWarning, match="does not depend on the feature map at 'side'"):
+        va.insert_(model, names="side", num_heads=1, example_input=IMAGE)
 
 
 def test_networks_without_gradients_are_checked_with_changed_values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -197,16 +197,8 @@ class DryRun:
             return None
         fits = fits or list(sizes)
         fits = [layout for layout in fits if map_shape(shape, layout)[1] == self.channels.get(target)] or fits
-        layout = fits[-1] if self.channels_last and len(shape) > 3 else fits[0]
+        layout = fits[-1] if self.declared.channels_last and len(shape) > 3 else fits[0]
         return layout, sizes[layout]
-
-    @cached_property
-    def channels_last(self) -> bool:
-        """True if channels are last in ambiguous shapes, by metadata or by the majority of unambiguous feature maps."""
-        shapes = [spec.shape for calls in self.calls.values() for spec in calls[0]["after"].values()]
-        shapes = [shape for shape in shapes if len(shape) == 2 + len(self.example.size) and 1 not in shape[1:]]
-        balance = sum(self.keeps_aspect(shape[1:-1]) - self.keeps_aspect(shape[2:]) for shape in shapes)
-        return self.declared.channels_last or balance > 0
 
     def keeps_aspect(self, size: tuple[int, ...]) -> bool:
         """Return True if a size has the aspect ratio of the images, up to one position of rounding."""
@@ -218,10 +210,7 @@ class DryRun:
     def select_maps(self, targets: Iterable[str], at: str) -> list[FeatureMap]:
         """Return the feature map of each module, with ``used=False`` if the output does not depend on it.
 
-        If there are several feature maps, the one that the network uses is selected, or else the declared one. An error
-        is raised if the network ignores the complete output, because a block there would have no effect. If it uses
-        other tensors or tokens of the output, as in a features-only network or before a head on the class token, a
-        warning is issued instead.
+        If there are several feature maps, the one that the network uses is selected, or else the declared one.
         """
         candidates = [self.require_maps(target, at) for target in targets]
         unused = self.find_unused([x for maps in candidates for x in maps], at)
@@ -232,9 +221,6 @@ class DryRun:
             if len(used) > 1:
                 what = f"{used[0].target!r} {'receives' if at == 'before' else 'returns'} {len(used)} feature maps"
                 raise SiteError(f"{what}, but a block processes only one. Choose modules inside it")
-            if not used[0].used and self.is_ignored(maps[0].target, at):
-                what = f"the network ignores the {'input' if at == 'before' else 'output'} of {maps[0].target!r}"
-                raise SiteError(f"{what}, so a block there would have no effect. Choose another module")
             selected.append(used[0])
         return selected
 
@@ -269,25 +255,13 @@ class DryRun:
             with torch.enable_grad():
                 sums = [x.float().square().sum() for x in get_tensors(output) if x.requires_grad]
                 if not sums:
-                    return [x for x in maps if self.is_ignored(x.target, at)]
+                    return []
                 every = [x for tensors in inputs.values() for x in tensors]
                 found = iter(torch.autograd.grad(torch.stack(sums).sum(), every, allow_unused=True))
         except (SiteError, RuntimeError):  # The network has no backward pass.
             return []
         gradients = {x: [next(found) for _ in tensors] for x, tensors in inputs.items()}
         return [x for x, each in gradients.items() if not any(is_used(x, gradient) for gradient in each)]
-
-    def is_ignored(self, target: str, at: str) -> bool:
-        """Return True if noise in the complete input or output of a module does not change the network's output."""
-
-        def add_noise(x: Tensor) -> Tensor:
-            return x + (1 + x.abs().amax()) * torch.rand_like(x) if x.is_floating_point() else x
-
-        def hook(module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
-            return tree_map_only(Tensor, add_noise, output[0] if output else (args, kwargs))
-
-        output = self.run([(target, hook)], before=at == "before")
-        return any(x.numel() for x in get_tensors(output)) and bitwise_equal(self.output, output)
 
 
 def track_gradient(
