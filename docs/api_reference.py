@@ -70,7 +70,6 @@ PAGES = {
         """
         networks.models.registry.create_model networks.models.attention_networks.botnet50
         networks.models.attention_networks.aa_resnet50 networks.models.cifar_resnet.CifarResNet
-        networks.models.cifar_resnet.WideResNet
         """,
     ),
     "equations": (

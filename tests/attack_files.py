@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 import vision_attn as va
 from vision_attn.networks.checkpoints.adapter import read_adapter
 from vision_attn.networks.checkpoints.file_format import Saved
-from vision_attn.networks.safe import read_checkpoint
+from vision_attn.networks.safe import read_file
 
 FORMS = {"zip": as_zip, "legacy": as_legacy}
 #: Functions that checkpoints must not call.
@@ -134,7 +134,7 @@ def hostile(folder):
         (folder / f"{name}.pth").symlink_to(target)
     os.mkfifo(folder / "pipe.pth")
     (folder / "folder.pth").mkdir()
-    return dict.fromkeys(folder.iterdir(), read_checkpoint)
+    return dict.fromkeys(folder.iterdir(), read_file)
 
 
 def harmful(folder, honest):
@@ -146,7 +146,7 @@ def harmful(folder, honest):
     for name, changed in OPTIONS.items():
         blocks = [{**block, "options": block["options"] | changed}]
         crafted.rewrite(honest, folder / f"{name}.safetensors", blocks=blocks)
-    return {path: load_adapter if path.suffix == ".safetensors" else read_checkpoint for path in folder.iterdir()}
+    return {path: load_adapter if path.suffix == ".safetensors" else read_file for path in folder.iterdir()}
 
 
 def load_adapter(path):
@@ -192,7 +192,7 @@ def honest(folder):
     save_file(model.state_dict(), folder / "plain.safetensors", {"format": "pt"})
     va.insert_(model, names="2", num_heads=2, example_input=(1, 3, 16, 16))
     va.save_adapter(model, folder / "adapter.safetensors")
-    return {path: read_adapter if path.stem == "adapter" else read_checkpoint for path in sorted(folder.iterdir())}
+    return {path: read_adapter if path.stem == "adapter" else read_file for path in sorted(folder.iterdir())}
 
 
 def memory():
@@ -261,7 +261,7 @@ def attack(count):
         for path, read in files.items():
             (folder / path.name).write_bytes(path.read_bytes()[:-1])
             attempt(read, folder / path.name)
-        attempt(read_checkpoint, folder / "hostile" / "call os.system zip.pth")
+        attempt(read_file, folder / "hostile" / "call os.system zip.pth")
         load_adapter(folder / "honest" / "adapter.safetensors")
         for codec in ("cp437", "raw_unicode_escape"):
             b"a".decode(codec)

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.safe import read_checkpoint
+from vision_attn.networks.safe import read_file
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -80,4 +80,4 @@ def test_an_error_for_sharded_tensors_names_the_function_that_gathers_them(tmp_p
     with pytest.raises(va.errors.CheckpointError, match=rf"is a shard\. .*{call}"):
         va.load_checkpoint_(network(), path)
     torch.save(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), path)
-    assert_same(dict(read_checkpoint(path)), network(1).state_dict())
+    assert_same(dict(read_file(path).content), network(1).state_dict())

@@ -113,7 +113,6 @@ CHECKS = [forward, backward, heads, features, checkpointing, layers]
     [
         *((name, check) for name in QUICK for check in CHECKS),
         ("resnet20_a", heads),  # Its classifier has another name.
-        ("wrn16_4", heads),  # This is the norm after the stages.
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -34,11 +34,11 @@ class CheckpointError(VisionAttnError, RuntimeError):
     The arguments are the lines of the message. Control characters in text from the file are escaped.
 
     >>> import tempfile, pathlib
-    >>> from vision_attn.networks.safe import read_checkpoint
+    >>> from vision_attn.networks.safe import read_file
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "net.pth"
     >>> file.write_bytes(b"a part of it")
     12
-    >>> read_checkpoint(file)  # doctest: +ELLIPSIS
+    >>> read_file(file)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     vision_attn.errors.CheckpointError: ...net.pth is truncated or not a checkpoint. Download or save it again...
     """

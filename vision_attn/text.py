@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import html
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
@@ -40,11 +41,8 @@ class Table(NamedTuple):
 
     def __str__(self) -> str:
         widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-
-        def align(cell: str, column: int) -> str:
-            return cell.ljust(widths[column]) if column in self.left else cell.rjust(widths[column])
-
-        return "\n".join("  ".join(map(align, row, range(len(row)))).rstrip() for row in self.rows)
+        align = [f"<{width}" if column in self.left else f">{width}" for column, width in enumerate(widths)]
+        return "\n".join("  ".join(map(format, row, align)).rstrip() for row in self.rows)
 
     def _repr_html_(self) -> str:
         sides = ["left" if column in self.left else "right" for column in range(len(self.rows[0]))]
@@ -83,10 +81,9 @@ class Report:
         return str(self)  # Interactive sessions display the representation.
 
     def _repr_html_(self) -> str:
-        def paragraph(text: str) -> str:
-            return f'<div style="white-space: pre-wrap">{html.escape(text)}</div>'
-
-        return "".join(part._repr_html_() if isinstance(part, Table) else paragraph(part) for part in self.parts())
+        paragraph = '<div style="white-space: pre-wrap">{}</div>'
+        parts = (x._repr_html_() if isinstance(x, Table) else paragraph.format(html.escape(x)) for x in self.parts())
+        return "".join(parts)
 
 
 def escape_control_characters(text: object) -> str:
@@ -107,3 +104,13 @@ def shorten(keys: Iterable[str], limit: int = 6) -> str:
     keys = tuple(keys)
     shown = ", ".join(map(escape_control_characters, keys[:limit]))
     return f"{shown}, … ({len(keys) - limit} more)" if len(keys) > limit else shown
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a sentence with the most similar known names, to append to an error; empty if none is similar.
+
+    >>> did_you_mean("layr3", ["stem", "layer3", "layer4"])
+    " Did you mean 'layer3' or 'layer4'?"
+    """
+    close = difflib.get_close_matches(name, list(known), n=3)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""

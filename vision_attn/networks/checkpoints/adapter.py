@@ -168,7 +168,7 @@ def load_adapter_(
 
 def read_adapter(path: str | Path) -> Saved:
     """Read an adapter file without running any code from it."""
-    file = read_file(path, by_name=False)  # the metadata contains a separate hash
+    file = read_file(path)
     saved = file_format.read_saved(file)
     if saved is None or saved.base is None:
         remedy = "Use va.load_checkpoint_ for a checkpoint, and va.load_model for a saved network"

@@ -49,8 +49,7 @@ def load_checkpoint_(
     ``.safetensors`` files and ``torch.save`` files (``.pt``, ``.pth``, ``.th``, …) are read without running code.
     Weights are found at the top level of the file or under any entry, such as ``state_dict`` or ``checkpoint.model``.
     Parts that wrappers add to the keys (``module.``, ``_orig_mod.``, …) are ignored. A prefix is removed if the
-    checkpoint contains all tensors of the model under it. A hash in the file name, such as ``resnet18-f37072fd.pth``,
-    is verified.
+    checkpoint contains all tensors of the model under it.
 
     If the model is sharded by FSDP2 (``fully_shard``), call this function on every process.
 

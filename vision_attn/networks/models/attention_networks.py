@@ -28,7 +28,7 @@ from torch import nn
 from vision_attn.attention.blocks import AugmentedConv2d, StridedAttention2d
 from vision_attn.attention.position import RelPosDecomposed
 from vision_attn.networks.insertion import insert_
-from vision_attn.networks.models.cifar_resnet import CIFAR10, CIFAR100, FEATURES, CifarResNet
+from vision_attn.networks.models.cifar_resnet import CIFAR10, CIFAR100, CifarResNet
 from vision_attn.networks.models.registry import register_network, weights_folder
 
 __all__: list[str] = []  # timm adds the names of the networks
@@ -53,7 +53,7 @@ class CifarAttentionNet(CifarResNet):
 
 _DOC = "ResNet-20 for CIFAR with three attention blocks; ``pretrained=True`` loads weights for CIFAR-100."
 resnet20_attention: Callable[..., CifarAttentionNet] = register_network(
-    __name__, "resnet20_attention", _DOC, CifarAttentionNet, FEATURES, depth=20
+    __name__, "resnet20_attention", _DOC, CifarAttentionNet, depth=20
 )
 
 #: Function of a 3×3 convolution and the (height, width) of its input.

@@ -47,9 +47,6 @@ class RecallNet(StagedNetwork):
         self.add_head(num_classes, drop_rate, global_pool)
 
 
-#: timm's ``feature_cfg`` with the feature maps of all three stages.
-FEATURES = {"out_indices": (0, 1, 2)}
-
 _CFG = make_cfg(8, (3, 96, 96), 8, "stage1.0", mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 _TRAINED = _CFG | {"file": str(weights_folder() / "recall_attention" / "model.safetensors")}
@@ -67,5 +64,5 @@ class RecallAttentionNet(RecallNet):
 
 PLAIN = "Network for the recall task without attention, which stays at chance."
 ATTENTION = "Network for the recall task with an attention block; ``pretrained=True`` loads weights of the library."
-recall = register_network(__name__, "recall", PLAIN, RecallNet, FEATURES)
-recall_attention = register_network(__name__, "recall_attention", ATTENTION, RecallAttentionNet, FEATURES)
+recall = register_network(__name__, "recall", PLAIN, RecallNet)
+recall_attention = register_network(__name__, "recall_attention", ATTENTION, RecallAttentionNet)

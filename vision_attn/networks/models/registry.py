@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +11,8 @@ from timm.layers import create_classifier
 from timm.models import build_model_with_cfg, checkpoint_seq, get_arch_pretrained_cfgs, register_model
 from torch import Tensor, nn
 
+from vision_attn.text import did_you_mean
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -19,7 +20,7 @@ class StagedNetwork(nn.Module):
     """Stages, global pooling and a linear classifier, with the interface of timm's networks.
 
     A subclass creates the stages that ``feature_info`` names, and then the head with :meth:`add_head`. It can override
-    :meth:`stem` for layers before the stages, and :meth:`norm_features` for layers after the stages.
+    :meth:`stem` for layers before the stages.
     """
 
     #: name of the classifier, which must match the checkpoints of the network
@@ -52,10 +53,6 @@ class StagedNetwork(nn.Module):
         """Run the layers before the stages."""
         return x
 
-    def norm_features(self, x: Tensor) -> Tensor:
-        """Run the layers after the stages: ``(b, num_features, h, w)``."""
-        return x
-
     def get_classifier(self) -> nn.Module:
         """Return the classifier; an identity if there is none."""
         return self.get_submodule(self.classifier_name)
@@ -83,7 +80,7 @@ class StagedNetwork(nn.Module):
         for entry in self.feature_info:
             stage = self.get_submodule(entry["module"])
             x = checkpoint_seq([stage], x) if self.grad_checkpointing else stage(x)
-        return self.norm_features(x)
+        return x
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return logits of features; ``pre_logits=True`` omits the classifier."""
@@ -102,11 +99,6 @@ def make_cfg(
     sizes = {"input_size": input_size, "pool_size": (height // reduction, width // reduction), "crop_pct": 1.0}
     names = {"interpolation": "bilinear", "first_conv": first_conv, "classifier": "fc"}
     return {"num_classes": num_classes, **sizes, **names, **other}
-
-
-def unknown_model_error(name: str, base: str, known: Sequence[str]) -> ValueError:
-    close = ", ".join(difflib.get_close_matches(base, known, n=5))
-    return ValueError(f"model: {name!r} does not exist. {f'Did you mean {close}?' if close else ''}".strip())
 
 
 def create_model(
@@ -132,7 +124,7 @@ def create_model(
     """
     base, _, tag = name.partition(".")
     if not timm.is_model(base):
-        raise unknown_model_error(name, base, timm.list_models())
+        raise ValueError(f"model: {name!r} does not exist.{did_you_mean(base, timm.list_models())}")
     configurations = get_arch_pretrained_cfgs(base)
     if not tag:
         name = next((full for full, cfg in configurations.items() if cfg.num_classes == num_classes), name)
@@ -140,16 +132,17 @@ def create_model(
         raise ValueError(f"model: {base!r} has no tag {tag!r}. Available: {', '.join(configurations) or 'none'}")
     try:
         return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_chans, **options)
-    except TypeError as error:
-        if not any(option in str(error) for option in options):
-            raise
-        raise ValueError(f"model: {name!r} does not accept {' or '.join(options)} ({error})") from error
-    except (RuntimeError, FileNotFoundError) as error:
+    except (FileNotFoundError, RuntimeError, TypeError) as error:
         raise ValueError(f"model: {name!r} cannot be created ({str(error) or 'its weights are missing'})") from error
 
 
 def register_network(
-    module: str, name: str, doc: str, network: Callable[..., Model], features: Mapping[str, Any], **options: Any
+    module: str,
+    name: str,
+    doc: str,
+    network: Callable[..., Model],
+    out_indices: Sequence[int] = (0, 1, 2),
+    **options: Any,
 ) -> Callable[..., Model]:
     """Register a network with timm, and return the function that creates it.
 
@@ -160,13 +153,13 @@ def register_network(
         name: name of the network and of the function.
         doc: docstring of the function.
         network: class of the network.
-        features: timm's ``feature_cfg``, for ``features_only=True``.
+        out_indices: the stages that ``features_only=True`` returns.
         **options: arguments of ``network`` or of timm's ``build_model_with_cfg``.
     """
 
     def create(pretrained: bool = False, **kwargs: Any) -> Model:
         target = {key: kwargs.pop(key) for key in ("device", "dtype") if key in kwargs}
-        merged = {"feature_cfg": dict(features), **options, **kwargs}
+        merged = {"feature_cfg": {"out_indices": out_indices}, **options, **kwargs}
         model: Model = build_model_with_cfg(network, name, pretrained, **merged)
         return model.to(**target)
 
@@ -193,7 +186,7 @@ def create_network(name: str) -> nn.Module:
     if library != "torchvision":
         return create_model(name)
     if wanted not in list_models():
-        raise unknown_model_error(name, wanted, list_models())
+        raise ValueError(f"model: {name!r} does not exist.{did_you_mean(wanted, list_models())}")
     # Without this option, some of torchvision's networks issue a warning about their initialization.
     options = {"init_weights": False} if wanted in ("googlenet", "inception_v3") else {}
     return get_model(wanted, weights=None, **options)

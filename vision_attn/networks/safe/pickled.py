@@ -88,11 +88,8 @@ class PickleReader:
             "collections.defaultdict": lambda factory=None: {},
             "torch.Size": lambda sizes: check(sizes, tuple),
             "torch._tensor._rebuild_from_type_v2": self.make_subclass,
-            "torch._utils._rebuild_tensor": self.make_tensor,
-            "torch._utils._rebuild_tensor_v2": self.make_tensor,
-            "torch._utils._rebuild_tensor_v3": self.make_tensor,
-            "torch._utils._rebuild_parameter": self.make_parameter,
-            "torch._utils._rebuild_parameter_with_state": self.make_parameter,
+            **{f"torch._utils._rebuild_tensor{version}": self.make_tensor for version in ("", "_v2", "_v3")},
+            **{f"torch._utils._rebuild_parameter{state}": self.make_parameter for state in ("", "_with_state")},
         }
 
     def load(self, file: IO[bytes]) -> Any:

@@ -5,11 +5,9 @@ The sizes that a ``torch.save`` file declares are compared with the size of the 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
-import re
 import sys
 import zipfile
 from collections.abc import Mapping
@@ -34,9 +32,7 @@ INDEX = ".index.json"
 OTHER_FILES = {
     (b"version https://git-lfs",): "a Git LFS pointer instead of the file. Run git lfs pull in its repository",
     (b"<!doctype", b"<html", b"<?xml"): "an HTML or XML page. Its link may have expired or require a login",
-    (
-        b"\x89hdf",
-    ): "an HDF5 file, which Keras writes. Read it with h5py, and save a dictionary of tensors with torch.save",
+    (b"\x89hdf",): "an HDF5 file of Keras. Read it with h5py, and save a dictionary of tensors with torch.save",
 }
 #: End of the name of an archive entry -> what the archive is, and a remedy.
 OTHER_ARCHIVES = {
@@ -47,9 +43,6 @@ PICKLE = (
     "a pickle that torch.save did not write, such as a .pdparams file. If you trust its source, read it with the "
     "library that wrote it, and save a dictionary of tensors with torch.save"
 )
-
-#: The first digits of the SHA-256 hash in names of torch.hub: resnet18-f37072fd.pth, resnet20-12fca82f.th.
-NAMED_HASH = re.compile(r"-([0-9a-f]{8,64})(?:\.[A-Za-z]\w*)+$")
 
 #: Remedy for files that contain objects instead of tensors.
 SAVE_STATE_DICT = "If you trust its source, load it with torch.load(weights_only=False), and save only the state dict"
@@ -77,7 +70,7 @@ class CheckpointFile:
     metadata: Mapping[str, str]
 
 
-def read_checkpoint(path: str | Path) -> dict[str, object]:
+def read_file(path: str | Path) -> CheckpointFile:
     """Read a checkpoint file on the CPU, without running code from it.
 
     Objects other than tensors and plain values become placeholders. Memory and time are limited by the size of the
@@ -88,23 +81,17 @@ def read_checkpoint(path: str | Path) -> dict[str, object]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        CheckpointError: the file is damaged, has another format, does not match the hash in its name, or names a
-            function of the operating system.
+        CheckpointError: the file is damaged, has another format, or names a function of the operating system.
 
     >>> import tempfile, torch
     >>> file = Path(tempfile.mkdtemp()) / "net.pth"
     >>> torch.save({"epoch": 3, "state_dict": {}}, file)
-    >>> read_checkpoint(file)
+    >>> read_file(file).content
     {'epoch': 3, 'state_dict': {}}
     """
-    return dict(read_file(path).content)
-
-
-def read_file(path: str | Path, *, by_name: bool = True) -> CheckpointFile:
-    """Read a file, or all shards of an index; ``by_name`` verifies a hash in the file name."""
     path = find_file(Path(path))
     if not path.name.endswith(INDEX):
-        return read_one(path, by_name)
+        return read_one(path)
     content: dict[str, object] = {}
     shards: dict[str, set[str]] = {}
     try:
@@ -114,7 +101,7 @@ def read_file(path: str | Path, *, by_name: bool = True) -> CheckpointFile:
         for name, keys in shards.items():
             if name != os.path.basename(name) or not os.path.isfile(path.with_name(name)):
                 raise ValueError(f"expected shards in the same folder, got {name!r}")
-            shard = read_one(path.with_name(name), by_name).content
+            shard = read_one(path.with_name(name)).content
             if other := keys ^ shard.keys():
                 raise ValueError(f"{name!r} and the index differ in {shorten(sorted(other))}")
             content |= shard
@@ -123,15 +110,18 @@ def read_file(path: str | Path, *, by_name: bool = True) -> CheckpointFile:
     return CheckpointFile(path, content, {})
 
 
-def read_one(path: Path, by_name: bool) -> CheckpointFile:
-    """Read a file that is not sharded; with ``by_name``, verify the hash in its name."""
+def read_one(path: Path) -> CheckpointFile:
+    """Read a file that is not sharded."""
     with ShortReads(path) as file:
         try:
             start = file.read(64).lower()
             if kind := next((what for first, what in OTHER_FILES.items() if start.lstrip().startswith(first)), ""):
                 raise CheckpointError(f"{path} is {kind}")
             file.seek(0)
-            content, metadata = (read_safetensors if path.suffix == ".safetensors" else read_torch)(file)
+            if path.suffix == ".safetensors":
+                content, metadata = read_safetensors(file)
+            else:
+                content, metadata = (read_zip if start.startswith(b"pk\x03\x04") else read_legacy)(file), {}
         except CheckpointError:
             raise
         except NotAllowedError as error:
@@ -139,9 +129,6 @@ def read_one(path: Path, by_name: bool) -> CheckpointFile:
             raise CheckpointError(f"{path} was not loaded, because it contains {error}. {remedy}") from error
         except Exception as error:  # a damaged file can cause any exception
             raise CheckpointError(f"{path} is truncated or not a checkpoint. Download or save it again") from error
-        # The hash is verified last, because hashing a large file that is not a checkpoint can take minutes.
-        if by_name:
-            verify_hash(file, path)
     if not isinstance(content, Mapping):
         kind = type(content).__name__
         got = f"the object {content.name}. {SAVE_STATE_DICT}" if isinstance(content, Placeholder) else kind
@@ -167,18 +154,6 @@ def read_safetensors(file: ShortReads) -> tuple[object, dict[str, str]]:
         return {key: mapped.get_tensor(key) for key in mapped.keys()}, mapped.metadata() or {}  # noqa: SIM118
 
 
-def verify_hash(file: ShortReads, path: Path) -> None:
-    """Raise an error if the SHA-256 hash differs from the file name; decimal digits are a date or number of steps."""
-    match = NAMED_HASH.search(path.name)
-    if match is None or match[1].isdecimal():
-        return
-    file.seek(0)
-    digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if not digest.startswith(match[1]):
-        what = f"{path}: expected a SHA-256 hash that starts with {match[1]}, as in the file name, got {digest[:8]}"
-        raise CheckpointError(f"{what}. Download it again, or rename it if -{match[1]} is not a hash")
-
-
 # --- files of torch.save ----------------------------------------------------------------------------------------------
 
 
@@ -195,12 +170,6 @@ class ShortReads(io.FileIO):
         if size > MAX_LIST:
             raise NotAllowedError("too many archive entries")
         return super().read(size)
-
-
-def read_torch(file: ShortReads) -> tuple[object, dict[str, str]]:
-    is_zip = file.read(4) == b"PK\x03\x04"
-    file.seek(0)
-    return read_zip(file) if is_zip else read_legacy(file), {}
 
 
 def read_zip(file: ShortReads) -> object:

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from filelock import FileLock
 from safetensors.torch import save
 from torch import Tensor
-
-#: Prefix of hidden temporary folders for incomplete files.
-TEMPORARY = ".vision_attn-"
-#: Name of the lock in a temporary folder.
-LOCK = ".lock"
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
@@ -41,9 +34,9 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """
     check_writable(path)
     with name_errors(path):
-        if (stream := find_stream(path)) is not None:
-            with open(stream, "wb", closefd=stream is path) as opened:
-                opened.write(content)
+        if is_stream(path):
+            with open(path, "ab") as stream:
+                stream.write(content)
             return
         target = Path(os.path.realpath(path))
         with temporary_folder(target.parent) as folder:
@@ -64,42 +57,21 @@ def check_writable(path: Path) -> None:
     with name_errors(path):
         if path.is_file() or path.is_dir():
             os.close(os.open(path, os.O_WRONLY))
-        if find_stream(path) is None:
+        if not is_stream(path):
             with temporary_folder(Path(os.path.realpath(path)).parent):
                 pass
 
 
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
-    """Create a hidden folder for incomplete files, and remove the hidden folders of processes that were killed.
-
-    A lock, which the system releases when a process ends, protects the folders of running processes.
-    """
-    for folder in parent.glob(f"{TEMPORARY}*"):
-        with suppress(OSError, NotImplementedError):
-            if len(os.listdir(folder)) > 1:  # otherwise, its process may be about to acquire the lock
-                with FileLock(folder / LOCK, timeout=0):
-                    shutil.rmtree(folder, ignore_errors=True)
-    with TemporaryDirectory(prefix=TEMPORARY, dir=parent) as name:
-        lock = FileLock(Path(name) / LOCK)
-        with suppress(OSError, NotImplementedError):  # a disk without locks
-            lock.acquire()
-        try:
-            yield Path(name)
-        finally:
-            lock.release()
+    """Create a hidden folder for incomplete files; it remains only if the process is killed."""
+    with TemporaryDirectory(prefix=".vision_attn-", dir=parent) as name:
+        yield Path(name)
 
 
-def find_stream(path: Path) -> Path | int | None:
-    """Return a path or descriptor to write to directly: a pipe, a device or a standard stream; None for other paths.
-
-    A file to which the shell redirects a standard stream must not be replaced, because later output would be lost.
-    """
-    for descriptor in (1, 2):
-        with suppress(OSError):  # the file does not exist, or the stream is closed
-            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
-                return descriptor
-    return path if path.exists() and not path.is_file() else None
+def is_stream(path: Path) -> bool:
+    """Return True for a pipe or device, and for a standard stream, whose file must not be replaced."""
+    return path.parts[:2] == ("/", "dev") or (path.exists() and not path.is_file())
 
 
 @contextmanager
