@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import signal
 import threading
 import warnings
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from networks import assert_same, copied
 from PIL import Image
 from safetensors.torch import save_file
 from tiny import Tiny
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 
@@ -124,24 +123,13 @@ def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
         save_adapter(model, path, also=["fc.*", "head.*"])
 
 
-def test_an_adapter_is_loaded_completely_or_not_at_all(model, tmp_path, monkeypatch):
+def test_an_adapter_is_loaded_completely_or_not_at_all(model, tmp_path):
     train(model, also=["fc.weight"])
-    path, other, copy = save_adapter(model, tmp_path / "a.safetensors", also="fc.weight"), small_network(), Tensor.copy_
-    weight, other.fc.weight = other.fc.weight, nn.Parameter(torch.ones(1, 8).expand(3, 8))
+    path, other = save_adapter(model, tmp_path / "a.safetensors", also="fc.weight"), small_network()
+    other.fc.weight = nn.Parameter(torch.ones(1, 8).expand(3, 8))
     with pytest.raises(va.errors.CheckpointError, match=r"fc\.weight cannot be written, because it is expanded"):
         load_adapter_(other, path)
     assert not va.inserted_blocks(other)
-    other.fc.weight = weight
-
-    def interrupted_copy(tensor, value):
-        if tensor.data_ptr() == weight.data_ptr():
-            signal.raise_signal(signal.SIGINT)
-        return copy(tensor, value)
-
-    monkeypatch.setattr(Tensor, "copy_", interrupted_copy)
-    with pytest.raises(KeyboardInterrupt):
-        load_adapter_(other, path)
-    assert_same(other.state_dict(), model.state_dict())
 
 
 def test_blocks_loaded_in_inference_mode_can_be_trained(adapter, saved):
@@ -612,15 +600,30 @@ CONFIG_CLASSES = [
     *(va.AbsPos(7), va.RelPosDecomposed(), va.RelPosTable((7, 9)), va.Rope2d(1e4, (2, 4)), va.SinCos(2.5)),
     *(va.ConditionalPos(3), va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7)),
 ]
-PLAIN = [None, True, -7, 10**30, 1e-300, -0.5, "é'\"\\\n\0", (), (1,), [[]], {"a": {}, -1: (None, [2.5])}]
+PLAIN = [
+    None,
+    True,
+    -7,
+    1j,
+    b"bytes",
+    {1, 2},
+    10**30,
+    1e-300,
+    -0.5,
+    "é'\"\\\n\0",
+    (),
+    (1,),
+    [[]],
+    {"a": {}, -1: (None, [2.5])},
+]
 
 
 def test_values_are_restored_from_their_code_and_others_refused_by_name():
     for value in (*CONFIG_CLASSES, *PLAIN, {"pattern": CONFIG_CLASSES, "more": tuple(PLAIN)}):
         again = from_code(to_code("option", value))
         assert (again, repr(again), type(again)) == (value, repr(value), type(value))
-    numbers = (float("nan"), torch.float32, torch.zeros(2), torch.Size((2, 2)), 1j)
-    for value in (*numbers, nn.GELU, len, {1, 2}, b"bytes", type("Window", (va.Window,), {})(7)):
+    numbers = (float("nan"), torch.float32, torch.zeros(2), torch.Size((2, 2)))
+    for value in (*numbers, nn.GELU, len, {1, nn}, type("Window", (va.Window,), {})(7)):
         with pytest.raises(ValueError, match=r"^activation="):
             to_code("activation", value)
 

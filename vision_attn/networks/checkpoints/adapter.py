@@ -44,16 +44,11 @@ class AdapterReport(Report):
     changed_tensors: tuple[str, ...]
 
     def parts(self) -> list[str | Table]:
-        trained = "the network that the adapter was trained on"
-        network = f"all {self.num_compared} tensors of the network match {trained}"
-        if self.changed_tensors:
-            count = f"{len(self.changed_tensors)} of {self.num_compared} tensors of the network"
-            network = f"{count} differ from {trained}: {shorten(self.changed_tensors)}"
-        return [
-            f"{len(self.loaded)} tensors loaded from {escape_control_characters(self.file)}",
-            network,
-            *self.insertion.parts(),
-        ]
+        source, changed = escape_control_characters(self.file), self.changed_tensors
+        network = f"all {self.num_compared} tensors of the network match the network that the adapter was trained on"
+        if changed:
+            network = f"{len(changed)} of {self.num_compared} tensors of the network have changed: {shorten(changed)}"
+        return [f"{len(self.loaded)} tensors loaded from {source}", network, *self.insertion.parts()]
 
 
 def save_adapter(

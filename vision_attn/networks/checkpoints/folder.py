@@ -73,16 +73,7 @@ TOLERANCE = 1e-3
 LOCK = RLock()
 
 #: Model card.
-CARD = """---
-library_name: vision-attn
-pipeline_tag: image-classification
-tags: [image-classification, timm, vision-attn]
----
-# {architecture}
-
-Load this network with `vision_attn.load_model(folder)`. It includes the attention blocks, `model.classes` and
-`model.transform`.
-"""
+CARD = "---\nlibrary_name: vision-attn\n---\n\nLoad this network with `vision_attn.load_model(folder)`.\n"
 
 
 def save_model(
@@ -154,7 +145,7 @@ def save_model(
             for name in ("model.safetensors", "config.json"):
                 write_atomically(target / name, (new / name).read_bytes())
         if not (target / "README.md").exists():
-            write_atomically(target / "README.md", CARD.format(architecture=architecture).encode())
+            write_atomically(target / "README.md", CARD.encode())
     return Path(folder)
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -242,43 +239,22 @@ def explain_refusal(report: LoadReport, model: nn.Module, target: Target, saved:
 
 @torch.no_grad()
 def copy_all_(values: list[tuple[Any, Tensor]]) -> None:
-    """Copy values into writable tensors, and remove both from the list. Ctrl-C takes effect after the last copy."""
-    with defer_interrupt():
-        while values:  # a shard is released after its last tensor
-            tensor, value = values.pop()
-            if hasattr(tensor, "device_mesh"):  # sharded by FSDP2; each process has read the complete file
-                from torch.distributed.tensor import distribute_tensor
+    """Copy values into writable tensors, and remove both from the list."""
+    while values:  # a shard is released after its last tensor
+        tensor, value = values.pop()
+        if hasattr(tensor, "device_mesh"):  # sharded by FSDP2; each process has read the complete file
+            from torch.distributed.tensor import distribute_tensor
 
-                value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            tensor.copy_(value)
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(value)
 
 
 def refuse_read_only(tensors: Mapping[str, Any]) -> None:
     """Raise an error if values cannot be copied into one of the tensors of a model."""
-    for key, tensor in tensors.items():
-        dense = not tensor.is_nested and tensor.layout == torch.strided
-        inference = tensor.is_inference() and not torch.is_inference_mode_enabled()
-        if (
-            inference
-            or not dense
-            or any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        ):
-            kind = "was created in inference mode" if inference else "is expanded" if dense else "is sparse or nested"
-            raise ValueError(f"model: {key} cannot be written, because it {kind}. Replace it by a dense copy")
-
-
-@contextmanager
-def defer_interrupt() -> Iterator[None]:
-    """Handle Ctrl-C after the block; only the main thread receives it."""
-    handler = signal.getsignal(signal.SIGINT)
-    received: list[object] = []
-    if threading.current_thread() is not threading.main_thread() or handler is None:  # None: not set by Python
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *event: received.append(event))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if received:
-            signal.raise_signal(signal.SIGINT)
+    for key, x in tensors.items():
+        refused = (
+            x.is_nested or x.layout != torch.strided or (x.is_inference() and not torch.is_inference_mode_enabled())
+        )
+        if refused or any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)):
+            kinds = "expanded, sparse, nested, or was created in inference mode"
+            raise ValueError(f"model: {key} cannot be written, because it is {kinds}. Replace it by a dense copy")

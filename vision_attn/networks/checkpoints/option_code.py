@@ -69,10 +69,6 @@ def parse_option(word: str) -> Any:
 
 def eval_node(node: ast.expr) -> Any:
     match node:
-        case ast.Constant(value=None | bool() | int() | float() | str() as value):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
         case ast.Tuple(elts=items):
             return tuple(map(eval_node, items))
         case ast.List(elts=items):
@@ -80,10 +76,11 @@ def eval_node(node: ast.expr) -> Any:
         case ast.Dict(keys=keys, values=values) if None not in keys:
             return {eval_node(key): eval_node(item) for key, item in zip(keys, values, strict=True) if key}
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in CONFIG_CLASSES:
-            named = {item.arg: eval_node(item.value) for item in keywords if item.arg is not None}
-            if len(named) == len(keywords):
-                return CONFIG_CLASSES[name](*map(eval_node, args), **named)
-    raise ValueError(f"{ast.unparse(node)[:80]} is neither a literal nor one of {', '.join(CONFIG_CLASSES)}")
+            named = {
+                str(item.arg): eval_node(item.value) for item in keywords
+            }  # no argument is named "None", as in **{}
+            return CONFIG_CLASSES[name](*map(eval_node, args), **named)
+    return ast.literal_eval(node)
 
 
 def get_arguments(state: object) -> Arguments:

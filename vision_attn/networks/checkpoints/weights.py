@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vision_attn.checks import check_choice
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints.file_format import WRAPPERS, read_saved, unwrap_key
 from vision_attn.networks.checkpoints.load_report import EMA_ENTRIES
@@ -186,15 +187,10 @@ PRESETS: dict[str, Callable[[Iterable[str]], list[tuple[str, str]]]] = {"efficie
 
 def parse_rename(rename: Rename, keys: Iterable[str]) -> list[tuple[re.Pattern[str], str]]:
     """Return pairs of a compiled expression and its replacement, for a network with the given ``keys``."""
-    try:
-        pairs = PRESETS[rename](keys) if isinstance(rename, str) else dict(rename).items()
-        compiled = [(re.compile(pattern), replacement) for pattern, replacement in pairs]
-        for pattern, replacement in compiled:
-            pattern.sub(replacement, "")  # raises an error for an invalid replacement
-    except (LookupError, TypeError, ValueError, re.error) as error:
-        expected = f"pairs of a regular expression and its replacement, or one of {', '.join(map(repr, PRESETS))}"
-        raise ValueError(f"rename must be {expected}, got {rename!r} ({error})") from error
-    return compiled
+    if isinstance(rename, str):
+        check_choice("rename", rename, PRESETS, ", or pairs of a regular expression and its replacement")
+        rename = PRESETS[rename](keys)
+    return [(re.compile(pattern), replacement) for pattern, replacement in dict(rename).items()]
 
 
 def rename_keys(names: Mapping[str, str], pairs: Iterable[tuple[re.Pattern[str], str]]) -> dict[str, str]:
