@@ -104,6 +104,8 @@ MODELS = (
      {"dynamic_img_size": True, "img_size": 64}),
     ("timm", "beit=beit_base_patch16_224", TOKENS[:1], {"img_size": 64, "depth": 2}),
     ("timm", "eva=eva02_tiny_patch14_224", ((70, 70),), {"img_size": 70}),
+    ("timm", "dinov3=vit_small_patch16_dinov3 rope_mixed=vit_small_patch16_rope_mixed_224", TOKENS,
+     {"dynamic_img_size": True, "img_size": 64, "depth": 2}),
     ("timm", "swin=swin_tiny_patch4_window7_224 swinv2=swinv2_tiny_window8_256", BOTH,
      {"strict_img_size": False, "img_size": 128}),
     ("timm", "levit=levit_128s efficientformer=efficientformer_l1 visformer=visformer_tiny pit=pit_ti_224 "
@@ -128,6 +130,7 @@ MODELS = (
     ("transformers", "ViT=ViTModel DeiT=DeiTModel BEiT=BeitModel CLIP=CLIPVisionModel SigLIP=SiglipVisionModel",
      TOKENS[:1], TRANSFORMER | {"image_size": 64}),
     ("transformers", "DINOv2=Dinov2Model", ((56, 56), (70, 56)), TRANSFORMER | {"image_size": 56}),
+    ("transformers", "DINOv3=DINOv3ViTModel", TOKENS, TRANSFORMER | {"image_size": 64, "num_register_tokens": 4}),
     ("transformers", "Swin=SwinModel MaskFormer=MaskFormerSwinModel", BOTH, SWIN),
     ("transformers", "SegFormer=SegformerModel", BOTH, {"depths": [1, 1, 1, 1]}),
     ("vit_pytorch", "ViT=ViT SimpleViT=SimpleViT", TOKENS[:1], PYTORCH),
@@ -202,7 +205,7 @@ def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> tuple[list
     differences, rounding, agrees, calls = {}, 0.0, True, []
     if report.swapped:
         for line in report.swapped:
-            swapped.get_submodule(line.path).running_block.register_forward_hook(lambda *_: calls.append(1))
+            swapped.get_submodule(line.site).running_block.register_forward_hook(lambda *_: calls.append(1))
         for name in dtypes:
             differences[name] = compare(*(copy.deepcopy(net).to(DTYPES[name]) for net in (model, swapped)), entry)
         if max(differences["float32"]) > 1e-5:  # compare with the rounding error of the original model

@@ -155,6 +155,7 @@ add(mha, multihead, {"kdim": 6, "vdim": 6}, shapes=[(8, 2, 3, 4), (6, 4, 6, 8)],
 vit = partial(tl.Attention, 8, num_heads=2)
 add(vit, on_tokens, {}, {"qkv_bias": True}, {"proj_bias": False}, {"attn_head_dim": 3}, GATED)
 add(vit, on_tokens, {"qk_norm": True, "norm_layer": partial(nn.LayerNorm, eps=0.1)}, {"qkv_bias": True, **GATED})
+add(vit, on_tokens, {"qk_norm": True, "norm_layer": partial(tl.RmsNorm, eps=0.1)})
 add(partial(tm.beit.Attention, 8, 2), on_tokens, *each(qkv_bias=yes_no))
 add(partial(tm.vision_transformer_relpos.RelPosAttention, 8, 2, qk_norm=True), on_tokens)
 add(partial(tm.nextvit.EfficientAttention, 8, head_dim=4), on_tokens, *each(qkv_bias=yes_no))
@@ -223,6 +224,7 @@ only(maxvit, on_map, {"rel_pos_cls": MLP})
 for mask in (randn(15, 15), randn(2, 1, 15, 15) > -1):
     only(vit, lambda layer, x, mask=mask: on_tokens(layer, x, mask))
 shared, masks = (lambda layer, x, y=y: on_tokens(layer, x, y) for y in (randn(1, 2, 15, 15), MASKS))
+only(vit, on_tokens, {"scale_norm": True, "norm_layer": partial(nn.LayerNorm, eps=0.1)})
 only(partial(tm.beit.Attention, 8, 2), shared)
 only(partial(tm.beit.Attention, 8, 2, window_size=(2, 3)), on_tokens, shapes=[(8, 7)])
 relative = partial(tm.vision_transformer_relpos.RelPosAttention, 8, 2)
@@ -363,6 +365,7 @@ def test_the_documented_table_matches_the_code():
     lines = {}
     for path, row in sorted(CONVERSIONS.items()):
         refused = ", ".join(f"`{name}`" for name in (*row.unsupported, *row.swap_only)) or "—"
+        refused = f"all: {row.only_swap}" if row.only_swap else refused
         lines.setdefault(refused, []).append(f"`{path}`")
     rows = [(", ".join(paths), refused) for refused, paths in lines.items()]
     expected = markdown([("layer", "unsupported options"), *rows], left=(0, 1))
@@ -522,15 +525,14 @@ REFUSED = [
     ("rel_pos.mlp", partial(maxvit, rel_pos_cls=MLP)),
     ("group_norm", partial(diffusers, norm_num_groups=4)),
     ("torch.nn.modules.linear.Linear", lambda: nn.Linear(8, 8)),
-    ("EvaAttention.head_dim.*swap_", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),
+    (r"Attention\.norm is not supported .*va\.swap_", partial(vit, scale_norm=True, norm_layer=nn.LayerNorm)),
+    ("EvaAttention is supported only by va.swap_", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),
 ]
 #: Unsupported layers that only the comparison detects.
 DETECTED = {
     "a token before the map": partial(maxvit, rel_pos_cls=partial(BIAS, prefix_tokens=1)),
     "one norm": lambda: with_parts(SOURCES["timm_attention"](), q_norm=nn.Identity()),
-    "RMS norms": partial(vit, qk_norm=True, norm_layer=tl.RmsNorm),
     "norms without bias": lambda: vit(qk_norm=True, norm_layer=lambda d, **kw: nn.LayerNorm(d, bias=False)),
-    "norm before the output": partial(vit, scale_norm=True, norm_layer=nn.LayerNorm),
     "processor": lambda: with_parts(diffusers(), processor=lambda attn, x, **others: x),
     "keys and values of other widths": partial(mha, kdim=5, vdim=3),
     "meta": partial(mha, device="meta"),

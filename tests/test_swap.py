@@ -197,16 +197,28 @@ def test_swapped_modules_support_implementations_and_capture():
     assert (total[:, :, 8:] < 0.9).all()
 
 
-ROTARY = ["vit_small_patch16_dinov3", "eva02_tiny_patch14_224", "vit_small_patch16_rope_224"]
-ROTARY.append("vit_small_patch16_rope_mixed_224")
+ROTARY = [
+    ("vit_small_patch16_dinov3", {}),
+    ("vit_small_patch16_dinov3", {"qk_norm": True, "norm_layer": partial(timm.layers.RmsNorm, eps=0.1)}),
+    ("eva02_tiny_patch14_224", {}),
+    ("eva02_tiny_patch14_224", {"scale_attn_inner": True, "use_rot_pos_emb": False}),
+    ("vit_small_patch16_rope_224", {}),
+    ("vit_small_patch16_rope_mixed_224", {}),
+]
 
 
-@pytest.mark.parametrize("name", ROTARY)
-def test_rotary_attention_of_timm(name):
+def rotary(name, **options):
+    """Return a network with a rotary embedding, and images."""
     torch.manual_seed(0)
     side = 70 if "eva02" in name else 64
-    theirs = perturbed(timm.create_model(name, img_size=side, depth=2, num_classes=3), 0.02).double()
-    ours, images = copy.deepcopy(theirs), torch.randn(2, 3, side, side, dtype=torch.float64)
+    model = timm.create_model(name, img_size=side, depth=2, num_classes=3, **options)
+    return perturbed(model, 0.02).double(), torch.randn(2, 3, side, side, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("name", "options"), ROTARY)
+def test_rotary_attention_of_timm(name, options):
+    theirs, images = rotary(name, **options)
+    ours = copy.deepcopy(theirs)
     if "mixed" in name and not hasattr(theirs.blocks[0].attn, "num_kv_heads"):
         pytest.skip("timm 1.0.26 does not run mixed rotary embeddings in float64")
     assert len(va.swap_(ours).swapped) == 2
@@ -232,6 +244,23 @@ def test_rotary_attention_of_timm(name):
         tokens = found.weights.flatten(3).shape[2:]
         expected_map = weights[path][..., -tokens[0] :, -tokens[1] :]
         torch.testing.assert_close(found.weights.flatten(3), expected_map, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("impl", ["bmm", "sdpa"])
+def test_rotary_attention_is_compiled_in_its_block(impl):
+    (model, images), functions = rotary("eva02_tiny_patch14_224", scale_attn_inner=True), set()
+    expected = model(images).detach()
+    va.swap_(model)
+    va.set_impl_(model, impl)
+
+    def keep(graph, _):
+        functions.update(getattr(node.target, "__name__", "") for node in graph.graph.nodes)
+        return graph
+
+    y = torch.compile(model, backend=keep, fullgraph=True)(images)
+    torch.testing.assert_close(y, expected, atol=1e-12, rtol=1e-10)
+    # The original layer would use the fused kernel with both implementations.
+    assert ("bmm" in functions, "scaled_dot_product_attention" in functions) == (impl == "bmm", impl == "sdpa")
 
 
 def test_rotary_attention_of_transformers():

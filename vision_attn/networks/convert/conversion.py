@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -156,8 +157,9 @@ def no_bias(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 class LayerConversion:
     """Conversion of one attention layer of another library; the first argument of all functions is the layer.
 
-    ``attend(x, mask=None, context=None)`` runs the block on ``(b, channels, *axes)``. A layer of tokens that receives
-    the size of their feature map passes the feature map ``(b, channels, h, w)``, so that its attention can be captured.
+    ``attend(x, mask=None, context=None, **tensors)`` runs the block on ``(b, channels, *axes)``; ``tensors`` are the
+    parameters and buffers of the block that change with each call. A layer of tokens that receives the size of their
+    feature map passes the feature map ``(b, channels, h, w)``, so that its attention can be captured.
     """
 
     #: the projections and other parameters of the block, by name
@@ -173,6 +175,8 @@ class LayerConversion:
     unsupported: Mapping[str, str] = field(default_factory=dict)
     #: submodules that a swapped layer runs before or after the block, and that ``from_layer`` does not support
     swap_only: tuple[str, ...] = ()
+    #: reason why ``from_layer`` does not support the layer at all
+    only_swap: str = ""
     #: function ``(layer, x, *args)`` that returns the bias of the logits, or :data:`FALLBACK`; ``x`` is channels-first
     bias: Callable[..., Any] = no_bias
     #: function ``(layer, attend, *args)`` that returns the output, or :data:`FALLBACK`; by default ``attend(x, bias)``
@@ -208,7 +212,7 @@ class LayerConversion:
             raise ValueError(f"rank must be 1, 2 or 3, for Attention1d, Attention2d or Attention3d, got {rank!r}")
         first, out, heads = weights.get("qkv") or weights["q"], weights["proj"], options["num_heads"]
         rows, kv_heads, e = len(first.weight), options.get("num_kv_heads", heads), out.weight.shape[1] // heads
-        block: Attention = options.pop("kind", ATTENTION[rank])(
+        block: Attention = (options.pop("kind", None) or ATTENTION[rank])(
             first.weight.shape[1],
             key_dim=rows // heads if "q" in weights else (rows - kv_heads * e) // (heads + kv_heads),
             value_dim=e,
@@ -222,8 +226,11 @@ class LayerConversion:
             **{"attn_drop": attn_drop, "proj_drop": proj_drop, **options},
         )
         for name in ("q_norm", "k_norm"):  # state dicts do not contain eps
-            if isinstance(norm := getattr(block, name), nn.LayerNorm):
-                norm.eps = getattr(layer, name).eps
+            norm, theirs = getattr(block, name), getattr(layer, name, None)
+            if isinstance(norm, nn.LayerNorm) and isinstance(theirs, nn.LayerNorm):
+                norm.eps = theirs.eps
+            elif isinstance(norm, nn.LayerNorm) and theirs is not None:  # an RMS norm
+                setattr(block, name, deepcopy(theirs).to("meta"))
         return block.train(self.call_options.get("training", layer.training))
 
     def make_block(self, layer: Any, **options: Any) -> nn.Module:

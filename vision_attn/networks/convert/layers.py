@@ -51,7 +51,9 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
     >>> from_layer(nn.MultiheadAttention(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
     """
-    _, kind, conversion = find_conversion(module)
+    path, kind, conversion = find_conversion(module)
+    if conversion.only_swap:
+        raise ValueError(f"{path} is supported only by va.swap_: {conversion.only_swap}")
     swap_only = dict.fromkeys(conversion.swap_only, "call va.swap_ instead, which keeps this part of the layer")
     check_source(module, {**conversion.unsupported, **swap_only})
     options = {} if conversion.groups is None else conversion.groups(module)

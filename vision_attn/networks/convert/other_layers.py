@@ -23,7 +23,7 @@ from vision_attn.networks.convert.conversion import (
     named_weights,
 )
 from vision_attn.networks.convert.equivalence import check_without, random_map
-from vision_attn.networks.convert.timm_layers import VIT, CallRotation, add_window_masks
+from vision_attn.networks.convert.timm_layers import IN_CALLS, SIN_COS, VIT, CallRotation, add_window_masks
 from vision_attn.networks.insertion.block_factories import ATTENTION_BLOCKS
 
 
@@ -127,11 +127,10 @@ def attend_dinov3(
     **o: Any,
 ) -> Any:
     """Run DINOv3's attention; the tokens without a rotation come first."""
-    if needs_layer(layer, *o.values()) or torch.compiler.is_dynamo_compiling() or position_embeddings is None:
+    if needs_layer(layer, *o.values()) or position_embeddings is None:
         return FALLBACK
-    cos, sin = position_embeddings
-    position = CallRotation(sin, cos, hidden_states.shape[1] - sin.shape[-2], halves=True)
-    return attend(hidden_states.mT, transformers_bias(layer, hidden_states, attention_mask), position=position).mT, None
+    tensors = dict(zip(SIN_COS, reversed(position_embeddings), strict=True))
+    return attend(hidden_states.mT, transformers_bias(layer, hidden_states, attention_mask), **tensors).mT, None
 
 
 def example_dinov3(layer: Any) -> tuple[Any, ...]:
@@ -174,9 +173,10 @@ TRANSFORMERS_LAYERS = {
 TRANSFORMERS_LAYERS["dinov3_vit.DINOv3ViT"] = replace(
     TRANSFORMERS,
     dropouts=("dropout", ""),
+    options={**TRANSFORMERS.options, "position": CallRotation(halves=True)},
     call=attend_dinov3,
     example=example_dinov3,
-    swap_only=("scaling",),
+    only_swap=IN_CALLS,
 )
 for names, row in TRANSFORMERS_LAYERS.items():
     for name, kind in (path.split(".") for path in names.split()):

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.attention.blocks import Attention
-from vision_attn.attention.position import PositionEncoding
 from vision_attn.attention.scopes import ORIGINAL
 from vision_attn.errors import SiteError
 from vision_attn.networks.convert.conversion import (
@@ -238,16 +237,12 @@ class Swap:
         x: Tensor,
         mask: Tensor | None = None,
         context: Tensor | None = None,
-        position: PositionEncoding | None = None,
+        **tensors: Tensor,
     ) -> Tensor:
-        """Run the block with the current weights of the module; several threads can call this at the same time.
-
-        ``position`` is the position encoding of this call, for layers that receive it as an argument.
-        """
-        weights = to_parameters(self.conversion.weights(module), self.block.rank)
+        """Run the block with the current weights of the module; several threads can call this at the same time."""
+        weights = to_parameters(self.conversion.weights(module), self.block.rank) | tensors
         sizes = tuple(x.shape[2:]), None if context is None else tuple(context.shape[2:])
-        extra = {ORIGINAL: self.block, MAP_SIZES: sizes} | ({} if position is None else {"position": position})
-        block: Any = copy_with_weights(self.block, weights, extra)
+        block: Any = copy_with_weights(self.block, weights, {ORIGINAL: self.block, MAP_SIZES: sizes})
         return run_on_tokens(block, self.block.rank, x, mask, context)
 
 
@@ -259,8 +254,12 @@ def copy_with_weights(
         return lambda *args: torch.func.functional_call(block, {**weights}, args, tie_weights=False)
     copied = object.__new__(type(block))
     children = {name: copy_with_weights(x, weights, {}, f"{prefix}{name}.") for name, x in block.named_children()}
-    parameters = {name: weights.get(prefix + name, value) for name, value in block._parameters.items()}
-    vars(copied).update(vars(block), **extra, _parameters=parameters, _modules={**block._modules, **children})
+    parameters, buffers = (
+        {name: weights.get(prefix + name, value) for name, value in tensors.items()}
+        for tensors in (block._parameters, block._buffers)
+    )
+    modules = {**block._modules, **children}
+    vars(copied).update(vars(block), **extra, _parameters=parameters, _buffers=buffers, _modules=modules)
     return copied
 
 

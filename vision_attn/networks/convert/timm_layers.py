@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks import Attention2d
+from vision_attn.attention.blocks import Attention1d, Attention2d
 from vision_attn.attention.blocks.projection import to_memory_format_of
 from vision_attn.attention.patterns import Grouping, Halo, Window
-from vision_attn.attention.position import PositionEncoding, RelPosDecomposed, RelPosTable
+from vision_attn.attention.position import AttentionShape, PositionEncoding, RelPosDecomposed, RelPosTable
 from vision_attn.attention.position.encoding import Encoded
 from vision_attn.networks.convert.conversion import (
     CONVERSIONS,
@@ -23,7 +25,7 @@ from vision_attn.networks.convert.conversion import (
     Projection,
     named_weights,
 )
-from vision_attn.networks.convert.equivalence import random_map
+from vision_attn.networks.convert.equivalence import check_without, random_map
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
@@ -41,9 +43,37 @@ def vit_weights(layer: Any) -> dict[str, Any]:
     if getattr(layer, "gate", None) is not None:
         weights["gate"] = Projection.read(layer.gate).with_bias()
     for name in ("q_norm", "k_norm"):
-        if isinstance(norm := getattr(layer, name, None), nn.LayerNorm):
-            weights |= {f"{name}.{key}": x for key, x in norm.named_parameters()}
+        weights |= norm_weights(name, getattr(layer, name, None))
     return weights
+
+
+def norm_weights(name: str, norm: nn.Module | None) -> dict[str, Tensor]:
+    return {} if norm is None else {f"{name}.{key}": x for key, x in norm.named_parameters()}
+
+
+class NormedProjection(nn.Conv1d):
+    """Output projection after a norm of the channels, ``scale_norm`` in timm."""
+
+    norm: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x.mT).mT)
+
+
+def normed_attention(layer: Any) -> Callable[..., Attention1d] | None:
+    """Return a function that builds a block with the norm of the layer before its projection; None without a norm."""
+    if isinstance(getattr(layer, "norm", nn.Identity()), nn.Identity):
+        return None
+
+    def make(*args: Any, **options: Any) -> Attention1d:
+        check_without(layer, {"gate": "blocks apply the gate before the norm"})
+        block = Attention1d(*args, **options)
+        bias = block.proj.bias is not None
+        proj = NormedProjection(block.proj.in_channels, block.out_channels, 1, bias=bias, device="meta")
+        proj.norm, block.proj = deepcopy(layer.norm).to("meta"), proj
+        return block
+
+    return make
 
 
 def efficientformer_bias(layer: Any, x: Tensor) -> Any:
@@ -102,26 +132,37 @@ def example_reduced(layer: Any) -> tuple[Any, ...]:
     return random_map(2, 6 * side**2, layer.q.in_features), (3 * side, 2 * side)
 
 
-class CallRotation(PositionEncoding):
-    """Rotation of queries and keys by the sines and cosines that a network passes in one call."""
+@dataclass(frozen=True)
+class CallRotation:
+    """Rotation of queries and keys by the sines and cosines that a network passes in each call."""
 
+    #: True: channel k is paired with k + d/2; False: with its neighbor
+    halves: bool
+
+    def build(self, shape: AttentionShape, device: object = None, dtype: object = None) -> PositionEncoding:
+        return CallRotationEncoding(self)
+
+
+class CallRotationEncoding(PositionEncoding):
     adds_bias = False
+    config: CallRotation
+    sin: Tensor
+    cos: Tensor
 
-    def __init__(self, sin: Tensor, cos: Tensor, prefix: int, halves: bool) -> None:
-        nn.Module.__init__(self)
-        self.sin, self.cos = sin, cos  # ([b or n,] i, d)
-        self.prefix = prefix  # number of tokens that are not rotated: class and register tokens
-        self.halves = halves  # True: channel k is paired with k + d/2; False: with its neighbor
+    def __init__(self, config: CallRotation) -> None:
+        super().__init__(config)
+        for name in ("sin", "cos"):  # ([b or n,] i, d), different in each call; empty without a rotation
+            self.register_buffer(name, torch.empty(0), persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
-        return self.rotate(q), self.rotate(k), None
+        return (self.rotate(q), self.rotate(k), None) if self.cos.numel() else (q, k, None)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotate pairs of channels of ``(b, n, i, d)``, except for the tokens of the prefix."""
-        first, x = x[:, :, : self.prefix], x[:, :, self.prefix :]
-        pairs = x.unflatten(-1, (2, -1) if self.halves else (-1, 2))
-        a, b = pairs.unbind(-2 if self.halves else -1)
-        partner = torch.cat([-b, a], dim=-1) if self.halves else torch.stack([-b, a], dim=-1).flatten(-2)
+        """Rotate pairs of channels of ``(b, n, i, d)``, except for class and register tokens, which come first."""
+        first, x = x.split([x.shape[2] - self.cos.shape[-2], self.cos.shape[-2]], dim=2)
+        halves = self.config.halves
+        a, b = x.unflatten(-1, (2, -1) if halves else (-1, 2)).unbind(-2 if halves else -1)
+        partner = torch.cat([-b, a], dim=-1) if halves else torch.stack([-b, a], dim=-1).flatten(-2)
         return torch.cat([first, (x * self.cos + partner * self.sin).to(x.dtype)], dim=2)
 
 
@@ -134,13 +175,15 @@ def attend_rotary(
     is_causal: bool = False,
 ) -> Any:
     """Run the attention of EVA, DINOv3 and other networks that pass a rotary embedding to every layer."""
-    if is_causal or torch.compiler.is_dynamo_compiling():
+    if is_causal:
         return FALLBACK
-    position = None
-    if rope is not None:
-        sin, cos = rope.chunk(2, dim=-1)
-        position = CallRotation(sin, cos, layer.num_prefix_tokens, layer.rotate_half)
-    return attend(x.mT, attn_mask, position=position).mT
+    tensors = {} if rope is None else dict(zip(SIN_COS, rope.chunk(2, dim=-1), strict=True))
+    return attend(x.mT, attn_mask, **tensors).mT
+
+
+#: Buffers of :class:`CallRotationEncoding` in a block.
+SIN_COS = ("position.sin", "position.cos")
+IN_CALLS = "its position encoding is an argument of its calls"
 
 
 def example_rotary(layer: Any) -> tuple[Any, ...]:
@@ -155,12 +198,19 @@ def add_window_masks(bias: Tensor, mask: Tensor | None, x: Tensor) -> Tensor:
 
 
 VIT = LayerConversion(weights=vit_weights)
-ROTARY = replace(
+NORMED = replace(
     VIT,
+    weights=lambda layer: vit_weights(layer) | norm_weights("proj.norm", getattr(layer, "norm", None)),
+    options={"kind": lambda layer: normed_attention(layer)},
+    swap_only=("norm",),
+)
+ROTARY = replace(
+    NORMED,
+    options={**NORMED.options, "position": lambda layer: CallRotation(layer.rotate_half)},
     call=attend_rotary,
     example=example_rotary,
-    unsupported={"norm": "blocks have no norm before the output projection"},
-    swap_only=("head_dim",),
+    swap_only=(),
+    only_swap=IN_CALLS,
 )
 MAPS = replace(VIT, axes="b c h w")
 CHANNELS_LAST = replace(VIT, axes="b h w c")
@@ -317,10 +367,10 @@ TORCHVISION_MAXVIT = replace(
 
 GCVIT = {"use_global": "its queries are from another feature map"}
 CONVERSIONS |= {
-    "timm.layers.attention.Attention": replace(VIT, bias=vit_bias),
+    "timm.layers.attention.Attention": replace(NORMED, bias=vit_bias),
     "timm.layers.attention.AttentionRope": replace(
         ROTARY,  # timm 1.0.26 has no grouped heads
-        options={"num_kv_heads": lambda layer: getattr(layer, "num_kv_heads", layer.num_heads)},
+        options={**ROTARY.options, "num_kv_heads": lambda layer: getattr(layer, "num_kv_heads", layer.num_heads)},
     ),
     "timm.layers.attention2d.Attention2d": MAPS,
     "timm.layers.attention2d.MultiQueryAttention2d": replace(
