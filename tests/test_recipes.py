@@ -78,8 +78,28 @@ trained.add_callback("on_pretrain_routine_end", remember)
 trained.train(trainer=WithAttention, data="squares.yaml", epochs=1, imgsz=160, batch=4, workers=0)
 assert torch.equal(started[1], before)
 """,
+    "torchvision": """
+torch.nn.init.normal_(block.attn.proj.weight, std=0.02)
+with torch.no_grad(), va.capture(detector.backbone) as maps:
+    run(detector, images)
+batch, _ = detector.transform(images)
+weights = next(iter(maps.values())).weights
+side = 1 + (batch.image_sizes[1][1] - 1) // 32
+assert side < weights.shape[4] and weights[1, ..., side:].abs().max() == 0 and weights[1, ..., :side].min() > 0
+with torch.no_grad():
+    assert len(detections) == 2 and not torch.equal(run(detector, images)[1]["boxes"], detector(images)[1]["boxes"])
+""",
+    "transformers": """
+with torch.no_grad(), va.padded(detr, mask.bool()), va.capture(detr) as maps:
+    detr(pixel_values=pixels, pixel_mask=mask)
+    weights = next(iter(maps.values())).weights
+    assert weights[1, ..., 8:].abs().max() == 0 and weights[1, ..., :8].min() > 0
+with torch.no_grad():
+    assert not torch.equal(detr(pixels, pixel_mask=mask).logits, masked)
+""",
     "OpenMMLab": """
 from mmengine.model import BaseModule
+from mmengine.structures import BaseDataElement
 from mmengine.runner import Runner
 
 @MODELS.register_module()
@@ -116,6 +136,11 @@ assert projection(runner.model).abs().max() > 0
 assert {group["lr"] for group in runner.optim_wrapper.param_groups} == {0.01, 0.05}
 va.load_checkpoint_(model, "work/epoch_1.pth")
 assert torch.equal(projection(model), projection(runner.model))
+samples = [BaseDataElement(metainfo=dict(img_shape=(64, side), batch_input_shape=(64, 96))) for side in (96, 48)]
+images = torch.rand(2, 3, 64, 96)
+with va.padded(model, [s.img_shape for s in samples], image_size=samples[0].batch_input_shape):
+    padded = model(images)
+assert torch.allclose(padded[0], model(images)[0]) and not torch.equal(padded[1], model(images)[1])
 """,
     "Lightning": """
 restored = Classifier.load_from_checkpoint("last.ckpt").net.eval()

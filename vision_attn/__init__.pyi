@@ -54,6 +54,7 @@ from .networks.insertion import (
     stage_names as stage_names,
     timm_layer as timm_layer,
 )
+from .networks.padded_batches import padded as padded
 from .tools.explorer import explore as explore
 from .tools.training.run import train as train
 

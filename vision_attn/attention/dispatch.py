@@ -39,12 +39,9 @@ def repeat_kv(q: Tensor, k: Tensor) -> Tensor:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context without autocast, which would compute the logits in half precision."""
-    return torch.autocast(x.device.type, enabled=False) if has_autocast(x) else nullcontext()
-
-
-def has_autocast(x: Tensor) -> bool:
-    """Return True if autocast is enabled on the device of a tensor; the meta device has none."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # the meta device has no autocast
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 # --- selection of the fastest implementation --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vision_attn.attention import dispatch
-from vision_attn.attention.dispatch import attend_chunked, has_autocast, repeat_kv, without_autocast
+from vision_attn.attention.dispatch import attend_chunked, repeat_kv
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
 from vision_attn.attention.kernels import Kernel
 from vision_attn.attention.masks import Mask, zero_fully_masked_rows
@@ -43,22 +43,24 @@ class Plan(NamedTuple):
     mask: Mask
     #: True if the kernel excludes later keys itself, which it then skips.
     causal: bool
+    #: The type of the device whose autocast is off during attention: it would compute the logits in half precision.
+    autocast: str | None
     #: True if the output is in channels-last memory format.
     channels_last: bool
     #: True if the output is one large feature map, which is transposed as a matrix.
     as_matrix: bool
     #: Functions of the active ``with`` blocks, which receive the inputs of attention.
     hooks: Sequence[Callable[..., object]] = ()
+    #: The valid positions of padded images, on the feature maps of queries and of keys before pooling.
+    valid: Sequence[Tensor] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: PositionBias | None, mask: Mask) -> Tensor:
         """Compute attention in the groups of the pattern, ``(b·groups, n, i, e)``; fully masked rows are zero."""
         if self.is_direct:
             return self.attend_heads(q, k, v, mask=self.mask, causal=self.causal)
-        with without_autocast(q):
-            return self.attend_masked(q, k, v, bias, mask)
-
-    def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, bias: PositionBias | None, mask: Mask) -> Tensor:
-        """Compute attention with a bias and masks."""
+        if self.autocast is not None:
+            with torch.autocast(self.autocast, enabled=False):
+                return self._replace(autocast=None).attend(q, k, v, bias, mask)
         if self.kernel.attend_pattern is not None:
             inputs = AttentionInputs(q, k, v, self.scale, self.grouping, bias, mask)
             return self.kernel.attend_pattern(inputs, self.dropout)
@@ -106,9 +108,10 @@ def make_plan(block: Any, kernel: Kernel, x: Tensor, mask: Mask, context: Tensor
     causal = block.causal and grouping.is_global and mask is None and not adds_bias
 
     # The implementation. The kernel is called directly if it is the only step; "auto" is then resolved here.
+    autocast = x.device.type if not x.is_meta and torch.is_autocast_enabled(x.device.type) else None
     dropout = block.attn_drop if block.training else 0.0
     is_direct = mask is None and not adds_bias and kernel.attend_pattern is None
-    is_direct = is_direct and not has_autocast(x) and block.num_heads == block.num_kv_heads
+    is_direct = is_direct and autocast is None and block.num_heads == block.num_kv_heads
     attend = kernel.attend
     if is_direct and kernel.select is not None:
         sizes = x.shape[0] * grouping.groups * queries.tokens, keys.tokens, block.key_dim
@@ -123,6 +126,7 @@ def make_plan(block: Any, kernel: Kernel, x: Tensor, mask: Mask, context: Tensor
         is_direct=is_direct,
         mask=grouping.attn_mask(x) if is_direct and not causal else None,
         causal=causal,
+        autocast=autocast,
         channels_last=x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous(),
         as_matrix=not in_graph(x) and x.shape[0] == 1 and x.numel() > 2**14,
     )
@@ -147,7 +151,7 @@ class PlanCache:
         key = (
             *(kernel, x.shape, x.stride(), x.dtype, x.device, torch.is_grad_enabled(), block.scale),
             position is not None and position.adds_bias,  # not the module, which may belong to one call
-            *(block.causal, block.training and block.attn_drop, has_autocast(x)),
+            *(block.causal, block.training and block.attn_drop, x.is_meta or torch.is_autocast_enabled(x.device.type)),
             *(mask if mask is None else kind(mask), context if context is None else kind(context)),
             torch._C._functorch.is_functorch_wrapped_tensor(x),
         )

@@ -18,7 +18,8 @@ from vision_attn.attention.blocks.rules import check_arguments
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
 from vision_attn.attention.kernels import from_groups, to_groups
-from vision_attn.attention.masks import check_mask, upcast
+from vision_attn.attention.masks import broadcast_mask, check_mask, combine_masks, upcast
+from vision_attn.attention.padding import PADDED, valid_positions
 from vision_attn.attention.patterns import AnyPattern, resolve_pattern
 from vision_attn.attention.patterns.grouping import in_graph
 from vision_attn.attention.plan import Plan, PlanCache, make_plan
@@ -126,7 +127,7 @@ class Attention(ConfigurableImpl):
         Raises:
             ValueError: the shape or type of ``x``, ``context`` or ``mask`` is wrong.
         """
-        plan = self.plan(x, mask, context)
+        plan, mask = self.plan(x, mask, context)
         if plan is None:  # there are no positions
             return self.proj(x.new_zeros(x.shape[0], self.proj.in_channels, *x.shape[2:]))
         q, k, v, bias = self.encode(plan, x, context)
@@ -141,15 +142,23 @@ class Attention(ConfigurableImpl):
         y = F.dropout(y, self.proj_drop) if self.proj_drop and self.training else y
         return to_memory_format(y, plan.channels_last, plan.as_matrix)
 
-    def plan(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Plan | None:
-        """Return the plan for inputs of this kind, or None if they are empty."""
-        if in_graph(x):
-            scoped, plan = in_scope(), make_plan(self, IMPLEMENTATIONS[self.impl], x, mask, context, self.plans.create)
+    def plan(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Plan | None, Tensor | None]:
+        """Return the plan for inputs of this kind (None if they are empty), and the mask, with that of the padding."""
+        graph = in_graph(x)
+        scoped, valid = in_scope() if graph else bool(SCOPES.get()), None
+        if scoped or (not graph and id(self) in PADDED):
+            valid = valid_positions(self, x, x if context is None else context)
+        if valid is not None:
+            keys = self.pool_kv(valid[1].to(x.dtype)).flatten(1)[:, None, None] > 0
+            mask = keys if mask is None else combine_masks(broadcast_mask(mask), keys)
+        if graph:
+            plan = make_plan(self, IMPLEMENTATIONS[self.impl], x, mask, context, self.plans.create)
         else:
-            scoped = bool(SCOPES.get())
             kernel = IMPLEMENTATIONS[self.impl if scoped else self._impl]
             plan = self.plans.get(self, kernel, x, mask, context)
-        return plan._replace(hooks=scoped_values("attention", self)) if scoped and plan is not None else plan
+        if scoped and plan is not None:
+            plan = plan._replace(hooks=scoped_values("attention", self), valid=valid)
+        return plan, mask
 
     def encode(
         self, plan: Plan, x: Tensor, context: Tensor | None
@@ -160,6 +169,9 @@ class Attention(ConfigurableImpl):
             Queries ``(b·groups, n, i, d)``, keys ``(b·groups, m, j, d)``, values ``(b·groups, m, j, e)`` and a bias.
         """
         if (position := self.position) is not None and position.adds_to_map:
+            if plan.valid is not None:  # a convolution reads the padding
+                x = x * plan.valid[0]
+                context = None if context is None else context * plan.valid[1]
             x = position.add_to_map(x, plan.grouping)
             context = None if context is None else position.add_to_map(context, plan.grouping)
         q, k, v = self.project(plan, x, context)
@@ -182,7 +194,7 @@ class Attention(ConfigurableImpl):
                 return kernel.split_heads(y, n, m, m)
             y, v = y.split_with_sizes([(n + m) * d, m * e], dim=1)
             return [*kernel.split_heads(y, n, m), *kernel.split_heads(v, m)]
-        widths = [n * d, m * d, m * e]
+        widths, valid = [n * d, m * d, m * e], plan.valid or (None, None)
         if self.context_channels is None:
             q, k, v = self.qkv(x).split_with_sizes(widths, dim=1)
             if context is not None:
@@ -190,15 +202,21 @@ class Attention(ConfigurableImpl):
         else:
             q, (k, v) = self.q(x), self.kv(context).split_with_sizes(widths[1:], dim=1)
         if self.qk_norm == "match":
-            q, k = center(q), center(k)
+            q, k = (center(y, ok) for y, ok in zip((q, k), valid, strict=True))
         q = to_groups(kernel, queries, q)
-        k, v = (to_groups(kernel, keys, self.pool_kv(y)) for y in (k, v))
+        k, v = (to_groups(kernel, keys, self.pool_kv(y, valid[1])) for y in (k, v))
         return [*kernel.split_heads(q, n), *kernel.split_heads(k, m), *kernel.split_heads(v, m)]
 
-    def pool_kv(self, y: Tensor) -> Tensor:
-        """Average projected keys or values over squares of side ``kv_stride``; averaging and projecting commute."""
+    def pool_kv(self, y: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Average projected keys or values over squares of side ``kv_stride``; averaging and projecting commute.
+
+        Only the valid positions ``(b, 1, *size)`` of a square are averaged.
+        """
         if self.kv_stride == 1:
             return y
+        if valid is not None:
+            weight = valid.to(y.dtype)
+            return self.pool_kv(y * weight) / self.pool_kv(weight).clamp(min=self.kv_stride**-self.rank)
         squares = tuple(min(self.kv_stride, length) for length in y.shape[2:])
         # torch does not implement avg_pool3d in half precision on CPUs.
         exact = upcast(y) if self.rank == 3 and y.device.type == "cpu" else y
@@ -255,7 +273,7 @@ class Attention(ConfigurableImpl):
             return self.attention_weights(x[None], mask, queries, None if context is None else context[None])
         if not isinstance(x, Tensor) or x.dim() != 2 + self.rank or x.shape[1] != self.channels:
             raise shape_error("x", x, self.channels, self.rank)
-        plan = self.plan(x, mask, context)
+        plan, mask = self.plan(x, mask, context)
         if plan is None:
             tokens = x.shape[2:].numel() if queries is None else len(queries)
             return x.new_zeros(x.shape[0], self.num_heads, tokens, product(self.keys_size(x, context)))

@@ -71,6 +71,9 @@ def init_qk_tied_(queries: Any, keys: Any, num_heads: int, num_kv_heads: int, wi
             nn.init.zeros_(projection.bias)
 
 
-def center(x: Tensor) -> Tensor:
-    """Subtract the mean over all positions from a feature map."""
-    return x - x.mean(tuple(range(2, x.dim())), keepdim=True)
+def center(x: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Subtract the mean over all positions from a feature map, or over the valid positions ``(b, 1, *size)``."""
+    axes = tuple(range(2, x.dim()))
+    if valid is None:
+        return x - x.mean(axes, keepdim=True)
+    return x - (x * valid).sum(axes, keepdim=True) / valid.sum(axes, keepdim=True).clamp(min=1)

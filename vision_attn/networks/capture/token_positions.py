@@ -8,26 +8,23 @@ network declares.
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, resolve_pattern
 from vision_attn.checks import product
 from vision_attn.networks.layout import token_grid
+from vision_attn.networks.network import Call
 
 if TYPE_CHECKING:
     from vision_attn.networks.convert.swap import Swap
-
-#: A running call of a module: the module, its arguments and its keyword arguments.
-Call: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 class TokenPositions(NamedTuple):
@@ -41,20 +38,6 @@ class TokenPositions(NamedTuple):
     grouping: Grouping | None = None
     #: number of tokens before the tokens of the feature map
     prefix: int = 0
-
-
-def running_calls() -> Iterator[Call]:
-    """Yield the running calls of modules in this thread, starting with the innermost.
-
-    The calls are read from the stack, because hooks would run in other threads, change while these call the modules,
-    and be copied with the model.
-    """
-    frame, code = inspect.currentframe(), nn.Module._call_impl.__code__
-    while frame is not None:
-        if frame.f_code is code:
-            (module,), args, kwargs, values = inspect.getargvalues(frame)
-            yield values[module], values[str(args)], values[str(kwargs)]
-        frame = frame.f_back
 
 
 def locate_tokens(
@@ -103,7 +86,7 @@ def find_map(calls: Sequence[Call], axes: int, channels: int, count: int) -> tup
     The argument is the feature map with ``count`` positions, or its size. Feature maps with an axis of size 1 are
     ignored, because masks have such axes. The result is None for one axis, because any tokens would match.
 
-    >>> from torch import empty
+    >>> from torch import empty, nn
     >>> find_map([(nn.Identity(), (empty(2, 1, 1, 15), empty(2, 8, 3, 5)), {})], axes=2, channels=8, count=15)
     (3, 5)
     """

@@ -1,0 +1,234 @@
+"""A batch of padded images has the outputs of each image alone."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from impls import CPU_IMPLS
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import vision_attn as va
+from vision_attn.networks.padded_batches import padding_warning
+
+SIZES = [(9, 14), (9, 7), (5, 14), (6, 5)]
+FULL = (9, 14)
+
+
+def batch(sizes=SIZES, channels=16, full=FULL):
+    """Return images of these sizes, and their batch, whose padding is not zero."""
+    alone = [torch.randn(1, channels, *size) for size in sizes]
+    x = torch.full((len(sizes), channels, *full), 7.0)
+    for i, image in enumerate(alone):
+        x[(i, slice(None), *map(slice, image.shape[2:]))] = image[0]
+    return alone, x
+
+
+def mask_of(sizes, full=FULL, stride=1):
+    mask = torch.zeros(len(sizes), *(stride * n for n in full), dtype=torch.bool)
+    for image, size in zip(mask, sizes, strict=True):
+        image[tuple(slice(stride * n) for n in size)] = True
+    return mask
+
+
+def difference(y, block, alone):
+    """Return the largest difference of a batch and the output for each image alone."""
+    parts = [(y[(i, slice(None), *map(slice, x.shape[2:]))], block(x)[0]) for i, x in enumerate(alone)]
+    return max((found - expected).abs().max().item() for found, expected in parts)
+
+
+@pytest.mark.parametrize("impl", CPU_IMPLS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pattern": "rows"},
+        {"pattern": "columns"},
+        {"pattern": va.Window(4), "position": va.RelPosTable()},
+        {"pattern": va.Window(4, shift=2)},
+        {"position": va.Rope2d(), "key_dim": 8},
+        {"position": va.SinCos()},
+        {"position": va.ConditionalPos(3)},
+        {"qk_norm": True},
+        {"qk_norm": "cosine", "num_kv_heads": 2},
+        {"qk_norm": "match"},
+        {"qk_norm": "match", "kv_stride": 2},
+        {"kv_stride": 2},
+        {"kv_stride": 7},
+        {"causal": True},
+        {"groups": 2, "output_gate": True},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_padded_batch_equals_each_image_alone(impl, options):
+    torch.manual_seed(0)
+    block = va.Attention2d(16, 4, impl=impl, **options).eval()
+    alone, x = batch()
+    assert difference(block(x), block, alone) > 1e-2
+    for valid in (SIZES, mask_of(SIZES), mask_of(SIZES, stride=4)):
+        with va.padded(block, valid):
+            y = block(x)
+        assert difference(y, block, alone) < 2e-6
+
+
+@pytest.mark.parametrize("feature_map", ["softmax", "elu", "none"])
+@torch.no_grad()
+def test_linear_attention_ignores_the_padding(feature_map):
+    block = va.LinearAttention2d(16, 4, feature_map=feature_map).eval()
+    alone, x = batch()
+    assert difference(block(x), block, alone) > 1e-2
+    with va.padded(block, SIZES):
+        y = block(x)
+    assert difference(y, block, alone) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "full"),
+    [(va.Attention1d, [(9,), (4,)], (9,)), (va.AttentionBlock3d, [(2, 4, 5), (3, 2, 4)], (3, 4, 5))],
+)
+@torch.no_grad()
+def test_feature_maps_with_one_and_three_axes(kind, sizes, full):
+    options = {"gate_init": 1.0} if kind is va.AttentionBlock3d else {}
+    block = kind(8, 2, **options).eval()
+    alone, x = batch(sizes, 8, full)
+    with va.padded(block, sizes):
+        y = block(x)
+    assert difference(y, block, alone) < 1e-6
+
+
+def test_outputs_and_gradients_equal_a_key_padding_mask_of_torch():
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(16, 4, batch_first=True)
+    block, mask = va.convert.from_layer(layer), mask_of(SIZES)
+    x = torch.randn(4, 16, *FULL, requires_grad=True)
+    tokens = x.flatten(2).mT
+    expected = layer(tokens, tokens, tokens, key_padding_mask=~mask.flatten(1))[0].mT.unflatten(2, FULL)
+    with va.padded(block, mask):
+        y = block(x)
+    torch.testing.assert_close(y, expected)
+    gradients = [torch.autograd.grad(one.square().sum(), x)[0] for one in (y, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@torch.no_grad()
+def test_a_mask_of_the_call_and_a_context_are_combined_with_the_padding():
+    torch.manual_seed(0)
+    block = va.Attention2d(16, 4, context_channels=8)
+    sizes = [(10, 14), (10, 7), (5, 14), (6, 5)]
+    alone, x = batch(sizes, full=(10, 14))
+    contexts, context = batch([((h + 1) // 2, (w + 1) // 2) for h, w in sizes], 8, (5, 7))
+    allowed = torch.rand(4, 1, 1, 35) < 0.8
+    with va.padded(block, sizes):
+        y = block(x, allowed, context)
+    for i, (image, other) in enumerate(zip(alone, contexts, strict=True)):
+        (h, w), (rows, columns) = image.shape[2:], other.shape[2:]
+        mask = allowed[i : i + 1].unflatten(3, (5, 7))[..., :rows, :columns].flatten(3)
+        torch.testing.assert_close(y[i, :, :h, :w], block(image, mask, other)[0])
+    with pytest.raises(ValueError, match=r"a feature map of \(11, 1\) is not one"), va.padded(block, sizes):
+        block(x, context=torch.randn(4, 8, 11, 1))
+
+
+def network():
+    torch.manual_seed(0)
+    model = timm.create_model("resnet18", num_classes=5).eval()
+    va.insert_(model, names="layer3", gate_init=1.0, example_input=(1, 3, 64, 96))
+    return model
+
+
+@torch.no_grad()
+def test_the_branch_in_a_network_does_not_depend_on_the_padding():
+    """Convolutions read the padding near its border; the positions that are compared do not."""
+    model, seen = network(), []
+    (block,) = va.inserted_blocks(model).values()
+    block.register_forward_hook(lambda module, args, y: seen.append((y - args[0])[0, :, :, :10]))
+    image = torch.randn(1, 3, 256, 256)
+    x = nn.functional.pad(image, (0, 256))
+    for sizes in (None, [(256, 256)]):
+        model(image)
+        if sizes is None:
+            model(x)
+        else:
+            with va.padded(model, sizes), va.capture(model) as maps:
+                model(x)
+    alone, plain, _, padded = seen
+    assert (plain - alone).norm() > 0.3 * alone.norm()
+    assert (padded - alone).norm() < 5e-3 * alone.norm()
+    (attention,) = maps.values()
+    assert attention.weights[..., 16:].abs().max() == 0
+    torch.testing.assert_close(attention.weights[..., :16].sum((3, 4)), torch.ones(1, 8, 16 * 32))
+
+
+def test_the_padding_of_a_thread_ends_with_its_context():
+    model, x = network(), torch.randn(2, 3, 64, 96)
+    with torch.no_grad():
+        before = model(x)
+        with va.padded(model, [(64, 96), (32, 64)]):
+            assert not torch.equal(model(x), before)
+            assert torch.equal(copy.deepcopy(model)(x), before)
+        assert torch.equal(model(x), before)
+        with va.padded(torch.compile(model), [(64, 96), (64, 96)]):  # a compiled model runs in eager mode
+            torch.testing.assert_close(model(x), before)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_inside_and_outside(use_reentrant):
+    model, x, sizes = network(), torch.randn(2, 3, 64, 96, requires_grad=True), [(64, 96), (32, 64)]
+    with va.padded(model, sizes):
+        (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    plain = model.layer3.forward
+    model.layer3.forward = lambda y: checkpoint(plain, y, use_reentrant=use_reentrant)
+    with va.padded(model, sizes):
+        model(x).square().sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+    with va.padded(model, sizes):
+        y = model(x)
+    with pytest.raises(RuntimeError, match=r"outside va\.padded"):
+        y.square().sum().backward()
+    model(x).square().sum().backward()  # without padding
+
+
+class PadsLists(nn.Module):
+    """A detector that pads a list of images itself."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images):
+        return self.model(nn.utils.rnn.pad_sequence([x.movedim(2, 0) for x in images], True).permute(0, 2, 3, 1))
+
+
+def test_models_that_pad_their_images_have_a_warning():
+    from torchvision.models.detection import ssdlite320_mobilenet_v3_large
+    from transformers import ConditionalDetrForObjectDetection
+
+    assert "va.padded" in padding_warning(ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None))
+    detr = nn.Module()
+    detr.forward = ConditionalDetrForObjectDetection.forward
+    assert "va.padded" in padding_warning(detr)
+    assert padding_warning(network()) is None
+
+
+def test_wrong_arguments_are_rejected():
+    model, x = network(), torch.randn(2, 3, 64, 96)
+    for valid, message in (
+        (mask_of([(2, 3)] * 2, (2, 3), 32).float(), "valid must be bool"),
+        ([(64, 97), (64, 96)], r"at most image_size=\(64, 96\)"),
+        ([(64, 96)], "got 1 for a batch of 2"),
+        (torch.ones(2, 96, 64) > 0, r"\(4, 6\) is not one of images of \(96, 64\)"),
+    ):
+        with pytest.raises(ValueError, match=message), va.padded(model, valid):
+            model(x)
+    detector, images = PadsLists(model), [torch.randn(3, 64, 96), torch.randn(3, 64, 64)]
+    with pytest.raises(ValueError, match="image_size must be given"), va.padded(detector, [(64, 96), (64, 64)]):
+        detector(images)
+    with va.padded(detector, [(64, 96), (64, 64)], image_size=(64, 96)):
+        detector(images)
+    with pytest.raises(ValueError, match="traced or exported"), va.padded(model, [(64, 96)] * 2):
+        torch.export.export(model, (x,))
+    for other in (nn.Sequential(nn.Conv2d(3, 8, 1)), timm.create_model("test_vit")):
+        va.swap_(other)
+        with pytest.raises(ValueError, match="model must have blocks on feature maps"):
+            va.padded(other, [(64, 96)])
