@@ -119,7 +119,7 @@ def test_sites_are_selected_and_heads_are_reduced():
         ("layer3", "max", ("max of 2 heads",), chosen.amax(1, keepdim=True)),
     ]
     for sites, reduction, heads, expected in cases:
-        with va.capture(model, points, sites=sites, reduction=reduction, heads=[3, 1]) as maps:
+        with va.capture(model, points, names=sites, reduction=reduction, heads=[3, 1]) as maps:
             model(x)
         assert maps[last].heads == heads
         torch.testing.assert_close(maps[last].weights, expected)
@@ -150,7 +150,7 @@ def test_large_maps_are_rejected(monkeypatch):
     monkeypatch.setattr(recording, "MAX_BYTES", 600_000)
     with pytest.raises(ValueError, match=r"'1' .*allow_large"), va.capture(model, "all"):
         model(x)
-    for options in ({"queries": [(0, 0)]}, {"allow_large": True}, {"reduction": "mean"}, {"sites": "1"}):
+    for options in ({"queries": [(0, 0)]}, {"allow_large": True}, {"reduction": "mean"}, {"names": "1"}):
         with va.capture(model, **options) as maps:
             model(x)
         assert maps
@@ -182,7 +182,8 @@ def test_wrong_arguments_are_rejected():
         ({"queries": "each"}, "queries"),
         ({"reduction": "sum"}, "reduction"),
         ({"heads": [4]}, "heads .* between 0 and 3"),
-        ({"sites": "layer1"}, "sites .*'layer1'.* layer2"),
+        ({"names": "layer1"}, "names and where .* layer2"),
+        ({"where": lambda name, module: name == "fc"}, "names and where .* layer2"),
     ):
         with pytest.raises(ValueError, match=message), va.capture(model, **arguments):
             pass

@@ -11,6 +11,7 @@ from torch import nn
 
 import vision_attn as va
 import vision_attn.networks.models
+from vision_attn.networks import contributions
 from vision_attn.networks.contributions import disabled
 
 SITES = ["layer2.2", "layer3.2"]
@@ -72,6 +73,30 @@ def test_ratios_and_effects_equal_those_of_the_network_without_blocks(model, bat
     assert found.all_blocks.predictions_changed > 0
     words = ["all", "blocks", str(found.all_blocks.predictions_changed), "of", "32", f"{found.all_blocks.loss:+.4f}"]
     assert str(found).splitlines()[4].split() == words
+
+
+@pytest.mark.parametrize("most", [1, 2**24])
+def test_numbers_of_blocks_equal_their_contribution_and_their_maps(model, batch, monkeypatch, most):
+    monkeypatch.setattr(contributions, "MAX_WEIGHTS", most)  # one query at a time, or all
+    va.insert_(model, va.AttentionBlock2d, names="layer1", pattern=va.Window(5), num_heads=2, gate_init=0.5)
+    va.insert_(model, "se", names="conv1", exact=False)
+    images, expected, modes = batch[0][:4], va.contribution(model, batch[0][:4]), [m.training for m in model.modules()]
+    found = va.measure_blocks(model, x=images)
+    assert [m.training for m in model.modules()] == modes
+    assert list(found) == [block.site for block in expected.blocks]
+    assert [one["residual_ratio"] for one in found.values()] == [block.ratio for block in expected.blocks]
+    assert {site: one.get("gate") for site, one in found.items()} == {
+        "conv1": None,
+        "layer1.2": 0.5,
+        **dict.fromkeys(SITES, 1.0),
+    }
+    with torch.no_grad(), va.capture(model.eval()) as maps:
+        model(images)
+    for path, attention in maps.items():
+        site = path.removesuffix(".inserted.attn")
+        assert found[site]["entropy"] == pytest.approx(attention.entropy().mean().item(), rel=1e-5)
+    with pytest.raises(ValueError, match="no block with a residual branch"):
+        va.measure_blocks(nn.ReLU(), images)
 
 
 def test_the_report_recommends_a_remedy_only_if_the_loss_is_lower_without_the_blocks(model, batch):
@@ -151,8 +176,29 @@ def test_a_list_of_images_is_not_a_pair_and_missing_scores_are_reported():
     assert "returns no class scores" in str(found).splitlines()[-1]
 
 
+@torch.no_grad()
+def test_blocks_are_selected_by_name_and_by_function(model, batch):
+    images, outputs = batch[0][:2], []
+    model.eval()
+    for options in (
+        {"names": "layer3.2"},
+        {"names": "layer3.*"},
+        {"names": "**.2", "where": lambda name, block: name.startswith("layer3")},
+        {"where": lambda name, block: isinstance(block, va.AttentionBlock2d) and block.channels == 64},
+    ):
+        with disabled(model, **options):
+            outputs.append(model(images))
+    assert all(torch.equal(outputs[0], y) for y in outputs)
+    assert not torch.equal(outputs[0], model(images))
+    with pytest.raises(va.errors.SiteError, match=r"where .* layer2\.2, layer3\.2"):
+        disabled(model, where=lambda name, block: False)
+
+
 def test_wrong_sites_and_batches_are_rejected(model):
-    with pytest.raises(ValueError, match=r"sites .*layer2\.2"), disabled(model, ["layer1"]):
+    with (
+        pytest.raises(ValueError, match=r"names: no module matches 'layer1'. Available: layer2\.2, layer3\.2"),
+        disabled(model, ["layer1"]),
+    ):
         pass
     with pytest.raises(ValueError, match="batch"):
         va.contribution(model, [1, 2])

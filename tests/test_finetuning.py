@@ -15,7 +15,6 @@ from torch import nn
 
 import vision_attn as va
 import vision_attn.networks.models
-from vision_attn.networks.finetuning import gates
 from vision_attn.networks.insertion import inserted_keys
 
 BLOCK = {"num_heads": 4, "example_input": (1, 3, 64, 64)}
@@ -50,17 +49,6 @@ def changed(model, before, blocks=False):
     """Return the keys of the backbone, or of the blocks, whose values have changed."""
     now, own = model.state_dict(), inserted_keys(model)
     return {key for key, value in before.items() if (key in own) == blocks and not torch.equal(now[key], value)}
-
-
-def test_blocks_without_a_gate_are_skipped_and_a_model_without_blocks_is_rejected():
-    model = network(stages=[-1])
-    with pytest.raises(ValueError, match="it has no inserted block"):
-        gates(nn.Conv2d(3, 3, 1))
-    # The output gate of plain attention is a convolution, not the gate of a residual branch.
-    va.insert_(model, va.Attention2d, names="layer1", output_gate=True, exact=False, **BLOCK)
-    assert list(gates(model)) == ["layer3.2"]
-    with pytest.raises(ValueError, match=r"'layer3\.2'"):
-        gates(network(block=va.Attention2d, stages=[-1], exact=False))
 
 
 @pytest.mark.parametrize("name", ["resnet20", "regnetx_002"])

@@ -26,7 +26,6 @@ def test_reports_display_their_text_in_a_notebook(tmp_path):
     file = va.save_adapter(model, tmp_path / "adapter.safetensors")
     reports = [
         va.insert_(model, dry_run=True, example_input=images),
-        va.gates(model),
         va.contribution(model, images),
         va.load_checkpoint_(model, tmp_path / "net.pth"),
         va.remove_(model),

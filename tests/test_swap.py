@@ -470,7 +470,7 @@ def test_errors_name_attention_that_is_not_captured():
         captured(mixed, x)["1"]
     for model, sites in ((mixed, "1"), (mixed[:2], None)):
         with pytest.raises(ValueError, match=r"1 \(SelfAttn\): it belongs to another library"):
-            captured(model, x, sites=sites)
+            captured(model, x, names=sites)
     cait = timm.create_model("cait_xxs24_224", img_size=32, depth=1).eval()
     va.swap_(cait)
     with pytest.raises(ValueError, match=r"blocks.0.attn \(TalkingHeadAttn\)"):

@@ -156,7 +156,7 @@ def test_a_task_that_outlives_the_with_block_exits_its_context(model):
 
 def test_contexts_may_end_in_any_order_and_by_errors(model):
     expected, *weights = run(model, IMAGES[0], "capture")
-    first, second = va.capture(model), va.capture(model, sites="3")
+    first, second = va.capture(model), va.capture(model, names="3")
     maps, some = first.__enter__(), second.__enter__()
     model(IMAGES[0])
     assert (list(maps), list(some)) == (["1.inserted.attn", "3.attn"], ["3.attn"])

@@ -171,8 +171,8 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     assert str(result.ablation) in lines[-1]
     model, ungated = va.load_model(folder), copy.deepcopy(result.model)
     assert model.classes == ("blue", "green", "red")
-    for gate in va.gates(ungated).values():
-        torch.nn.init.zeros_(gate)
+    for block in va.inserted_blocks(ungated).values():
+        torch.nn.init.zeros_(block.gate)
     images = [Image.open(path) for path in sorted((image_folder / "val").glob("*/*.png"))]
     images, labels = torch.stack([*map(model.transform, images)]), torch.arange(3).repeat_interleave(8)
     names = [model.classes[index] for index in model(images).argmax(1)]

@@ -37,12 +37,15 @@ from .networks.checkpoints import (
     save_adapter as save_adapter,
 )
 from .networks.checkpoints.folder import load_model as load_model, save_model as save_model
-from .networks.contributions import contribution as contribution, disabled as disabled
+from .networks.contributions import (
+    contribution as contribution,
+    disabled as disabled,
+    measure_blocks as measure_blocks,
+)
 from .networks.convert.swap import swap_ as swap_, unswap_ as unswap_
 from .networks.finetuning import (
     check_optimizer as check_optimizer,
     freeze_backbone_ as freeze_backbone_,
-    gates as gates,
     parameter_groups as parameter_groups,
     unfreeze_backbone_ as unfreeze_backbone_,
 )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.blocks.gated_residual import GatedResidual
+from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.scopes import scope
-from vision_attn.checks import as_list
+from vision_attn.checks import product
+from vision_attn.errors import SiteError
+from vision_attn.networks.capture.maps import AttentionMap
 from vision_attn.networks.insertion import inserted_blocks, replaced_modules
 from vision_attn.networks.network import quiet_eval, unwrap_model
+from vision_attn.networks.selection import Names, match_names
 from vision_attn.text import Report, Table
 
 #: The note of a report if the loss is lower without the blocks.
@@ -24,6 +30,9 @@ HARMFUL = (
     "Train longer or with a higher learning rate for the blocks (attention_lr), choose another site, or remove the "
     "blocks with va.remove_(model)."
 )
+NO_BLOCK = "model has no block with a residual branch. Insert one with va.insert_(model, …)"
+#: Number of attention weights of which the entropy is computed at a time.
+MAX_WEIGHTS = 2**24
 
 
 @dataclass(frozen=True)
@@ -115,10 +124,10 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     images, labels = split_batch(batch)
     sites = list(branches(model))
     if not sites:
-        raise ValueError("model has no block with a residual branch. Insert one with va.insert_(model, …)")
+        raise ValueError(NO_BLOCK)
 
-    def ablate(off: Iterable[str]) -> Ablation:
-        with disabled(model, off):
+    def ablate(off: Collection[str]) -> Ablation:
+        with disable_sites(model, off):
             ablated = compute_scores(model, images)
         if scores is None or ablated is None:
             return Ablation(predictions_changed=None, loss=None)
@@ -134,6 +143,55 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
         )
         all_blocks = ablate(sites)
     return Contribution(blocks, all_blocks, 0 if scores is None else scores.argmax(1).numel())
+
+
+def measure_blocks(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, dict[str, float]]:
+    """Run a model on a batch, and return plain numbers for each of its blocks, to be logged during training.
+
+    The model runs in evaluation mode without gradients, and its modes are restored.
+
+    Args:
+        model: a network with inserted blocks, or with :class:`vision_attn.AttentionBlock2d` as part of the network.
+        *args: arguments of the model, such as a batch of images.
+        **kwargs: keyword arguments of the model.
+
+    Returns:
+        For each block, by the names in the table of :func:`contribution`: ``"residual_ratio"``, the root mean square of
+        the branch divided by that of its input; ``"gate"``, the mean magnitude of the gate, if the block has one; and
+        ``"entropy"``, the mean entropy of the attention weights in nats, if the block has attention:
+        ``ln(positions)`` for uniform attention.
+
+    Raises:
+        ValueError: the model has no block with a residual branch.
+
+    >>> from vision_attn.attention.blocks import AttentionBlock2d
+    >>> measure_blocks(nn.Sequential(AttentionBlock2d(8, 2)), torch.zeros(1, 8, 4, 4))
+    {'0': {'residual_ratio': 0.0, 'gate': 1.0, 'entropy': 2.7725887298583984}}
+    """
+    blocks = branches(model)
+    if not blocks:
+        raise ValueError(NO_BLOCK)
+    entropies: dict[str, list[Tensor]] = {site: [] for site in blocks}
+
+    def record(site: str, inputs: AttentionInputs) -> None:
+        queries, grouping = inputs.q, inputs.grouping
+        rows = torch.arange(product(grouping.query_layout.size), device=queries.device)
+        weights_of_row = queries.shape[0] * queries.shape[1] // grouping.groups * product(grouping.key_layout.size)
+        for part in rows.split(max(1, MAX_WEIGHTS // weights_of_row)):
+            weights = AttentionMap(weights_on_map(inputs, part), (), ())
+            entropies[site].append(weights.entropy().flatten(0, 1).mean(0))
+
+    attention = {block.attn: partial(record, site) for site, block in blocks.items() if hasattr(block, "attn")}
+    with quiet_eval(model), measure_branches(model) as squares, scope(model, "attention", attention):
+        unwrap_model(model)(*args, **kwargs)
+    found = {}
+    for site, block in blocks.items():
+        found[site] = {"residual_ratio": rms_ratio(squares[site].sum(1)).item()}
+        if isinstance(gate := getattr(block, "gate", None), Tensor):
+            found[site]["gate"] = gate.abs().mean().item()
+        if entropies[site]:
+            found[site]["entropy"] = torch.cat(entropies[site]).mean().item()
+    return found
 
 
 def split_batch(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor], Tensor | None]:
@@ -171,7 +229,12 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> AbstractContextManager[None]:
+def disabled(
+    model: nn.Module,
+    names: Names | Iterable[Names] | None = None,
+    *,
+    where: Callable[[str, nn.Module], bool] | None = None,
+) -> AbstractContextManager[None]:
     """Disable blocks inside a ``with`` block: they return their input unchanged, in this thread or task only.
 
     The model is not changed: other threads, including threads that are started inside the ``with`` block, and copies of
@@ -179,10 +242,12 @@ def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> Abst
 
     Args:
         model: a network with inserted blocks.
-        sites: one or several blocks, by the names in the table of :func:`contribution`; all blocks when None.
+        names: globs on the names of blocks, as listed by :func:`contribution`: disable only these blocks.
+        where: function of name and block that returns True for these blocks. If ``names`` is also given, both must
+            match.
 
     Raises:
-        ValueError: there is no block at a site.
+        SiteError: no block matches ``names`` or ``where``.
 
     >>> import vision_attn as va
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3))
@@ -194,11 +259,15 @@ def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> Abst
     (False, True)
     """
     found = branches(model)
-    sites = list(found) if sites is None else as_list("sites", sites, "names of blocks", single=str)
-    for site in sites:
-        if site not in found:
-            raise ValueError(f"sites must be among {', '.join(map(repr, found)) or 'none'}, got {site!r}")
-    return scope(model, "output", {found[site]: lambda x, y: x for site in sites})
+    sites = list(found) if names is None else match_names(found, names)
+    if where is not None and not (sites := [site for site in sites if where(site, found[site])]):
+        raise SiteError(f"where returns True for no block. The model has blocks at {', '.join(found)}")
+    return disable_sites(model, sites)
+
+
+def disable_sites(model: nn.Module, sites: Collection[str]) -> AbstractContextManager[None]:
+    """Disable the blocks with these names, inside a ``with`` block."""
+    return scope(model, "output", {block: lambda x, y: x for site, block in branches(model).items() if site in sites})
 
 
 def rms_ratio(squares: Tensor) -> Tensor:

@@ -14,54 +14,12 @@ from vision_attn.checks import check_above
 from vision_attn.networks.insertion.attach import inserted_blocks, inserted_keys, replaced_modules
 from vision_attn.networks.network import NORMS, unwrap_model
 from vision_attn.networks.selection import select_keys
-from vision_attn.text import Report, Table
 
 #: The attribute in which a module stores the names of its frozen parameters.
 FROZEN = "_before_freezing"
 
 #: Keys of parameters without weight decay, in addition to all parameters with one axis.
 NO_DECAY = re.compile(r"(.*\.)?(bias|gate|logit_scale|(gamma|layer_scale)[^.]*)")
-
-
-class Gates(Report, dict[str, nn.Parameter]):
-    """Gates by site; prints as a table of their values."""
-
-    def parts(self) -> list[Table]:
-        rows = [("site", "channels", "mean", "smallest", "largest")]
-        for site, gate in self.items():
-            rows.append((site, f"{gate.numel()}", f"{gate.mean():.4g}", f"{gate.min():.4g}", f"{gate.max():.4g}"))
-        return [Table(rows)]
-
-
-def gates(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the gates of the inserted blocks of a model by site: parameters with one value per channel.
-
-    Blocks without a gate, such as the replacement of a convolution, have no entry.
-
-    Args:
-        model: a model with inserted blocks.
-
-    Returns:
-        A gate ``(c,)`` for each site. It prints as a table of the values.
-
-    Raises:
-        ValueError: no block of the model has a gate.
-
-    >>> from vision_attn.networks.insertion import insert_
-    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
-    >>> report = insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
-    >>> {site: gate.shape for site, gate in gates(model).items()}
-    {'0': torch.Size([8])}
-    >>> print(gates(model))
-    site  channels  mean  smallest  largest
-    0            8     1         1        1
-    """
-    found = {site: getattr(block, "gate", None) for site, block in inserted_blocks(model).items()}
-    live = Gates({site: gate for site, gate in found.items() if isinstance(gate, nn.Parameter)})
-    if not live:
-        what = f"the blocks at {', '.join(map(repr, found))} have no gate" if found else "it has no inserted block"
-        raise ValueError(f"model has no gates: {what}. Insert a block with a gate, such as va.AttentionBlock2d")
-    return live
 
 
 def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) -> int:

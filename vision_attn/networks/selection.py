@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate
@@ -47,13 +47,25 @@ def match_names(
         matches = pattern.fullmatch if isinstance(pattern, re.Pattern) else partial(glob_matches, pattern)
         found = [name for name in modules if matches(name)]
         if not found:
-            glob, top = (
-                getattr(pattern, "pattern", pattern),
-                shorten((x for x in modules if x and "." not in x), limit=12),
-            )
-            raise SiteError(f"{argument}: no module matches {glob!r}. Top-level modules: {top}")
+            top = [x for x in modules if x and "." not in x]
+            listed = f"{'Top-level modules' if top else 'Available'}: {shorten(top or modules, limit=12)}"
+            raise SiteError(f"{argument}: no module matches {getattr(pattern, 'pattern', pattern)!r}. {listed}")
         chosen += found
     return chosen
+
+
+def select_inside(
+    modules: Mapping[str, nn.Module],
+    paths: Iterable[str],
+    names: Names | Iterable[Names] | None,
+    where: Callable[[str, nn.Module], bool] | None,
+) -> list[str]:
+    """Return the paths at or in the modules that ``names`` and ``where`` select; all paths without either."""
+    if names is None and where is None:
+        return list(paths)
+    chosen = list(modules) if names is None else match_names(modules, names)
+    chosen = [name for name in chosen if where is None or where(name, modules[name])]
+    return [path for path in paths if any(not one or f"{path}.".startswith(f"{one}.") for one in chosen)]
 
 
 def glob_matches(pattern: str, name: str) -> bool:

@@ -25,7 +25,7 @@ from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention
 from vision_attn.networks.convert.timm_layers import PaddedAttention2d
 from vision_attn.networks.example import Example
 from vision_attn.networks.network import running_calls, unwrap_model
-from vision_attn.networks.selection import Names, match_names
+from vision_attn.networks.selection import Names, select_inside
 from vision_attn.text import shorten
 
 #: Size in bytes of the maps of one forward pass above which ``allow_large=True`` is required.
@@ -45,7 +45,8 @@ def capture(
     model: nn.Module,
     queries: Iterable[Point] | str | None = None,
     *,
-    sites: Names | Iterable[Names] | None = None,
+    names: Names | Iterable[Names] | None = None,
+    where: Callable[[str, nn.Module], bool] | None = None,
     heads: int | Iterable[int] | None = None,
     reduction: str | None = None,
     allow_large: bool = False,
@@ -67,7 +68,9 @@ def capture(
             part of the network.
         queries: query points ``(y, x)`` in pixels of the image, or ``(t, y, x)`` for a video; ``"all"`` or None for
             every position of each feature map.
-        sites: capture only attention at or in these modules: a path, glob or compiled regular expression, or a list.
+        names: globs on module paths, as in :func:`vision_attn.insert_`: capture only attention at or in these modules.
+        where: function of path and module that returns True for these modules. If ``names`` is also given, both must
+            match.
         heads: capture only the heads with these indices.
         reduction: combine the heads into one map, ``"mean"`` or ``"max"``.
         allow_large: allow more than 1 GiB for the maps of a forward pass.
@@ -80,7 +83,7 @@ def capture(
     Raises:
         ValueError: the model has no such attention, a head or reduction does not exist, a point is outside the image,
             the maps would exceed 1 GiB without ``allow_large``, or the forward pass runs no attention on a feature map.
-        SiteError: no module matches ``sites``.
+        SiteError: no module matches ``names``.
         RuntimeError: a part of the model was called instead of the model.
 
     >>> from vision_attn.attention.blocks import AttentionBlock2d
@@ -93,7 +96,7 @@ def capture(
     if reduction is not None:
         check_choice("reduction", reduction, REDUCTIONS, " or None")
     points, network = parse_points(queries), unwrap_model(model)
-    modules = select_modules(network, sites)
+    modules = select_modules(network, names, where)
     ranks = [module.rank for module, swap in modules.values() if swap is None or module.rank > 1]
     kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
     recording = Recording(
@@ -175,7 +178,7 @@ class Recording:
         self.used += elements * max(4, inputs.q.element_size())
         if self.used > self.limit:
             needed = f"the attention maps up to {path!r} need {self.used / 2**30:.2f} GiB"
-            raise ValueError(f"{needed}. Pass queries, sites, heads or reduction to capture less, or allow_large=True")
+            raise ValueError(f"{needed}. Pass queries, names, heads or reduction to capture less, or allow_large=True")
         merged = self.reduction and len(heads) > 1
         names = [f"{self.reduction} of {len(heads)} heads"] if merged else [f"head {head}" for head in heads]
 
@@ -203,23 +206,19 @@ def gather(x: Tensor, indices: Iterable[Any]) -> Tensor:
     return torch.stack([x[index] for index in indices])
 
 
-def select_modules(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, tuple[Attention, Swap | None]]:
-    """Return the attention at the sites, each with its :class:`Swap` if it was converted by ``swap_``, else None."""
+def select_modules(model: nn.Module, names: Any, where: Any) -> dict[str, tuple[Attention, Swap | None]]:
+    """Return the selected attention, each with its :class:`Swap` if it was converted by ``swap_``, else None."""
     named = dict(model.named_modules())
     modules = {path: (block, vars(named[path]).get("swapped")) for path, block in attention_modules(model).items()}
     others = unconverted_attention(model, modules)
     if not modules:
         reason = f"{shorten(others.values())}: {NOT_CONVERTED}" if others else "Call va.insert_ to add a block"
         raise ValueError(f"model has no Attention2d to capture. {reason}.")
-    if sites is None:
-        return modules
-    chosen = match_names(named, sites, "sites")
-    found = {path: x for path, x in modules.items() if any(f"{path}.".startswith(f"{site}.") for site in chosen)}
-    if not found:
-        unconverted = shorten(name for path, name in others.items() if path in chosen)
+    if not (found := select_inside(named, modules, names, where)):
+        unconverted = shorten(others[path] for path in select_inside(named, others, names, where))
         available = f"Available: {', '.join(modules)}" + (f". {unconverted}: {NOT_CONVERTED}" if unconverted else "")
-        raise ValueError(f"sites must be or contain attention modules, got {sites!r}. {available}")
-    return found
+        raise ValueError(f"names and where must select modules with attention. {available}")
+    return {path: modules[path] for path in found}
 
 
 def unconverted_attention(model: nn.Module, known: Container[str]) -> dict[str, str]:

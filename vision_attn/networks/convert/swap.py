@@ -37,7 +37,7 @@ from vision_attn.networks.convert.conversion import (
 from vision_attn.networks.convert.equivalence import HOOKS, check_equivalence, check_source, class_path
 from vision_attn.networks.convert.swap_report import SWAPPED, VISION_ATTN, SwappedModule, SwapReport
 from vision_attn.networks.network import require_modifiable
-from vision_attn.networks.selection import Names, ancestor_paths, match_names
+from vision_attn.networks.selection import Names, ancestor_paths, select_inside
 from vision_attn.text import shorten
 
 #: Warning filters are global, so only one thread may change them at a time.
@@ -146,15 +146,11 @@ def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any, own:
     attention = {name: module for name, module in modules.items() if name in known | similar}
     if names is None and where is None:
         return attention
-    chosen = list(modules) if names is None else match_names(modules, names)
-    if where is not None:
-        chosen = [name for name in chosen if where(name, modules[name])]
-    inside = {name: x for name, x in attention.items() if any(f"{name}.".startswith(f"{one}.") for one in chosen)}
-    if not inside:
+    if not (inside := select_inside(modules, attention, names, where)):
         found = f"Attention modules of the model: {shorten(x or 'the model' for x in attention) or 'none'}"
         given = " and ".join(name for name, value in (("names", names), ("where", where)) if value is not None)
         raise SiteError(f"{given}: no attention module matches. {found}")
-    return inside
+    return {name: attention[name] for name in inside}
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def explore(
         # Short enough for a panel. Matplotlib parses text between dollar signs as a formula.
         titles = [escape_control_characters(file.stem[:12]).replace("$", r"\$") for file in loaded]
         middle = tuple(side / 2 for side in pixels.shape[2:])
-        with quiet_eval(network), capture(network, [middle], sites=sites or None) as maps:
+        with quiet_eval(network), capture(network, [middle], names=sites or None) as maps:
             network(normalize(pixels))
         for site, one in maps.items():
             width = 3.5 + 1.5 * len(one.heads)

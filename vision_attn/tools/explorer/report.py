@@ -20,7 +20,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 from vision_attn.checks import check_above
 from vision_attn.networks.capture.maps import AttentionMap
 from vision_attn.networks.capture.recording import capture
-from vision_attn.networks.contributions import branches, compute_scores, disabled, measure_branches, rms_ratio
+from vision_attn.networks.contributions import branches, compute_scores, disable_sites, measure_branches, rms_ratio
 from vision_attn.networks.network import quiet_eval, unwrap_model
 from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.networks.selection import Names
@@ -119,7 +119,7 @@ def explore_image(
     model: nn.Module, x: Tensor, sites: Names | Iterable[Names] | None, classes: Sequence[str], top: int
 ) -> dict[str, Any]:
     """Return the attention maps and predictions for one image."""
-    with capture(model, "all", sites=sites) as maps, measure_branches(model) as measures:
+    with capture(model, "all", names=sites) as maps, measure_branches(model) as measures:
         scores = predict(model, x)
     for path, one in maps.items():
         if len(one.map_size) != 2:
@@ -179,7 +179,7 @@ def predict(model: nn.Module, x: Tensor, off: Iterable[str] = ()) -> Tensor | No
         return (torch.zeros_like(y[0]), *y[1:]) if isinstance(y, tuple) else torch.zeros_like(y)
 
     plain, blocks = unwrap_model(model), branches(model)
-    with disabled(model, [path for path in off if path in blocks]), ExitStack() as hooks:
+    with disable_sites(model, [*off]), ExitStack() as hooks:
         for path in off:
             if path not in blocks:
                 hooks.enter_context(plain.get_submodule(path).register_forward_hook(zero))
