@@ -74,6 +74,10 @@ assert torch.equal(started[0], restored(images)[0])  # all weights are transferr
 trained = YOLO(again.trainer.best)
 assert va.inserted_blocks(trained.model)["model.9"].attn.proj.weight.abs().max() > 0
 before = trained.model.float().eval()(images)[0]
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator("blocks").Reload()
+assert {tag.split("/")[1] for tag in events.Tags()["scalars"]} == {"residual_ratio", "gate", "entropy"}
+assert all(one.value > 0 for tag in events.Tags()["scalars"] for one in events.Scalars(tag))
 trained.add_callback("on_pretrain_routine_end", remember)
 trained.train(trainer=WithAttention, data="squares.yaml", epochs=1, imgsz=160, batch=4, workers=0)
 assert torch.equal(started[1], before)
@@ -146,6 +150,8 @@ assert torch.allclose(padded[0], model(images)[0]) and not torch.equal(padded[1]
 restored = Classifier.load_from_checkpoint("last.ckpt").net.eval()
 assert torch.equal(net.eval()(images := torch.rand(2, 3, 64, 64)), restored(images))
 assert va.inserted_blocks(net)["layer4.1"].attn.proj.weight.abs().max() > 0
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+assert EventAccumulator(trainer.logger.log_dir).Reload().Tags()["images"] == ["layer4.1.inserted.attn"]
 """,
     "fastai": """
 assert all(block.attn.proj.weight.abs().max() > 0 for block in va.inserted_blocks(learn.model).values())
