@@ -135,18 +135,18 @@ def cifar(options):
     }  # fmt: skip
     table = {"block_options": (f"position=RelPosTable({SIDE // 2})",)}
     insertions = {
-        "in the last stage": ("attention", {"insert": ("layer3.*",)}),
-        "after two stages": ("attention", {"insert": ("layer2", "layer3"), **table}),
+        "in the last stage": ("attention", {"names": ("layer3.*",)}),
+        "after two stages": ("attention", {"names": ("layer2", "layer3"), **table}),
         "botnet": ("plain", {"model": "resnet20_botnet"}),
         "augmented": ("plain", {"model": "resnet20_augmented"}),
-        "with se": ("attention", {"model": "resnet20_se", "insert": ("layer3",)}),
-        "gating": ("attention", {"insert": ("layer3.*",), "block": "evidence:Gating", "block_options": HEADS}),
+        "with se": ("attention", {"model": "resnet20_se", "names": ("layer3",)}),
+        "gating": ("attention", {"names": ("layer3.*",), "block": "evidence:Gating", "block_options": HEADS}),
         "attention pool": ("plain", {"model": "resnet20_attention_pool"}),
     }
     insertions = {name: settings_for_variant(base, custom, recipe) for name, (base, custom) in insertions.items()}
     epochs = options.epochs or 10
     candidates = {name: {**settings, "val_fraction": 0.1, "epochs": epochs} for name, settings in insertions.items()}
-    common = {**recipe, "insert": ("layer3.*",), "epochs": epochs}
+    common = {**recipe, "names": ("layer3.*",), "epochs": epochs}
     shared = {"jobs": options.jobs, "command": f"python examples/evidence.py cifar --data {options.data}"}
     scores = compare(candidates, seeds=options.seeds or (0, 1, 2), output=f"{options.output}/ways", **shared)
     totals = {name: sum(run["top-1 %"] for run in by_seed.values()) for name, by_seed in scores.items()}
@@ -259,7 +259,7 @@ def positions(options):
     if not Path(os.environ[MAPS]).exists():
         save_maps(options.weights, canvases, os.environ[MAPS])
     common = {
-        **frozen_network(options), "data": str(canvases), "model": "cached_resnet20", "insert": ("features",),
+        **frozen_network(options), "data": str(canvases), "model": "cached_resnet20", "names": ("features",),
         "at": "after", "img_size": 2 * SIDE, "crop_padding": 0, "epochs": options.epochs or 8,
     }  # fmt: skip
     names = ("plain", "convolution", "se", "se-residual", "pooled-mlp", "large-kernel", "averaging", "attention")
@@ -282,7 +282,7 @@ def adapters(options):
     # With full attention on 32×32 positions, a step takes 40 seconds.
     windows = {"block_options": (f"pattern=Window({SIDE // 4})",)}
     for stage in ("layer1", "layer3"):
-        sites = {"insert": (f"{stage}.*",)}
+        sites = {"names": (f"{stage}.*",)}
         names = ("norm-shortcut", "se-residual", "convolution")
         variants = {name: settings_for_variant(name, sites, common) for name in names}
         custom = {**sites, **(windows if stage == "layer1" else {})}

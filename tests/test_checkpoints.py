@@ -517,7 +517,7 @@ def test_training_can_start_from_weights_with_keys_of_another_package(tmp_path):
     names = efficientnet_pytorch_names(source)
     path = save({names[key]: value for key, value in source.state_dict().items()}, tmp_path)
     data = SimpleNamespace(name="images", classes=data, pixels=None)
-    given = {"model": "tf_efficientnet_b0", "weights": path, "img_size": 64, "insert": "blocks.4"}
+    given = {"model": "tf_efficientnet_b0", "weights": path, "img_size": 64, "names": "blocks.4"}
     with pytest.raises(va.errors.CheckpointError, match="--rename efficientnet-pytorch"):
         build_network(Settings(**given), data, print)
     model = build_network(Settings(**given, rename="efficientnet-pytorch"), data, print).model

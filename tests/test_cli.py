@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from vision_attn.networks.checkpoints import folder
 from vision_attn.networks.models import create_model
 from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools import cli
-from vision_attn.tools.cli.commands import parse_settings
+from vision_attn.tools.cli.flags import Train, merge_settings, parse
 from vision_attn.tools.cli.visualize import open_network
 from vision_attn.tools.training.settings import Settings, write_settings
 
@@ -96,21 +96,21 @@ def test_without_a_command_all_commands_are_listed(capsys):
     ("arguments", "code", "message"),
     [
         (["train", "--lable-smoothing=0.1"], 2, "--label-smoothing"),
-        (["train", "--insert", "layer9"], 2, "error: --insert: "),
-        (["train", "--model", "None"], 2, "error: --model is required: "),
-        (["train", "--epochs", "0"], 2, "error: --epochs: "),
-        (["train", "--weights", "a.pth", "--pretrained"], 2, "error: --weights cannot be combined with --pretrained"),
-        (["compare", "--data", "empty"], 2, "error: --model is required: "),
-        (["compare", "--varients", "plain"], 2, "error: unknown flag --varients. Did you mean --variants?"),
+        (["train", "--names", "layer9"], 2, "error: names: no module matches 'layer9'"),
+        (["train", "--model", "None"], 2, "error: model is required: "),
+        (["train", "--epochs", "0"], 2, "error: epochs: "),
+        (["train", "--weights", "a.pth", "--pretrained"], 2, "error: weights cannot be combined with pretrained"),
+        (["compare", "--data", "empty"], 2, "error: model is required: "),
+        (["compare", "--varients", "plain"], 2, "--variants VARIANT"),
         (["train", "--weights", "hostile.pth"], 1, "'posix.system'"),
         (["train", "--weights", "other.pth"], 1, "7 classes, the model has 3"),
         (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # not writable for root
         (["predict", RUN, "empty"], 1, "empty contains no images"),
         (["predict", RUN, "broken.png"], 1, "broken.png"),
         (["predict", RUN, "missing.png"], 1, "missing.png"),
-        (["evaluate", RUN], 2, "--data"),
+        (["evaluate", RUN], 2, "data is required"),
         (["explore", "IMAGE", "--model", "resnet20"], 2, "resnet20 has no attention"),
-        (["explore", "IMAGE", "--model", RUN, "--adapter", "a"], 2, "--adapter "),
+        (["explore", "IMAGE", "--model", RUN, "--adapter", "a"], 2, "adapter "),
         (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "Window"),
     ],
     ids=lambda value: " ".join(map(str, value[:4])) if isinstance(value, list) else "",
@@ -215,10 +215,10 @@ def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, m
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [
-        (("-o", "net.pth"), 2, r"--output must end in \.onnx, .* got 'net\.pth'"),
-        (("-o", "net.pte", "--dynamic", "size"), 2, "--dynamic: ExecuTorch does not support a dynamic size"),
-        (("-o", "net.onnx", "--input-size", "0"), 2, "--input-size must be .* got 0"),
-        (("-o", "net.pt2", "--int8", "EMPTY"), 2, r"--int8 requires an \.onnx file"),
+        (("-o", "net.pth"), 2, r"output must end in \.onnx, .* got 'net\.pth'"),
+        (("-o", "net.pte", "--dynamic", "size"), 2, "dynamic: ExecuTorch does not support a dynamic size"),
+        (("-o", "net.onnx", "--img-size", "0"), 2, "img_size must be .* got 0"),
+        (("-o", "net.pt2", "--int8", "EMPTY"), 2, r"int8 requires an \.onnx file"),
         (("-o", "net.onnx", "--int8", "EMPTY"), 1, "EMPTY: expected CLASS/IMAGE .* got 0"),
         (("-o", "file/net.onnx"), 1, "'.*/file'"),
         (
@@ -243,7 +243,7 @@ def test_unsupported_exports_are_one_line_errors_and_write_no_file(
 
 @pytest.mark.slow
 def test_export_passes_its_flags(capsys, tmp_path):
-    flags = ("--input-size", "40", "48", "--dynamic", "size", "--no-normalize")
+    flags = ("--img-size", "40", "48", "--dynamic", "size", "--no-normalize")
     code, out, _ = run(capsys, "export", RUN, "-o", tmp_path / "net.pt2", *flags)
     assert code == 0
     assert "input (1, 3, height, width), traced at 40×48, pixels normalized with mean and std" in out
@@ -251,34 +251,38 @@ def test_export_passes_its_flags(capsys, tmp_path):
 
 
 def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, image_folder):
-    importlib.import_module("vision_attn.tools.training.run")
-    training = sys.modules["vision_attn.tools.training"]  # monkeypatch restores its attributes
-    for name in [name for name in sys.modules if name.startswith("vision_attn.tools.training.")]:
-        monkeypatch.setattr(training, name.rpartition(".")[2], sys.modules[name])
-        monkeypatch.delitem(sys.modules, name)
+    module = importlib.import_module("vision_attn.tools.training.run")
+    monkeypatch.setattr(sys.modules["vision_attn.tools.training"], "run", module)  # restored after the test
+    monkeypatch.delitem(sys.modules, "vision_attn.tools.training.run")
     monkeypatch.setitem(sys.modules, "accelerate", None)
     code, _, err = run(capsys, "train", "--data", image_folder / "train", "--model", "resnet20")
-    assert (code, err.count("\n")) == (1, 1)
+    assert (code, err.count("\n")) == (1, 1), err
     assert "accelerate" in err
     assert 'pip install ".[train' in err
 
 
 def test_flags_override_the_settings_of_another_run(tmp_path):
-    other = Settings(data="images", insert=("layer3", "layer2"), lr=0.3, class_weights=True, seed=3, output="x")
+    other = Settings(data="images", names=("layer3", "layer2"), lr=0.3, class_weights=True, seed=3, output="x")
     (tmp_path / "settings.yaml").write_bytes(write_settings(other))
-    line = ["--config", str(tmp_path / "settings.yaml"), "--insert", "layer1", "--no-class-weights", "--lr", "None"]
-    found = parse_settings(line, "vision-attn train")
-    assert (found.insert, found.lr, found.class_weights, found.seed) == (("layer1",), None, False, 3)
+
+    def parsed(*words):
+        found, given = parse(Train, [*words], "train")
+        return merge_settings(found.config, given)
+
+    found = parsed("--config", str(tmp_path), "--names", "layer1", "--no-class-weights", "--lr", "None")
+    assert (found.names, found.lr, found.class_weights, found.seed) == (("layer1",), None, False, 3)
     assert found.output is None
-    found = parse_settings(["--resume", str(tmp_path), "--epochs", "40", "-o", "x"], "vision-attn train")
-    assert (found.resume, found.lr, found.epochs, str(found.output)) == (str(tmp_path), 0.3, 40, "x")
-    assert parse_settings([f"--config={tmp_path / 'settings.yaml'}"], "vision-attn train").lr == 0.3
-    assert parse_settings(["--resume", "auto"], "vision-attn train").resume == "auto"
+    found = parsed(f"--config={tmp_path / 'settings.yaml'}", "--epochs=30", "--hflip", "0.5", "-o", "x")
+    assert (found.epochs, found.lr, str(found.output)) == (30, 0.3, "x")
+    assert (parsed("--config", str(tmp_path), "--stages", "-2").names) == (), "one way to choose replaces the other"
+    other = replace(other, epochs=9)
+    (tmp_path / "settings.yaml").write_bytes(write_settings(other))
+    assert parsed("--config", str(tmp_path), "--epochs", "30").epochs == 30, "a flag with the default value"
 
 
 def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_path):
     torch.save(create_model("resnet20", num_classes=3).state_dict(), tmp_path / "zoo.pth")
-    given = "--weights", tmp_path / "zoo.pth", "--insert", "layer3", "--freeze-backbone"
+    given = "--weights", tmp_path / "zoo.pth", "--names", "layer3", "--freeze-backbone"
     code, out, err = train(capsys, image_folder, tmp_path, *given)
     assert (code, err) == (0, "")
     printed = "layer3.2  AttentionBlock2d", "128 tensors loaded", "7 keys not expected in the checkpoint"
@@ -289,7 +293,7 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     code, out, err = run(capsys, "evaluate", tmp_path / "run")
     assert (code, err) == (0, "")
     assert logged in out.splitlines()
-    flags = "--model", "resnet20", "--weights", tmp_path / "zoo.pth", "--data", image_folder, "--insert", "-1"
+    flags = "--model", "resnet20", "--weights", tmp_path / "zoo.pth", "--data", image_folder, "--stages", "-1"
     assert "residual ratio 0.0000" in run(capsys, "evaluate", *flags)[1]
 
     images = image_folder / "val" / "red" / "1.png", image_folder / "val" / "blue"
@@ -398,12 +402,12 @@ def test_swapped_arguments_are_named(capsys, image_folder):
 
 
 def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
-    flags = "--input-size", 16, 32, "--num-heads", 4, "--pattern", "va.Window(4)"
+    flags = "--img-size", 16, 32, "--num-heads", 4, "--pattern", "va.Window(4)"
     code, out, err = run(capsys, "inspect", "resnet20", *flags)
     assert (code, err) == (0, "")
     assert out.startswith("3 blocks not inserted, for an input of 3×16×32\n")
     assert "layer3.2 AttentionBlock2d 64 4×8 32 " in " ".join(out.split())
-    assert " 8×8 " in run(capsys, "inspect", "resnet20", "--input-size", 32)[1]
+    assert " 8×8 " in run(capsys, "inspect", "resnet20", "--img-size", 32)[1]
 
 
 def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path):
@@ -415,7 +419,7 @@ def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path)
     assert f"wrote {tmp_path / 'page.html'} (" in out
     assert all(word in page for word in ("layer3.2.inserted.attn", '"title": "0.png"', '"note": ""'))
     assert not list(tmp_path.glob("**/*.png"))
-    code, out, err = run(capsys, *explore, "--sites", "layer3.[12].*", "--png", tmp_path / "maps")
+    code, out, err = run(capsys, *explore, "--names", "layer3.[12].*", "--png", tmp_path / "maps")
     assert (code, err) == (0, "")
     assert f"wrote 2 PNG images to {tmp_path / 'maps'}" in out
     found = sorted((tmp_path / "maps").iterdir())

@@ -90,10 +90,10 @@ def test_tables_have_intervals_for_differences_that_vary(values):
 
 def test_block_settings_apply_to_the_variants_that_accept_them():
     common = {"weights": "net.pth", "attention_lr": 0.1, "freeze_backbone": True, "at": "before", "lr": 0.2}
-    common |= {"insert": ("layer3",), "block_options": ("gate_init=1", "position=Rope2d()", "num_heads=2")}
+    common |= {"names": ("layer3",), "block_options": ("gate_init=1", "position=Rope2d()", "num_heads=2")}
     variants = {name: Settings(**settings_for_variant(name, {}, common)) for name in VARIANTS}
     assert variants.pop("plain") == Settings(weights="net.pth", lr=0.2)
-    assert {(one.attention_lr, one.at, one.insert) for one in variants.values()} == {(0.1, "before", ("layer3",))}
+    assert {(one.attention_lr, one.at, one.names) for one in variants.values()} == {(0.1, "before", ("layer3",))}
     attention = ("gate_init=1", "position=Rope2d()", "num_heads=2")
     for name, block, options in (
         ("large-kernel", "ConvBlock2d", ("gate_init=1", "kernel_size=13")),
@@ -119,7 +119,7 @@ def test_block_settings_apply_to_the_variants_that_accept_them():
 def test_a_comparison_resumes_where_it_was_interrupted(image_folder, tmp_path, monkeypatch, capsys):
     def two_variants(**further):
         common = {"data": image_folder, "model": "tiny", "device": "cpu", "epochs": 2, "batch_size": 36, **further}
-        common = recipe({**common, "insert": ("layer2",), "block_options": ("num_heads=4",)})
+        common = recipe({**common, "names": ("layer2",), "block_options": ("num_heads=4",)})
         rope = settings_for_variant("attention", {"block_options": ("position=Rope2d()",)}, common)
         return {"plain": settings_for_variant("plain", {}, common), "rope": rope}
 
@@ -175,6 +175,7 @@ def test_accuracies_and_changes_are_percentages(tmp_path, monkeypatch):
 
     ablation = SimpleNamespace(predictions_changed=3, images=12)
     result = SimpleNamespace(model=torch.nn.Conv2d(3, 4, 1), input_size=(3, 8, 8), ablation=ablation)
+    result.settings = Settings(batch_size=4)
     result.history, result.final = [{"images_per_second": 5}], SimpleNamespace(top1=40.0)
     monkeypatch.setattr(comparison_runs, "run_training", lambda settings: result)
     (tmp_path / "plain-0").mkdir()

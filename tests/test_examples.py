@@ -314,7 +314,9 @@ def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, pl
         built[name] = settings, list(va.inserted_blocks(model).values())
         final = SimpleNamespace(top1=50.0)
         rows, size = [{"images_per_second": 1}], (3, 32, 32)
-        return SimpleNamespace(model=model, input_size=size, history=rows, ablation=None, final=final)
+        return SimpleNamespace(
+            settings=settings, model=model, input_size=size, history=rows, ablation=None, final=final
+        )
 
     monkeypatch.setattr(runs, "run_training", build)
     (tmp_path / "data").mkdir()

@@ -62,7 +62,7 @@ class Breaks(nn.Conv2d):
 
 
 TRAIN = "train --data {images} --model tiny --img-size 32 --epochs 1 --batch-size 8 --device cpu --output {folder}/run"
-TRAIN += " --insert layer2"
+TRAIN += " --names layer2"
 
 
 @pytest.mark.parametrize(

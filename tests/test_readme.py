@@ -28,6 +28,7 @@ from vision_attn.networks.capture import figures
 from vision_attn.networks.convert import equations
 from vision_attn.networks.convert.conversion import CONVERSIONS
 from vision_attn.tools import cli
+from vision_attn.tools.cli import flags
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -201,13 +202,12 @@ def commands(text):
 
 
 def parse(name, *words):
-    """Parse a command line without running it; raise SystemExit if it is wrong."""
+    """Parse a command line without running it; raise SystemExit or an error if it is wrong."""
     if name in cli.PLAIN:
         tyro.cli(functools.wraps(cli.PLAIN[name])(lambda *arguments, **flags: None), args=words)
-        return
-    if name == "compare":
-        _, words = tyro.cli(cli.commands.Comparison, args=words, return_unknown_args=True)
-    cli.commands.parse_settings([*words[name == "evaluate" :]], name)
+    else:
+        _, given = flags.parse(getattr(flags, name.title()), [*words], name)
+        flags.merge_settings(None, given)
 
 
 def test_the_commands_can_be_parsed():

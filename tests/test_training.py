@@ -4,7 +4,7 @@ import copy
 import csv
 import math
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ from vision_attn.tools.training.folder import numbered_folder
 from vision_attn.tools.training.loop import Progress, Trainer
 from vision_attn.tools.training.network import build_network
 from vision_attn.tools.training.run import evaluate, make_accelerator, run_training
-from vision_attn.tools.training.settings import Settings, read_settings, write_settings
+from vision_attn.tools.training.settings import Settings, make_settings, read_settings, write_settings
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -48,7 +48,7 @@ SOURCE = noise(32, "blue", "green", "red")
 def base(image_folder, tmp_path):
     """Return settings for a short run of a small network with four steps per epoch."""
     return Settings(
-        data=image_folder, model="tiny", img_size=16, insert="layer1", epochs=3, batch_size=16, lr=0.05,
+        data=image_folder, model="tiny", img_size=16, names="layer1", epochs=3, batch_size=16, lr=0.05,
         crop_padding=2, clip_grad=5.0, device="cpu", output=tmp_path / "run",
     )  # fmt: skip
 
@@ -84,9 +84,9 @@ def test_settings_are_restored_from_their_file_except_call_settings(base, tmp_pa
     settings = replace(base, mean=(0.1,) * 3, std=(1e-5,) * 3, seed=3, decay_epochs=(1, 2), amp="no")
     file.write_bytes(write_settings(settings))
     assert read_settings(tmp_path, ()) == replace(settings, output=None)
-    file.write_text("lr: 1e-3\nepochs: 5\ninsert: layer3")
-    assert read_settings(file, ()) == Settings(lr=0.001, epochs=5, insert=("layer3",))
-    file.write_text(f"block: {OURS}\ninsert: [layer3]\ndownload: true")  # code only if the caller passes it too
+    file.write_text("lr: 1e-3\nepochs: 5\nnames: layer3")
+    assert read_settings(file, ()) == Settings(lr=0.001, epochs=5, names=("layer3",))
+    file.write_text(f"block: {OURS}\nnames: [layer3]\ndownload: true")  # code only if the caller passes it too
     found = read_settings(tmp_path, ("block",))
     assert (found.block, found.download) == (OURS, False)
 
@@ -112,24 +112,24 @@ def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_pat
     [
         ({"warmup_epochs": 3}, "warmup_epochs .* epochs=3, got 3"),
         ({"weights": "a.pth", "pretrained": True}, "weights cannot be combined with pretrained=True"),
-        ({"mean": (0.5,) * 3}, "mean requires std="),
+        ({"mean": (0.5,) * 3}, "mean requires std"),
         ({"sched": "step"}, "decay_epochs .* sched=step"),
         ({"lr": math.nan, "epochs": 0}, "epochs: .* 1, got 0; lr: "),
         ({"hflip": -0.5}, r"hflip: .* 0, got -0\.5"),
         ({"reprob": 1.5}, r"reprob: .* 1, got 1\.5"),
         ({"model": "resnet21"}, r"'resnet21' does not exist\. Did you mean .*resnet20"),
-        ({"model": "vit_tiny_patch16_224", "insert": (), "img_size": 64}, "64×64.*--img-size"),
+        ({"model": "vit_tiny_patch16_224", "names": (), "img_size": 64}, "64×64.*--img-size"),
         ({"block_options": "pos=Rope2d()"}, "block_options .*'pos'"),
         ({"block_options": ("num_heads=4", "num_heads=2")}, "block_options .*'num_heads=2'"),
         ({"block": "vision_attn:Nothing"}, "block .*MODULE:CLASS, got 'vision_attn:Nothing'"),
         ({"batch_size": 100}, "batch_size .* 72, .* got 100"),
         ({"batch_size": 15, "mixup": 1.0}, "batch_size .* 2, got 15"),
         ({"weights": "x.pth", "rename": "efficientnet"}, "rename: .*'efficientnet-pytorch', got 'efficientnet'"),
-        ({"rename": "efficientnet-pytorch"}, "rename requires weights="),
+        ({"rename": "efficientnet-pytorch"}, "rename requires weights"),
         ({"opt": "lion", "lr": None}, "lr .*=lion"),
         ({"device": "cuda"}, "device=cuda requires a CUDA device"),
         ({"amp": "float16"}, "amp=float16 requires a CUDA device"),
-        ({"freeze_backbone": True, "insert": ()}, "nothing to train"),
+        ({"freeze_backbone": True, "names": ()}, "nothing to train"),
         ({"aa": "rand-x9"}, "aa: .*rand-m9-mstd0.5, got 'rand-x9'"),
         ({"resume": "nothing"}, "output .*resume=nothing, got .*run"),
         ({"resume": "nothing", "output": None}, "resume: nothing does not contain a run"),
@@ -140,7 +140,7 @@ def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_pat
 def test_invalid_settings_are_one_line_errors(base, options, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
-        run_training(Settings(**{**{field.name: getattr(base, field.name) for field in fields(base)}, **options}))
+        run_training(make_settings(**{**vars(base), **options}))
     assert "\n" not in str(caught.value)
     assert not (base.output / "state").exists()
 
@@ -231,8 +231,8 @@ def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
 def test_a_run_stops_early_without_improvement(base, monkeypatch):
     scores, lines, original = iter([0.0, 40.0, 50.0, 50.0, 45.0, 60.0, 60.0]), [], Evaluation.__call__
 
-    def evaluated(evaluation, model):
-        found, predictions = original(evaluation, model)
+    def evaluated(evaluation, model, off=()):
+        found, predictions = original(evaluation, model, off)
         return replace(found, top1=next(scores)), predictions
 
     monkeypatch.setattr(Evaluation, "__call__", evaluated)
@@ -248,8 +248,8 @@ def test_blocks_that_lower_the_accuracy_of_the_best_network_are_reported(base, m
     # before and after two epochs, then without blocks in the last and in the best epoch
     scores, lines, original = iter([10.0, 60.0, 50.0, 55.0, 70.0]), [], Evaluation.__call__
 
-    def evaluated(evaluation, model):
-        found, predictions = original(evaluation, model)
+    def evaluated(evaluation, model, off=()):
+        found, predictions = original(evaluation, model, off)
         return replace(found, top1=next(scores)), predictions
 
     monkeypatch.setattr(Evaluation, "__call__", evaluated)
@@ -332,7 +332,7 @@ def test_accumulated_gradients_are_those_of_the_complete_batch(base, monkeypatch
     found = []
     for parts in (1, 4):
         # No batch norms, whose statistics depend on the micro-batch.
-        trainer = make_trainer(base, model="test_efficientnet_gn", insert="blocks.1", grad_accum_steps=parts)
+        trainer = make_trainer(base, model="test_efficientnet_gn", names="blocks.1", grad_accum_steps=parts)
         start, sizes = copied(trainer.model), []
         trainer.model.conv_stem.register_forward_pre_hook(lambda module, args, sizes=sizes: sizes.append(len(args[0])))
         losses = [trainer.step(*batch(), 0, number).item() for number in range(2)]
@@ -427,13 +427,13 @@ def test_blocks_are_inserted_from_the_settings(base):
     assert (found.num_heads, type(found.position).__name__) == (2, "RotaryEncoding")
     assert block(block=OURS, block_options="num_heads=4").attn.num_heads == 4
     assert "layer1.0  Att" in str(build_network(replace(base, at="before", model="resnet20"), SOURCE, quiet))
-    by_index = build_network(replace(base, insert=1), SOURCE, quiet).model
+    by_index = build_network(replace(base, names=(), stages=1), SOURCE, quiet).model
     assert [site.partition(".")[0] for site in va.inserted_blocks(by_index)] == ["layer2"]
-    assert build_network(replace(base, insert=()), SOURCE, quiet).report is None
+    assert build_network(replace(base, names=()), SOURCE, quiet).report is None
 
 
 def test_a_network_has_the_size_of_the_data_and_the_statistics_and_crop_of_the_settings(base):
-    plain = replace(base, model="test_resnet", insert=(), img_size=None, mean=(0.5,) * 3, std=(0.2,) * 3)
+    plain = replace(base, model="test_resnet", names=(), img_size=None, mean=(0.5,) * 3, std=(0.2,) * 3)
     for crop, fraction in (("pad", 1.0), ("resized", 0.95)):
         found = build_network(replace(plain, crop=crop, drop_path=0.3), SOURCE, quiet)
         config = found.model.pretrained_cfg
@@ -455,7 +455,7 @@ def test_a_frozen_backbone_is_unchanged_and_its_adapter_restores_the_network(bas
     va.load_checkpoint_(model, file, skip=["fc.*"])
     va.load_adapter_(model, base.output / "adapter.safetensors")
     assert_same(model.state_dict(), found)
-    run_training(replace(settings, insert=(), output=tmp_path / "plain"), log=quiet)
+    run_training(replace(settings, names=(), output=tmp_path / "plain"), log=quiet)
     assert changed_keys(given, va.load_model(tmp_path / "plain").state_dict()) == {"fc.weight", "fc.bias"}
     assert not (tmp_path / "plain" / "adapter.safetensors").exists()
 
@@ -465,7 +465,7 @@ def test_pretrained_weights_for_other_classes_have_a_new_head(monkeypatch):
         "vision_attn.tools.training.network.create_model", lambda name, pretrained, **how: create_model(name, **how)
     )
     settings = Settings(
-        data="images", model="resnet20", pretrained=True, freeze_backbone=True, insert="layer3", device="cpu"
+        data="images", model="resnet20", pretrained=True, freeze_backbone=True, names="layer3", device="cpu"
     )
     network = build_network(settings, SOURCE, quiet)
     assert network.new_head == ("fc.*",)

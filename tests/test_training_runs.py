@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 def base(image_folder, tmp_path):
     """Return settings for a short run with four steps per epoch and all components that are random or have a state."""
     return Settings(
-        data=image_folder, model="tiny", img_size=16, insert="layer1", epochs=2, batch_size=16, opt="adamw", lr=0.002,
+        data=image_folder, model="tiny", img_size=16, names="layer1", epochs=2, batch_size=16, opt="adamw", lr=0.002,
         crop_padding=2, warmup_epochs=0.5, clip_grad=5.0, ema=0.9, device="cpu", output=tmp_path / "run",
     )  # fmt: skip
 
@@ -391,7 +391,7 @@ def test_two_processes_train_as_one(base, tmp_path):
     # No batch norms, whose statistics depend on the images of each process.
     torch.save(create_model("test_efficientnet_gn", num_classes=3).state_dict(), tmp_path / "base.pth")
     base = replace(
-        base, model="test_efficientnet_gn", insert="blocks.1", weights=tmp_path / "base.pth", opt="sgd", lr=0.005,
+        base, model="test_efficientnet_gn", names="blocks.1", weights=tmp_path / "base.pth", opt="sgd", lr=0.005,
         attention_lr=0.02, grad_accum_steps=2, crop_padding=0, hflip=0.0,
     )  # fmt: skip
     result = run_training(base, log=lambda line: None)

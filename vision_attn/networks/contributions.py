@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -126,9 +126,8 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     if not sites:
         raise ValueError(NO_BLOCK)
 
-    def ablate(off: Collection[str]) -> Ablation:
-        with disable_sites(model, off):
-            ablated = compute_scores(model, images)
+    def ablate(off: Iterable[str]) -> Ablation:
+        ablated = compute_scores(model, images, off)
         if scores is None or ablated is None:
             return Ablation(predictions_changed=None, loss=None)
         rise = None if labels is None else float(F.cross_entropy(ablated, labels) - F.cross_entropy(scores, labels))
@@ -207,10 +206,22 @@ def split_batch(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor]
     return batch[0], batch[1]
 
 
-def compute_scores(model: nn.Module, images: Tensor | list[Tensor]) -> Tensor | None:
-    """Return the scores ``(b, classes, …)`` of a model, or None if the output contains no scores."""
+def compute_scores(model: nn.Module, images: Tensor | list[Tensor], off: Iterable[str] = ()) -> Tensor | None:
+    """Return the scores ``(b, classes, …)`` of a model, or None if the output contains no scores.
+
+    Blocks in ``off`` return their input unchanged, and other modules in ``off`` return zeros.
+    """
+
+    def zero(module: nn.Module, args: Any, y: Any) -> Any:
+        return (torch.zeros_like(y[0]), *y[1:]) if isinstance(y, tuple) else torch.zeros_like(y)
+
+    plain, blocks, off = unwrap_model(model), branches(model), list(off)
     try:
-        output = unwrap_model(model)(images)
+        with disable_sites(model, [site for site in off if site in blocks]), ExitStack() as hooks:
+            for site in off:
+                if site not in blocks:
+                    hooks.enter_context(plain.get_submodule(site).register_forward_hook(zero))
+            output = plain(images)
     except TypeError as error:
         expected = "a batch of images, or a pair of images and labels, for a model with one input"
         raise ValueError(f"batch must be {expected}. The model does not run on it ({error})") from error

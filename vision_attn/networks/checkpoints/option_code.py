@@ -64,7 +64,7 @@ def parse_option(word: str) -> Any:
     ('rows', Grid(size=7), 'b n d h w -> (b w) n h d', 0.5)
     """
     is_text = "->" in word or (word.isidentifier() and not keyword.iskeyword(word))
-    return word if is_text else from_code(word)
+    return word if is_text else from_code(word.removeprefix("va."))
 
 
 def eval_node(node: ast.expr) -> Any:

@@ -11,18 +11,16 @@ from __future__ import annotations
 import difflib
 import io
 import os
-import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import tyro
 
-from vision_attn.errors import CheckpointError, DataError, Interrupted, VisionAttnError
+from vision_attn.errors import CheckpointError, Interrupted, VisionAttnError
 from vision_attn.text import INSTALL, escape_control_characters
 from vision_attn.tools.cli import commands
 from vision_attn.tools.cli.commands import compare, demo, evaluate, export, inspect, predict, train
@@ -52,16 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(name: str, words: list[str]) -> int:
     """Run the command of this name, or list all commands; return an exit status."""
-    if name in COMMANDS:
-        try:
-            if name in PLAIN:
-                tyro.cli(PLAIN[name], args=words, prog=f"vision-attn {name}")
-            else:
-                WITH_SETTINGS[name](words)
-        except (DataError, FileNotFoundError, ValueError) as error:
-            if len(error.args) == 1:
-                error.args = (replace_names_with_flags(str(error), name),)
-            raise
+    if name in PLAIN:
+        tyro.cli(PLAIN[name], args=words, prog=f"vision-attn {name}")
+    elif name in WITH_SETTINGS:
+        WITH_SETTINGS[name](words)
     elif name == "--version":
         print(f"vision-attn {__version__}")
     else:
@@ -75,31 +67,6 @@ def run_command(name: str, words: list[str]) -> int:
         print("\n".join(lines), file=sys.stderr if status else sys.stdout)
         return status
     return 0
-
-
-def replace_names_with_flags(message: str, command: str) -> str:
-    """Replace argument names in an error message with the flags of a command.
-
-    Names are replaced at the start of the message and before an equals sign.
-
-    >>> replace_names_with_flags("val_fraction requires data=…", "train")
-    '--val-fraction requires --data'
-    """
-    if command in PLAIN:
-        parameters = signature(PLAIN[command]).parameters.values()
-        flags = {one.name: one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY}
-    else:
-        from vision_attn.tools.training.settings import Settings
-
-        flags = {name: name for name in (*Settings.__annotations__, *commands.Comparison.__annotations__)}
-        flags |= {"names": "insert", "stages": "insert"}
-
-    def flag(found: re.Match[str]) -> str:
-        return "--" + flags[found[1]].replace("_", "-")
-
-    names = "|".join(flags)
-    message = re.sub(rf"(?:^|(?<=; )|(?<=Error: ))({names})(?=[ :])", flag, message)
-    return re.sub(rf"(?<![\w.-])({names})=(True\b|…)?", lambda found: flag(found) + ("" if found[2] else " "), message)
 
 
 def print_warning(program: str, message: Warning | str, *where: Any, **options: Any) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
-import sys
-from dataclasses import dataclass, replace
-from inspect import cleandoc
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-import tyro
 from tyro.conf import Positional, arg
 
 from vision_attn.text import escape_control_characters
@@ -21,9 +17,6 @@ from vision_attn.tools.hints import hint
 Run = Annotated[Positional[Path], arg(metavar="RUN")]
 Device = Annotated[Literal["cpu", "cuda"] | None, hint("{cpu,cuda}", "default: cuda if available")]
 
-if TYPE_CHECKING:
-    from vision_attn.tools.training.settings import Settings
-
 
 def print_escaped(text: object) -> None:
     """Print lines with escaped control characters, which names and text from files may contain."""
@@ -33,7 +26,7 @@ def print_escaped(text: object) -> None:
 def inspect(
     model: Annotated[Positional[str], arg(metavar="MODEL")],
     /,
-    input_size: Annotated[tuple[int, ...], hint("SIDE | HEIGHT WIDTH", "default: size of the model, or 224")] = (),
+    img_size: Annotated[tuple[int, ...], hint("SIDE | HEIGHT WIDTH", "default: size of the model, or 224")] = (),
     num_heads: Annotated[int | None, hint("INT", "default: largest divisor of the channels, at most 8")] = None,
     pattern: str = "full",
 ) -> None:
@@ -41,7 +34,7 @@ def inspect(
 
     Args:
         model: Name of a timm model or of a model of this library, or torchvision:NAME.
-        input_size: Side, or height and width, of the input images in pixels.
+        img_size: Side, or height and width, of the input images in pixels.
         num_heads: Number of attention heads.
         pattern: Attention pattern: full, rows, columns, 'Window(7)' or another pattern, or an einx expression.
     """
@@ -52,10 +45,10 @@ def inspect(
 
     options: dict[str, Any] = {} if num_heads is None else {"num_heads": num_heads}
     if pattern != "full":
-        options["pattern"] = parse_option(pattern.removeprefix("va."))
+        options["pattern"] = parse_option(pattern)
     network = create_network(model)
-    if input_size:
-        sides = input_size * 2 if len(input_size) == 1 else input_size
+    if img_size:
+        sides = img_size * 2 if len(img_size) == 1 else img_size
         options["example_input"] = (*make_example(network).shape[:2], *sides)
     print_escaped(insert_(network, dry_run=True, **options))
 
@@ -145,7 +138,7 @@ def export(
     run: Run,
     /,
     output: Output,
-    input_size: Annotated[tuple[int, ...], hint("SIDE | HEIGHT WIDTH", "default: size of the model")] = (),
+    img_size: Annotated[tuple[int, ...], hint("SIDE | HEIGHT WIDTH", "default: size of the model")] = (),
     dynamic: Annotated[
         tuple[Literal["batch", "size"], ...] | None,
         hint("{batch,size} ...", "default: batch; none for .tflite and .pte"),
@@ -159,7 +152,7 @@ def export(
         run: Folder of a training run, folder written by va.save_model, or hf-hub:OWNER/NAME.
         output: File to write: .onnx, .pt2 (torch.export), .aoti.pt2 (AOTInductor), .xml (OpenVINO), .tflite (LiteRT)
             or .pte (ExecuTorch).
-        input_size: Side, or height and width, of the input images in pixels.
+        img_size: Side, or height and width, of the input images in pixels.
         dynamic: Dimensions of the input that may vary between calls.
         int8: Folder with train/CLASS/IMAGE and val/CLASS/IMAGE, for quantization to 8 bits.
         normalize: Include the normalization in the file, so that it accepts pixels in 0…1.
@@ -167,42 +160,23 @@ def export(
     from vision_attn.tools.export.export import export_model
 
     options: dict[str, Any] = {"dynamic": dynamic, "int8": int8, "normalize": normalize}
-    if input_size:
-        options["input_size"] = input_size[0] if len(input_size) == 1 else input_size
+    if img_size:
+        options["img_size"] = img_size[0] if len(img_size) == 1 else img_size
     print_escaped(export_model(load_run(run), output, **options))
 
 
-def parse_flag_names(words: list[str]) -> list[str]:
-    """Return the names of the settings on a command line."""
-    return [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
-
-
-def parse_settings(words: list[str], prog: str, default: Any = None, description: str | None = None) -> Settings:
-    """Parse settings; flags override the settings of the file of ``--config`` or the run of ``--resume``."""
-    from vision_attn.tools.training.settings import PlainErrors, Settings, read_settings
-
-    given = parse_flag_names(words)
-    forms = [word.split("=", 1) if word.startswith(("--config=", "--resume=")) else [word] for word in words]
-    words = [word for form in forms for word in form]
-    for flag in ("--config", "--resume"):
-        if flag in words[:-1]:
-            index = words.index(flag)
-            if words[index + 1] != "auto":
-                default = read_settings(Path(words[index + 1]), given)
-            if flag == "--config":
-                del words[index : index + 2]
-    PlainErrors.error = RuntimeError
-    try:
-        return tyro.cli(Settings, args=words, default=default, prog=prog, description=description)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from None
-    finally:
-        PlainErrors.error = ValueError
-
-
 def train(words: list[str]) -> None:
-    """Train an image classifier, with or without inserted attention."""
-    settings = parse_settings(words, "vision-attn train")
+    """Train an image classifier, with or without inserted attention.
+
+    Example: vision-attn train --data flowers --model resnet18 --pretrained --stages -2 --freeze-backbone
+
+    Ctrl-C saves the run, and --resume continues it.
+    """
+    from vision_attn.tools.cli.flags import Train, merge_settings, parse
+
+    found, given = parse(Train, words, "train", train.__doc__)
+    resume = given.get("resume", "auto")
+    settings = merge_settings(found.config or (None if resume == "auto" else Path(resume)), given)
 
     from vision_attn.tools.training.run import run_training
 
@@ -210,73 +184,52 @@ def train(words: list[str]) -> None:
 
 
 def evaluate(words: list[str]) -> None:
-    """Evaluate a saved run, or a model described by training flags.
+    """Evaluate a saved run, or a model described by flags.
 
     Examples:
         vision-attn evaluate runs/train-1
         vision-attn evaluate --data flowers --model resnet18 --weights flowers.pth
     """
-    from vision_attn.tools.training.settings import read_settings
+    from vision_attn.tools.cli.flags import Evaluate, merge_settings, parse
 
-    path, default = None, None
-    if words and not words[0].startswith("-"):
-        path, words = Path(words[0]), words[1:]
-        if not (path / "config.json").is_file():
-            default = replace(read_settings(path, parse_flag_names(words)), freeze_backbone=False)
-    settings = parse_settings(words, "vision-attn evaluate", default, cleandoc(str(evaluate.__doc__)))
+    found, given = parse(Evaluate, words, "evaluate", evaluate.__doc__)
+    run: Path | None = found.run
+    settings = merge_settings(run if run and (run / "settings.yaml").is_file() else None, given)
 
-    from vision_attn.tools.training import run
+    from vision_attn.tools.training import run as runs
 
-    run.evaluate(settings, path, log=print_escaped)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Compare blocks over several seeds, with confidence intervals.
-
-    The flags of vision-attn train apply to all variants. Without a data set, the variants are compared on the task of
-    vision-attn demo. Run the same command again to resume a comparison.
-
-    Example: vision-attn compare --data flowers --model resnet18 --pretrained --insert layer3
-    """
-
-    # Variants to compare: names, or NAME=VARIANT FLAGS such as 'rope=attention --block-options position=Rope2d()'.
-    variants: Annotated[tuple[str, ...], hint("VARIANT [VARIANT ...]")] = ("plain", "convolution", "se", "attention")
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # Random seeds of each variant.
-    # Number of runs in parallel.
-    jobs: Annotated[int | None, hint("INT", "default: number of GPUs, or of cores")] = None
-    backend: Literal["loky", "ray"] = "loky"  # Where to run: local processes or a Ray cluster.
-    output: Output = Path("runs/compare")  # Folder for the runs and the tables.
+    runs.evaluate(replace(settings, freeze_backbone=False), run, log=print_escaped)
 
 
 def compare(words: list[str]) -> None:
-    """Compare blocks over several seeds, with confidence intervals."""
-    prog = "vision-attn compare"
-    how, rest = tyro.cli(Comparison, args=words, prog=prog, return_unknown_args=True)
+    """Compare blocks over several seeds, with confidence intervals.
+
+    Without a data set, the variants are compared on the task of vision-attn demo. Run the same command again to resume
+    a comparison.
+
+    Example: vision-attn compare --data flowers --model resnet18 --pretrained --stages -2 --freeze-backbone
+    """
+    from vision_attn.tools.cli.flags import Compare, Variant, parse
+
+    found, given = parse(Compare, words, "compare", compare.__doc__)
 
     from vision_attn.tools.comparison.variants import recipe, settings_for_variant
-    from vision_attn.tools.training.settings import Settings, non_default_settings
 
-    for name in parse_flag_names(rest):
-        close = difflib.get_close_matches(name, Comparison.__annotations__, n=1)
-        if close and name not in Settings.__annotations__:
-            raise ValueError(f"unknown flag --{name.replace('_', '-')}. Did you mean --{close[0]}?")
-    unset = Settings(insert=("…",))  # distinguishes sites that the user passes from no sites
-    common = recipe(non_default_settings(parse_settings(rest, prog, unset), unset))
+    common = recipe(given)
     variants: dict[str, dict[str, Any]] = {}
-    for name, sign, text in (word.partition("=") for word in how.variants):
+    for name, sign, text in (word.partition("=") for word in found.comparison.variants):
         flags = shlex.split(text)
         base = flags.pop(0) if flags and not flags[0].startswith("-") else "attention" if sign else name
         if not name or "/" in name or name in variants:
             raise ValueError(f"variants must have distinct names that are valid folder names, got {name!r}")
-        custom = non_default_settings(parse_settings(flags, f"{prog} --variants {name}", unset), unset)
+        _, custom = parse(Variant, flags, f"compare --variants {name}")
         variants[name] = settings_for_variant(base, custom, common)
 
-    options: dict[str, Any] = {name: value for name, value in vars(how).items() if name != "variants"}
+    options: dict[str, Any] = {name: value for name, value in vars(found.comparison).items() if name != "variants"}
     if {"data", "dataset"} & common.keys():
         from vision_attn.tools.comparison.runs import compare as compare_on_images
 
-        compare_on_images(variants, command=shlex.join(["vision-attn", *sys.argv[1:]]), **options)
+        compare_on_images(variants, command=shlex.join(["vision-attn", "compare", *words]), **options)
     else:
         from vision_attn.tools.comparison.demo import compare_on_recall
 

@@ -75,7 +75,7 @@ def explore(
     model: str,
     pretrained: bool = False,
     adapter: Annotated[Path | None, hint("FILE")] = None,
-    sites: Annotated[tuple[str, ...], hint("MODULE [MODULE ...]", "default: all attention modules")] = (),
+    names: Annotated[tuple[str, ...], hint("MODULE [MODULE ...]", "default: all attention modules")] = (),
     output: Output = Path("report.html"),
     top: int = 5,
     png: Annotated[Path | None, hint("FOLDER")] = None,
@@ -87,7 +87,7 @@ def explore(
         model: Folder of a training run, hf-hub:OWNER/NAME, or name of a timm model.
         pretrained: Load the pretrained weights of the timm model.
         adapter: Adapter file (adapter.safetensors) to load into the timm model.
-        sites: Attention modules to show (names or globs).
+        names: Attention modules to show: names, or globs such as 'layer*.1'.
         output: HTML file to write.
         top: Number of classes to show for each image.
         png: Folder for one PNG image per module, with the attention maps of the query at the image center.
@@ -106,7 +106,7 @@ def explore(
 
     files, network, note = find_images(images), open_network(model, pretrained, adapter), ""
     if not attention_modules(network):
-        expected = "expected a network with attention, such as a run of vision-attn train --insert"
+        expected = "expected a network with attention, such as a run of vision-attn train --stages"
         raise ValueError(f"model {model} has no attention modules: {expected} or vit_tiny_patch16_224")
     if not (pretrained or Path(model).exists() or model.startswith(SCHEME)):
         but = " except for the adapter" if adapter else ""
@@ -121,7 +121,7 @@ def explore(
         png.mkdir(parents=True, exist_ok=True)
         check_writable(png / "model.png")
     page = explorer.explore(
-        network, pixels, output, normalize=normalize, classes=network.classes or (), sites=sites or None, top=top,
+        network, pixels, output, normalize=normalize, classes=network.classes or (), names=names or None, top=top,
         titles=[file.name for file in loaded], title=f"Attention maps of {Path(model).name}", note=note,
         pictures=[crop_as_network(open_image(file), network.transform) for file in loaded],
     )  # fmt: skip
@@ -130,7 +130,7 @@ def explore(
         # Short enough for a panel. Matplotlib parses text between dollar signs as a formula.
         titles = [escape_control_characters(file.stem[:12]).replace("$", r"\$") for file in loaded]
         middle = tuple(side / 2 for side in pixels.shape[2:])
-        with quiet_eval(network), capture(network, [middle], names=sites or None) as maps:
+        with quiet_eval(network), capture(network, [middle], names=names or None) as maps:
             network(normalize(pixels))
         for site, one in maps.items():
             width = 3.5 + 1.5 * len(one.heads)

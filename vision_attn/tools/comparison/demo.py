@@ -22,7 +22,7 @@ from vision_attn.tools.comparison.recall import CELLS, COLORS, NOTHING, PAIRS, P
 from vision_attn.tools.comparison.variants import BLOCK_SETTINGS, RECALL, settings_for_variant
 from vision_attn.tools.explorer import explore
 from vision_attn.tools.training.network import insert_blocks_
-from vision_attn.tools.training.settings import Settings
+from vision_attn.tools.training.settings import make_settings
 
 #: Variants of the demo with their custom settings.
 MATCHING = {"block_options": ("qk_norm=match",)}
@@ -63,8 +63,8 @@ def train_recall(variant: str, seed: int, *, steps: int, output: Path, **setting
     """Train the network with the block of a variant, save it and measure its accuracy."""
     torch.manual_seed(seed)
     model = timm.create_model("recall")
-    if "insert" in settings:
-        insert_blocks_(model, Settings(**settings), {"input_size": (3, CELLS * PIXELS, CELLS * PIXELS)})
+    if (complete := make_settings(**settings)).has_blocks:
+        insert_blocks_(model, complete, {"input_size": (3, CELLS * PIXELS, CELLS * PIXELS)})
     step = training(model, steps, seed)
     for _ in range(steps):
         step()

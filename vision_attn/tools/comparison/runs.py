@@ -14,7 +14,7 @@ import torch
 from vision_attn.networks.macs import count_macs
 from vision_attn.tools.comparison.experiments import Metrics, Runs, trials
 from vision_attn.tools.training.run import run_training
-from vision_attn.tools.training.settings import CALL_SETTINGS, Settings
+from vision_attn.tools.training.settings import CALL_SETTINGS, make_settings
 from vision_attn.version import __version__
 
 
@@ -40,7 +40,7 @@ def compare(
         raise ValueError(f"variants: expected at least 2, got {[*variants]}")
     settings = {}
     for variant, given in variants.items():
-        (complete := Settings(**given)).require_model()
+        (complete := make_settings(**given)).require_model()
         values = complete.as_dict().items()
         settings[variant] = {name: value for name, value in values if name not in CALL_SETTINGS | {"seed"}}
     first = next(iter(settings.values()))
@@ -59,7 +59,7 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     folder = output / f"{variant}-{seed}"
     torch.compiler.reset()  # earlier runs count towards torch's recompilation limit
     with open(folder / "log.txt", "a", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
-        result = run_training(Settings(**settings, seed=seed, output=folder, resume="auto"))
+        result = run_training(make_settings(**settings, seed=seed, output=folder, resume="auto"))
     speed = float(np.median([row["images_per_second"] for row in result.history]))
     ablation = result.ablation
     changed = {}
@@ -68,7 +68,7 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     return {
         "parameters": sum(parameter.numel() for parameter in result.model.parameters()),
         "MACs": count_macs(result.model, (1, *result.input_size)),
-        "ms per step": 1000 * settings["batch_size"] / speed,
+        "ms per step": 1000 * result.settings.batch / speed,
         **changed,
         "top-1 %": result.final.top1,
     }

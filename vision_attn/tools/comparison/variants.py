@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vision_attn.tools.training.settings import override
+
 CONTROLS = "vision_attn.tools.comparison.controls:"
 #: Settings of each variant, by name; None for the network without a block.
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -24,15 +26,15 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "attention": {},
 }
 CIFAR: dict[str, Any] = {
-    "model": "resnet20", "insert": ("layer3.*",), "block_options": ("num_heads=4",), "epochs": 200, "lr": 0.1,
+    "model": "resnet20", "names": ("layer3.*",), "block_options": ("num_heads=4",), "epochs": 200, "lr": 0.1,
     "warmup_epochs": 5.0, "label_smoothing": 0.1, "channels_last": True,
 }  # fmt: skip
 #: Settings of blocks are the only settings of recall.
-RECALL: dict[str, Any] = {"insert": ("stage2",), "at": "after", "block_options": ("num_heads=4",)}
+RECALL: dict[str, Any] = {"names": ("stage2",), "at": "after", "block_options": ("num_heads=4",)}
 #: Recipes by data set. Other data sets use the defaults of ``vision-attn train``.
 RECIPES = {"cifar10": CIFAR, "cifar100": CIFAR, "recall": RECALL}
 #: Settings of blocks, which the plain network does not have.
-BLOCK_SETTINGS = ("insert", "at", "block", "block_options", "attention_lr")
+BLOCK_SETTINGS = ("stages", "names", "at", "block", "pattern", "block_options", "attention_lr")
 #: Settings that differ between the runs of a comparison.
 RESERVED_SETTINGS = {"block", "resume", "seed"}
 
@@ -48,7 +50,7 @@ def recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
         flags = ", ".join(f"--{name}" for name in reserved)
         raise ValueError(f"{flags}: not available in a comparison. Pass a custom block as --variants 'NAME=--block …'")
     defaults = RECIPES.get(settings.get("dataset", "folder" if "data" in settings else "recall"), {})
-    return set_options({**defaults, **settings}, {**parse_options(defaults), **parse_options(settings)})
+    return set_options(override(defaults, settings), {**parse_options(defaults), **parse_options(settings)})
 
 
 def settings_for_variant(base: str, custom: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,10 +61,10 @@ def settings_for_variant(base: str, custom: Mapping[str, Any], common: Mapping[s
         custom: settings of this variant only.
         common: settings of all variants. Settings that the block of the variant does not accept are ignored.
 
-    >>> common = {"insert": ("2",), "block_options": ("gate_init=1", "impl=bmm")}
+    >>> common = {"stages": (2,), "block_options": ("gate_init=1", "impl=bmm")}
     >>> found = settings_for_variant("large-kernel", {}, common)
-    >>> found["insert"], found["block_options"]
-    (('2',), ('gate_init=1', 'kernel_size=13'))
+    >>> found["stages"], found["block_options"]
+    ((2,), ('gate_init=1', 'kernel_size=13'))
     """
     if base not in VARIANTS:
         expected = f"expected {', '.join(VARIANTS)} or NAME=VARIANT FLAGS"
@@ -72,20 +74,24 @@ def settings_for_variant(base: str, custom: Mapping[str, Any], common: Mapping[s
         # With a new classifier, every variant has trainable parameters if the backbone is frozen.
         foreign = (*BLOCK_SETTINGS, *(() if common.get("reset_head") else ("freeze_backbone",)))
         return {**{name: value for name, value in common.items() if name not in foreign}, **custom}
-    values = {"insert": ("-1",), **defaults, **common, **custom}
+    values = override(override({"stages": (-1,), **defaults}, common), custom)
     block = values.get("block", "attention")
     accepted = {name: word for name, word in parse_options(common).items() if accepts_option(block, name)}
     return set_options(values, {**accepted, **parse_options(defaults), **parse_options(custom)})
 
 
 def parse_options(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the block options as a dictionary."""
-    return {text.partition("=")[0]: text.partition("=")[2] for text in settings.get("block_options", ())}
+    """Return the pattern and the block options as a dictionary."""
+    texts = [
+        *settings.get("block_options", ()),
+        *(f"pattern={settings[name]}" for name in ("pattern",) if name in settings),
+    ]
+    return {name: word for name, _, word in (text.partition("=") for text in texts)}
 
 
 def set_options(settings: Mapping[str, Any], options: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings with other block options."""
-    found = {name: value for name, value in settings.items() if name != "block_options"}
+    found = {name: value for name, value in settings.items() if name not in ("block_options", "pattern")}
     return {**found, **({"block_options": tuple(map("=".join, options.items()))} if options else {})}
 
 

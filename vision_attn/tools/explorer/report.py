@@ -7,7 +7,6 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from torchvision.transforms.v2.functional import to_pil_image
 from vision_attn.checks import check_above
 from vision_attn.networks.capture.maps import AttentionMap
 from vision_attn.networks.capture.recording import capture
-from vision_attn.networks.contributions import branches, compute_scores, disable_sites, measure_branches, rms_ratio
+from vision_attn.networks.contributions import branches, compute_scores, measure_branches, rms_ratio
 from vision_attn.networks.network import quiet_eval, unwrap_model
 from vision_attn.networks.safe import check_writable, write_atomically
-from vision_attn.networks.selection import Names
+from vision_attn.networks.selection import Globs
 
 #: Largest height and width of a map on the page. Positions of larger maps are merged.
 MAX_SIDE = 28
@@ -47,7 +46,8 @@ def explore(
     classes: Sequence[str] = (),
     titles: Sequence[str] = (),
     pictures: Sequence[Image.Image] = (),
-    sites: Names | Iterable[Names] | None = None,
+    names: Globs = None,
+    where: Callable[[str, nn.Module], bool] | None = None,
     top: int = 5,
     title: str = "Attention maps",
     note: str = "",
@@ -68,7 +68,8 @@ def explore(
         classes: name of each class.
         titles: title of each image.
         pictures: Pillow images to show instead of ``images``, with the same content and any resolution.
-        sites: show only attention at or in these modules, as in :func:`capture`.
+        names: show only attention at or in these modules: a path, glob or compiled regular expression, or a list.
+        where: show only attention at or in the modules for which ``where(path, module)`` is true.
         top: number of classes to show for each image.
         title: title of the page.
         note: note below the title, for example that the weights are random.
@@ -98,6 +99,7 @@ def explore(
     rounded = (images.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
     titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
     plain = unwrap_model(model)
+    sites = names if where is None else [path for path, module in plain.named_modules() if where(path, module)]
     weight, shown = next(plain.parameters()), []
     with quiet_eval(model):
         for image, name, picture in zip(images.split(1), titles, pictures or map(to_pil_image, rounded), strict=True):
@@ -115,16 +117,14 @@ def explore(
     return Path(output)
 
 
-def explore_image(
-    model: nn.Module, x: Tensor, sites: Names | Iterable[Names] | None, classes: Sequence[str], top: int
-) -> dict[str, Any]:
+def explore_image(model: nn.Module, x: Tensor, sites: Globs, classes: Sequence[str], top: int) -> dict[str, Any]:
     """Return the attention maps and predictions for one image."""
     with capture(model, "all", names=sites) as maps, measure_branches(model) as measures:
         scores = predict(model, x)
     for path, one in maps.items():
         if len(one.map_size) != 2:
             axes = f"expected feature maps with 2 axes, got {len(one.map_size)} at {path!r}"
-            raise ValueError(f"model: {axes}. Select other modules with sites=")
+            raise ValueError(f"model: {axes}. Select other modules with names=")
     rollout = maps.rollout()
     for levels in LEVELS:
         kinds = {"heads": maps, "rollout": rollout}
@@ -170,20 +170,8 @@ def modules_to_disable(model: nn.Module, maps: Iterable[str]) -> list[str]:
 
 
 def predict(model: nn.Module, x: Tensor, off: Iterable[str] = ()) -> Tensor | None:
-    """Return the probability of each class, ``(classes,)``, or None if the model does not return class scores.
-
-    Blocks in ``off`` return their input unchanged, and other attention modules in ``off`` return zeros.
-    """
-
-    def zero(module: nn.Module, args: Any, y: Any) -> Any:
-        return (torch.zeros_like(y[0]), *y[1:]) if isinstance(y, tuple) else torch.zeros_like(y)
-
-    plain, blocks = unwrap_model(model), branches(model)
-    with disable_sites(model, [*off]), ExitStack() as hooks:
-        for path in off:
-            if path not in blocks:
-                hooks.enter_context(plain.get_submodule(path).register_forward_hook(zero))
-        scores = compute_scores(plain, x)
+    """Return the probability of each class, ``(classes,)``, or None if the model does not return class scores."""
+    scores = compute_scores(model, x, off)
     return None if scores is None or scores.dim() > 2 else scores[0].softmax(0).cpu()
 
 

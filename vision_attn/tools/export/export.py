@@ -76,7 +76,7 @@ def export_model(
     model: nn.Module,
     output: str | Path,
     *,
-    input_size: int | Sequence[int] | None = None,
+    img_size: int | Sequence[int] | None = None,
     dynamic: Sequence[Axis] | None = None,
     int8: str | Path | None = None,
     normalize: bool = True,
@@ -92,7 +92,7 @@ def export_model(
             network from :func:`vision_attn.load_model`.
         output: file to write. The suffix selects the format: ``.onnx``, ``.pt2`` (``torch.export``), ``.aoti.pt2``
             (AOTInductor), ``.xml`` (OpenVINO), ``.tflite`` (LiteRT) or ``.pte`` (ExecuTorch).
-        input_size: side of the images, or their height and width, in pixels; the size of the model by default.
+        img_size: side of the images, or their height and width, in pixels; the size of the model by default.
         dynamic: dimensions that may vary between calls: ``"batch"`` and ``"size"``. The default is the batch, and no
             dimension for LiteRT and ExecuTorch, whose files process one image at a time. With a dynamic batch,
             ExecuTorch allocates memory for the largest batch, which is 8.
@@ -132,10 +132,10 @@ def export_model(
         raise ValueError(f"int8 requires an .onnx file, which OpenVINO also supports, got {output.name!r}")
     open_batch: tuple[Axis, ...] = ("batch",) if "batch" in form.dynamic and form.max_batch is None else ()
     axes = open_batch if dynamic is None else tuple(dynamic)
-    given = config["input_size"][1:] if input_size is None else input_size
+    given = config["input_size"][1:] if img_size is None else img_size
     sides = [*given] if isinstance(given, Sequence) else [given] * 2
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-        raise ValueError(f"input_size must be a side, or a height and a width, in pixels, got {input_size!r}")
+        raise ValueError(f"img_size must be a side, or a height and a width, in pixels, got {img_size!r}")
     metadata: dict[str, Any] = {
         "classes": list(vars(plain).get("classes") or ()),
         "input_size": (config["input_size"][0], *sides),

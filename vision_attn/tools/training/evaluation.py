@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from vision_attn.networks.contributions import disabled, measure_branches, rms_ratio
+from vision_attn.networks.contributions import branches, compute_scores, measure_branches, rms_ratio
 from vision_attn.networks.network import quiet_eval
 from vision_attn.tools.training.data import DataSplit, DecodedImages, InMemory, open_images
 from vision_attn.tools.training.network import NetworkSetup
@@ -65,14 +66,17 @@ class Evaluation:
 
     def __init__(self, source: DataSplit, settings: Settings, network: NetworkSetup, accelerator: Accelerator) -> None:
         config = network.config
-        self.accelerator, self.batch_size = accelerator, settings.batch_size
+        self.accelerator, self.batch_size = accelerator, settings.batch
         self.data: InMemory | DecodedImages = open_images(source, settings, config, accelerator.device)
         #: conversion of bytes to the network's input: ``(x / 255 - mean) / std`` in each channel
         to_float = v2.ToDtype(torch.float32, scale=True)
         self.normalize = v2.Compose([to_float, v2.Normalize(config["mean"], config["std"])])
 
-    def __call__(self, model: nn.Module) -> tuple[Scores, Tensor]:
-        """Return the scores over all images, and the prediction for each image of this process."""
+    def __call__(self, model: nn.Module, off: Iterable[str] = ()) -> tuple[Scores, Tensor]:
+        """Return the scores over all images, and the prediction for each image of this process.
+
+        Blocks in ``off`` are disabled.
+        """
         accelerator, count = self.accelerator, len(self.data.labels)
         process, processes = accelerator.process_index, accelerator.num_processes
         if processes > 1:  # the statistics of batch norms differ between processes: use those of the first
@@ -81,31 +85,27 @@ class Evaluation:
         classes, totals = 0, torch.zeros(3, dtype=torch.float64, device=accelerator.device)
         predictions = [torch.empty(0, dtype=torch.long, device=accelerator.device)]
         indices = torch.arange(process, count, processes).split(self.batch_size // processes)
-        with quiet_eval(model), accelerator.autocast(), measure_branches(model) as branches:
+        with quiet_eval(model), accelerator.autocast(), measure_branches(model) as measures:
             for batch in tqdm(self.data.batches(indices), "evaluate", len(indices), leave=False, disable=None):
                 images, labels = (part.to(accelerator.device, non_blocking=True) for part in batch)
-                logits = model(self.normalize(images)).float()
+                logits = compute_scores(model, self.normalize(images), off)
+                assert logits is not None  # a classifier
                 classes = logits.shape[1]
                 choices = logits.topk(min(5, classes)).indices
                 correct = choices == labels[:, None]
                 predictions.append(choices[:, 0])
                 loss = F.cross_entropy(logits, labels, reduction="sum")
                 totals += torch.stack([loss.double(), correct[:, 0].sum(), correct.sum()])
-        squares = [sums.sum(1).to(totals) for sums in branches.values()]
+        squares = [sums.sum(1).to(totals) for sums in measures.values()]
         reduced = accelerator.reduce(torch.cat([totals, *squares]))
         loss, top1, top5 = (reduced[:3] / count).tolist()
         ratio = rms_ratio(reduced[3:].view(-1, 2).T).mean().item() if squares else None
         return Scores(loss, 100 * top1, 100 * top5 if classes > 5 else None, ratio), torch.cat(predictions)
 
-    def evaluate_without_blocks(self, model: nn.Module) -> tuple[Scores, Tensor]:
-        """Return the scores and predictions with all blocks disabled."""
-        with disabled(model):
-            return self(model)
-
     def compare_without_blocks(self, model: nn.Module, scores: Scores, predictions: Tensor) -> BlockAblation | None:
         """Compare the given scores with those without blocks; return None if there are no blocks."""
         if scores.residual_ratio is None:
             return None
-        without, others = self.evaluate_without_blocks(model)
+        without, others = self(model, branches(model))
         changed = int(self.accelerator.reduce((predictions != others).sum()))
         return BlockAblation(scores, without, changed, len(self.data.labels))

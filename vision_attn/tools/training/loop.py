@@ -123,7 +123,7 @@ class Trainer:
     ) -> None:
         self.settings, self.network, self.data, self.evaluation, self.log = settings, network, data, evaluation, log
         self.folder, self.accelerator = Path(str(settings.output)), evaluation.accelerator
-        self.steps = len(data.labels) // settings.batch_size
+        self.steps = len(data.labels) // settings.batch
         self.progress, self.signal = Progress(), 0
         device = self.accelerator.device
         self.model = model = network.model.to(device)
@@ -186,7 +186,7 @@ class Trainer:
         """Train for one epoch, without the last incomplete batch."""
         settings, progress, accelerator = self.settings, self.progress, self.accelerator
         generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + progress.epoch)
-        order = torch.randperm(len(self.data.labels), generator=generator)[: self.steps * settings.batch_size]
+        order = torch.randperm(len(self.data.labels), generator=generator)[: self.steps * settings.batch]
         indices = order.view(self.steps, -1)[progress.step :, accelerator.process_index :: accelerator.num_processes]
         self.model.train()
         total = torch.tensor(progress.loss, device=accelerator.device)
@@ -260,9 +260,7 @@ class Trainer:
     def finish_epoch(self, scores: Scores) -> None:
         """Log a completed epoch, save the network if it is the best, and save the state."""
         epoch, seconds, loss = self.progress.epoch + 1, self.progress.seconds, self.progress.loss / self.steps
-        speed = (
-            self.steps * self.settings.batch_size / max(seconds, 1e-9)
-        )  # the clock may be too coarse for a short epoch
+        speed = self.steps * self.settings.batch / max(seconds, 1e-9)  # the clock may be too coarse for a short epoch
         row = {
             "epoch": epoch, "lr": self.lr, "train_loss": loss, "eval_loss": scores.loss, "eval_top1": scores.top1,
             "eval_top5": scores.top5, "residual_ratio": scores.residual_ratio, "seconds": seconds,

@@ -18,7 +18,7 @@ from vision_attn.networks.checkpoints.folder import load_model
 from vision_attn.networks.checkpoints.hub import SCHEME
 from vision_attn.networks.checkpoints.option_code import parse_option
 from vision_attn.networks.finetuning import freeze_backbone_
-from vision_attn.networks.insertion import InsertionReport, insert_, parse_sites
+from vision_attn.networks.insertion import InsertionReport, insert_
 from vision_attn.networks.models.registry import create_model, get_model_cfg
 from vision_attn.networks.network import quiet_eval
 from vision_attn.text import Table
@@ -82,7 +82,7 @@ def build_network(
         if settings.reset_head or (settings.pretrained and config["num_classes"] != classes):
             classifier = config["classifier"]
             new_head = tuple(f"{name}.*" for name in ([classifier] if isinstance(classifier, str) else classifier))
-        if settings.insert:
+        if settings.has_blocks:
             report = insert_blocks_(model, settings, config)
         if settings.weights and not resumed:
             # After the insertion, because the file may contain weights of the blocks.
@@ -139,16 +139,16 @@ def zero_classifier_(classifier: nn.Module) -> None:
 
 
 def insert_blocks_(model: nn.Module, settings: Settings, config: dict[str, Any]) -> InsertionReport:
-    """Insert the block of the settings at their sites."""
-    options: dict[str, Any] = {}
+    """Insert the block of the settings at their stages or names."""
+    options: dict[str, Any] = {"pattern": parse_option(settings.pattern)} if settings.pattern else {}
     for text in settings.block_options:
         name, sign, word = text.partition("=")
         if not (name.isidentifier() and sign) or name in options:
             raise ValueError(f"block_options must be distinct NAME=VALUE pairs such as num_heads=4, got {text!r}")
         options[name] = parse_option(word)
-    where = {"example_input": (1, *config["input_size"]), "at": settings.at, **parse_sites(settings.insert)}
+    where: dict[str, Any] = {"stages": settings.stages or None, "names": settings.names or None, "at": settings.at}
     try:
-        return insert_(model, block_class(settings.block), **where, **options)
+        return insert_(model, block_class(settings.block), example_input=(1, *config["input_size"]), **where, **options)
     except TypeError as error:  # an argument that the block does not accept
         raise ValueError(f"block_options do not match the block {settings.block!r}: {error}") from error
 

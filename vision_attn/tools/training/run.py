@@ -21,6 +21,7 @@ from torch import nn
 
 from vision_attn.errors import DataError, TrainingError
 from vision_attn.networks.checkpoints.folder import load_model
+from vision_attn.networks.contributions import branches
 from vision_attn.networks.insertion.block_factories import get_block_factory
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import shorten
@@ -29,7 +30,14 @@ from vision_attn.tools.training.evaluation import BlockAblation, Evaluation, Sco
 from vision_attn.tools.training.folder import newest_state, numbered_folder
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.network import Log, block_class, build_network
-from vision_attn.tools.training.settings import Settings, differences, read_settings, write_settings
+from vision_attn.tools.training.settings import (
+    DEFAULT_BATCH,
+    Settings,
+    differences,
+    make_settings,
+    read_settings,
+    write_settings,
+)
 
 #: Seconds to wait for the lock on a folder, which worker processes of a killed run hold for a moment.
 LOCK_TIMEOUT = 10
@@ -39,6 +47,8 @@ LOCK_TIMEOUT = 10
 class Result:
     """Result of a run."""
 
+    #: settings of the run, with the batch size and the folder
+    settings: Settings
     #: network of the last epoch, in evaluation mode; ``load_model(folder)`` returns the network of the best epoch
     model: nn.Module
     #: shape of an input image, ``(c, h, w)``
@@ -84,13 +94,13 @@ def train(model: nn.Module | str | None = None, *, log: Log = print, **options: 
     ...     (root / half / kind).mkdir(parents=True)
     ...     Image.new("RGB", (32, 32), kind).save(root / half / kind / "1.png")
     >>> settings = {"data": root, "batch_size": 2, "epochs": 1, "output": root / "run", "device": "cpu"}
-    >>> result = train("resnet20", insert="layer3", log=lambda line: None, **settings)
+    >>> result = train("resnet20", names="layer3", log=lambda line: None, **settings)
     >>> result.input_size, len(result.history)
     ((3, 32, 32), 1)
     """
     if model is None or isinstance(model, nn.Module):
-        return run_training(Settings(**options), model, log)
-    return run_training(Settings(model=model, **options), log=log)
+        return run_training(make_settings(**options), model, log)
+    return run_training(make_settings(model=model, **options), log=log)
 
 
 def run_training(settings: Settings, model: nn.Module | None = None, log: Log = print) -> Result:
@@ -109,7 +119,11 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
                 f"classes of {source.name} and {held_out.name} differ: {shorten(only)} are only in one of them"
             )
         parts = processes * math.lcm(settings.grad_accum_steps, 2 if settings.mixup or settings.cutmix else 1)
-        if settings.batch_size > len(source) or settings.batch_size % parts:
+        if settings.batch_size is None:
+            # at least eight steps per epoch
+            fitting = 2 ** int(math.log2(min(DEFAULT_BATCH, max(2, len(source) // 8))))
+            settings = replace(settings, batch_size=max(parts, fitting // parts * parts))
+        if settings.batch > len(source) or settings.batch % parts:
             multiple = "" if parts == 1 else f" and a multiple of {parts}"
             limits = f"at most {len(source)}, the number of training images{multiple}"
             raise ValueError(f"batch_size must be {limits}, got {settings.batch_size}")
@@ -118,9 +132,9 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
     data = open_images(source, settings, network.config, accelerator.device, train=True)
     log(f"{network}\n{len(source):,} training images of {source.name}, {data.storage}")
     log(f"{len(held_out):,} validation images of {held_out.name}, {evaluation.data.storage}")
-    steps = len(source) // settings.batch_size
+    steps = len(source) // settings.batch
     epochs = f"{settings.epochs:,} epoch{'s' * (settings.epochs > 1)}"
-    log(f"{epochs} of {steps:,} steps of {settings.batch_size} images on {accelerator.device}")
+    log(f"{epochs} of {steps:,} steps of {settings.batch} images on {accelerator.device}")
 
     if settings.output is None:  # after all checks
         settings = replace(settings, output=broadcast_object_list([numbered_folder() if main else None])[0])
@@ -151,17 +165,18 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
     if ablation is not None:
         without = ablation.scores_without_blocks
         if trainer.progress.best < len(history) - 1:
-            without, _ = evaluation.evaluate_without_blocks(trainer.load_best())
+            without, _ = evaluation(model := trainer.load_best(), branches(model))
         if without.top1 > best.top1:
             log(harmful_blocks_note(best, without))
-    return Result(trainer.get_network_to_save(), network.config["input_size"], final, best, ablation, history, folder)
+    model = trainer.get_network_to_save()
+    return Result(settings, model, network.config["input_size"], final, best, ablation, history, folder)
 
 
 def harmful_blocks_note(best: Scores, without: Scores) -> str:
     """Explain that the blocks lower the accuracy, and suggest remedies."""
     return (
         f"The best network scores higher with its blocks disabled: top-1 {without.top1:.2f} % instead of "
-        f"{best.top1:.2f} %. Train for more epochs, change --insert or --attention-lr, or train without --insert."
+        f"{best.top1:.2f} %. Train longer, insert blocks elsewhere, change --attention-lr, or train without blocks."
     )
 
 
@@ -234,6 +249,7 @@ def find_run(settings: Settings) -> tuple[Settings, bool]:
     if resume is None:
         raise ValueError(f"output: {folder} already contains a run. Choose another folder or pass --resume {folder}")
     before = read_settings(folder, given=("dataset", "block"))
+    settings = replace(settings, batch_size=settings.batch_size or before.batch_size)
     differing = differences(settings, before)
     if "epochs" in differing and settings.epochs > before.epochs:
         differing.remove("epochs")  # a larger number extends the run

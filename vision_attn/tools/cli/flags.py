@@ -1,0 +1,100 @@
+"""Flags of the commands that train networks: settings in groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from inspect import cleandoc
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from vision_attn.tools.hints import hint
+from vision_attn.tools.training.settings import (
+    Augmentation,
+    Blocks,
+    Data,
+    Machine,
+    Model,
+    Output,
+    Settings,
+    Training,
+    make_settings,
+    override,
+    read_settings,
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Flags of one variant of a comparison."""
+
+    data: Data = Data()
+    model: Model = Model()
+    blocks: Blocks = Blocks()
+    augmentation: Augmentation = Augmentation()
+    training: Training = Training()
+    machine: Machine = Machine()
+
+
+@dataclass(frozen=True)
+class Train(Variant):
+    """Flags of ``vision-attn train``."""
+
+    output: Output = Output()
+    # Folder of another run, or its settings.yaml. Flags override its settings.
+    config: Annotated[Path | None, hint("FILE")] = None
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Flags of ``vision-attn evaluate``."""
+
+    # Folder of a training run, folder written by va.save_model, or hf-hub:OWNER/NAME.
+    run: Annotated[Positional[Path | None], hint("RUN", "default: the model of --model")] = None
+
+    data: Data = Data()
+    model: Model = Model()
+    blocks: Blocks = Blocks()
+    machine: Machine = Machine()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Variants, seeds and runs."""
+
+    # Variants to compare: names, or NAME=VARIANT FLAGS such as 'rope=attention --block-options position=Rope2d()'.
+    variants: Annotated[tuple[str, ...], hint("VARIANT [VARIANT ...]")] = ("plain", "convolution", "se", "attention")
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # Random seeds of each variant.
+    # Number of runs in parallel.
+    jobs: Annotated[int | None, hint("INT", "default: number of GPUs, or of cores")] = None
+    backend: Literal["loky", "ray"] = "loky"  # Where to run: local processes or a Ray cluster.
+    # Folder for the runs and the tables.
+    output: Annotated[Path, hint("FOLDER", "", "-o")] = Path("runs/compare")
+
+
+@dataclass(frozen=True)
+class Compare(Variant):
+    """Flags of ``vision-attn compare``."""
+
+    comparison: Comparison = Comparison()
+
+
+def parse(kind: Any, words: list[str], command: str, description: str | None = None) -> tuple[Any, dict[str, Any]]:
+    """Parse a command line; return the parsed flags, and the settings that it contains."""
+    options: Any = {"prog": f"vision-attn {command}", "description": cleandoc(description or "")}
+    found = tyro.cli(kind, args=words, config=(tyro.conf.OmitArgPrefixes,), **options)
+    passed = {
+        word[2:].partition("=")[0].replace("-", "_").removeprefix("no_") for word in words if word.startswith("--")
+    }
+    groups = [group for group in vars(found).values() if isinstance(group, Settings.__bases__)]
+    values = {name: value for group in groups for name, value in vars(group).items()}
+    defaults = vars(Settings())
+    return found, {name: value for name, value in values.items() if name in passed or value != defaults[name]}
+
+
+def merge_settings(file: Path | None, given: dict[str, Any]) -> Settings:
+    """Return the given settings, which override those of a file or of the folder of a run."""
+    base = vars(read_settings(file, given)) if file else {}
+    return make_settings(**override(base, given))
