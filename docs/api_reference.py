@@ -20,7 +20,7 @@ PAGES = {
         "Insert blocks into a network, train them, and measure what they contribute ([guide](../insert.md)).",
         """
         insert_ replace_ remove_ inserted_blocks stage_names timm_layer parameter_groups freeze_backbone_
-        unfreeze_backbone_ check_optimizer contribution measure_blocks disabled padded errors.SiteError
+        unfreeze_backbone_ check_optimizer contribution measure_blocks disabled padded context errors.SiteError
         networks.insertion.InsertionReport networks.contributions.Contribution
         """,
     ),

@@ -58,6 +58,7 @@ from .networks.insertion import (
     timm_layer as timm_layer,
 )
 from .networks.padded_batches import padded as padded
+from .networks.second_map import context as context
 from .tools.explorer import explore as explore
 from .tools.training.run import train as train
 

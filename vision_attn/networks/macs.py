@@ -85,16 +85,23 @@ def count_macs(module: nn.Module, shape: tuple[int, ...]) -> int:
     return run_on_meta(module, shape[1:])[1]
 
 
-def run_on_meta(module: nn.Module, shape: Sequence[int]) -> tuple[Tensor, int]:
-    """Return the output of a module for a feature map of this shape, without values, and the MACs."""
+def run_on_meta(module: nn.Module, shape: Sequence[int], context: Sequence[int] | None = None) -> tuple[Tensor, int]:
+    """Return the output of a module for feature maps of these shapes, without values, and the MACs."""
     state = {name: x.to("meta") for name, x in (*module.named_parameters(), *module.named_buffers())}
     like = next(module.parameters(), torch.empty(0))
+
+    def inputs(device: Any) -> tuple[tuple[Tensor], dict[str, Tensor]]:
+        shapes = {"x": shape} if context is None else {"x": shape, "context": context}
+        maps = {name: torch.zeros(1, *one, device=device, dtype=like.dtype) for name, one in shapes.items()}
+        return (maps.pop("x"),), maps
+
     # All products of the implementation "bmm" are matrix products, which the counter supports.
     with use_impl(module, "bmm"), quiet_eval(module):
         try:
             with count_flops() as counter:
-                output = functional_call(module, state, (torch.empty(1, *shape, device="meta", dtype=like.dtype),))
+                output = functional_call(module, state, *inputs("meta"))
         except Exception:  # A module that creates tensors or reads values does not run on the meta device.
             with count_flops() as counter:
-                output = module(torch.zeros(1, *shape, device=like.device, dtype=like.dtype))
+                args, kwargs = inputs(like.device)
+                output = module(*args, **kwargs)
     return output, counter.get_total_flops() // 2

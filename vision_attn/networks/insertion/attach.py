@@ -29,6 +29,7 @@ from vision_attn.networks.insertion.hooks import (
     find_module,
     hook_,
     is_fusible,
+    keep_context,
     unhook_,
 )
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, set_record_
@@ -96,6 +97,8 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
         return
     owner.add_module(child, block)
     hook_(target, block)
+    if record.context:
+        require_module(model, record.context).register_forward_hook(partial(keep_context, block=block))
     # Hooks check that the block still runs, in the network and in the nearest module that other code may call alone.
     nearest = [x for x in ancestor_paths(record.site) if type(model.get_submodule(x)).forward is not nn.Module.forward]
     for around in {"", nearest[-1] if record.is_child and nearest else "" if record.is_child else path}:

@@ -23,12 +23,12 @@ MIN_SIDE, MAX_SIDE = 7, 32
 WINDOWS = (7, 8, 6, 9, 10, 5)
 
 
-def measure_cost(block: nn.Module, x: FeatureMap, y: FeatureMap) -> Cost:
+def measure_cost(block: nn.Module, x: FeatureMap, y: FeatureMap, context: Sequence[int] | None) -> Cost:
     """Return the cost of a block in all calls of its module; raise unless it returns feature maps like ``y``."""
     macs = 0
     for (_, *shape), (_, *expected) in zip(x.shapes, y.shapes, strict=True):
         try:
-            output, count = run_on_meta(block, shape)
+            output, count = run_on_meta(block, shape, context)
         except Exception as error:
             raise feature_map_error(block, x.target, shape, error) from error
         if [*output.shape[1:]] != expected:
@@ -68,7 +68,12 @@ def propose(stages: Iterable[tuple[int, InsertedBlock]]) -> list[str]:
     return found
 
 
-def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+def count_saved_bytes(
+    block: nn.Module,
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    context: Sequence[int] | None = None,
+) -> int:
     """Count the bytes that autograd saves for the backward pass of a block: its input and intermediate results.
 
     >>> from vision_attn.attention.blocks import AttentionBlock2d
@@ -81,8 +86,9 @@ def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], dtype: torch.dty
         tensors = (*block.named_parameters(), *block.named_buffers())
         own = {name: torch.empty_like(x, device="cpu", requires_grad=x.requires_grad) for name, x in tensors}
         x = torch.empty(shape, dtype=dtype, requires_grad=True)
+        more = {} if context is None else {"context": torch.empty(shape[0], *context, dtype=dtype, requires_grad=True)}
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
-            functional_call(block, own, (x,))
+            functional_call(block, own, (x,), more)
         sizes = {storage._cdata: storage.nbytes() for storage in map(Tensor.untyped_storage, saved)}
         held = {tensor.untyped_storage()._cdata for tensor in own.values()}
         return sum(size for storage, size in sizes.items() if storage not in held)

@@ -6,6 +6,7 @@ run their own blocks, and nothing else is stored on the modules of the network.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.attention.blocks.gated_residual import GatedResidual
-from vision_attn.attention.scopes import scoped_output
+from vision_attn.attention.scopes import scoped_output, scoped_values
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.record import InsertedBlock, get_record
 from vision_attn.networks.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
@@ -23,21 +24,58 @@ from vision_attn.networks.network import NORMS
 #: Layers other than norms that graph transformations fuse or remove.
 FUSED = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.dropout._DropoutNd)
 
+
+class Contexts(threading.local):
+    """Second feature maps of the running forward pass in a thread, by the block that will process them."""
+
+    def __init__(self) -> None:
+        self.maps: dict[nn.Module, Tensor] = {}
+
+
+CONTEXTS = Contexts()
+
 #: The attribute in which a replica of ``nn.DataParallel`` finds the replica of its block, in a tuple.
 REPLICA = "replica_of_block"
 
 
 def run_after(module: nn.Module, args: tuple[object, ...], output: object, *, block: nn.Module) -> object:
     """Run a block on the output of its target, in a forward hook."""
-    return run_block(find_replica(module, block), output)
+    return run_block(find_replica(module, block), output, block)
 
 
 def run_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, block: nn.Module) -> Any:
     """Run a block on the input of its target, in a forward pre-hook."""
-    block = find_replica(module, block)
     if isinstance(get_record(block).element, str):
-        return args, run_block(block, kwargs)
-    return run_block(block, args), kwargs
+        return args, run_block(find_replica(module, block), kwargs, block)
+    return run_block(find_replica(module, block), args, block), kwargs
+
+
+def keep_context(module: nn.Module, args: tuple[object, ...], output: object, *, block: nn.Module) -> None:
+    """Keep the second feature map of a block until the block runs, in a forward hook."""
+    record = get_record(block)
+
+    def keep(x: Tensor) -> Tensor:
+        CONTEXTS.maps[block] = to_map(x, record.context_layout, record.context_size)
+        return x
+
+    apply_to_element(output, record.context_element, keep)
+
+
+def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
+    """Return the second feature map as a keyword argument; empty if the block has none."""
+    record = get_record(block)
+    if record.context:
+        if original not in CONTEXTS.maps:
+            what = f"the block at {record.site!r} has no context: {record.context!r} did not run before it"
+            remedy = "Choose a context that runs earlier, and checkpoint both modules in one segment"
+            raise SiteError(f"{what}. {remedy}")
+        return {"context": CONTEXTS.maps.pop(original)}
+    if record.context_shape is None:
+        return {}
+    values = scoped_values("context", block)
+    if not values:
+        raise SiteError(f"the block at {record.site!r} requires a context. Run the model inside va.context(model, …)")
+    return {"context": values[-1]}
 
 
 def find_replica(module: nn.Module, block: nn.Module) -> nn.Module:
@@ -46,9 +84,9 @@ def find_replica(module: nn.Module, block: nn.Module) -> nn.Module:
     return replica
 
 
-def run_block(block: nn.Module, value: Any) -> Any:
-    """Return the value with the block applied to the feature map in it."""
-    record = get_record(block)
+def run_block(block: nn.Module, value: Any, original: nn.Module) -> Any:
+    """Return the value with the block applied to the feature map in it. A replica has the hooks of the original."""
+    record, context = get_record(block), find_context(block, original)
     layout, size = record.layout, record.map_size
 
     def run_on(x: Tensor) -> Tensor:
@@ -57,11 +95,11 @@ def run_block(block: nn.Module, value: Any) -> Any:
         x_map = to_map(x, layout, size)
         if isinstance(x_map, Proxy):  # A traced graph contains the block as one node.
             path = x_map.tracer.path_of_module(block)
-            return from_map(x, x_map.tracer.create_proxy("call_module", path, (x_map,), {}), layout)
+            return from_map(x, x_map.tracer.create_proxy("call_module", path, (x_map,), context), layout)
         if x.is_quantized:
             what = f"the block at {record.site!r} cannot process a quantized tensor ({x.dtype})"
             raise SiteError(f"{what}. Quantize before va.insert_, and dequantize the feature map in front of the block")
-        y = block(x_map)
+        y = block(x_map, **context)
         return from_map(x, y if isinstance(block, GatedResidual) else scoped_output(block, x_map, y), layout)
 
     return apply_to_element(value, record.element, run_on)
@@ -132,7 +170,7 @@ def is_fusible(module: nn.Module) -> bool:
 
 
 #: All hooks in this module.
-HOOKS = (run_after, run_before, check_block, check_grid)
+HOOKS = (run_after, run_before, keep_context, check_block, check_grid)
 
 # --- hooks of a module ------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,9 @@ from vision_attn.networks.insertion.verify import ChildError, attach_verified
 from vision_attn.networks.layout import FeatureMap
 from vision_attn.networks.macs import Cost, count_attention_pairs
 from vision_attn.networks.network import require_modifiable
-from vision_attn.networks.selection import Names
+from vision_attn.networks.padded_batches import padding_warning
+from vision_attn.networks.selection import Names, end_of_sequential, match_names
+from vision_attn.text import shorten
 
 
 @torch.inference_mode(False)  # Tensors created in inference mode cannot be trained.
@@ -51,6 +53,7 @@ def insert_(
     at: str = "after",
     layout: str | None = None,
     example_input: Any = None,
+    context: str | None = None,
     exact: bool = True,
     dry_run: bool = False,
     **block_options: Any,
@@ -90,6 +93,9 @@ def insert_(
             ``(c, h, w)``, a tuple of arguments, or a dictionary of keyword arguments. The tensors with the most axes
             are the images. The default is one image of the model's default size, or else (1, 3, 224, 224); for a
             network whose first convolution is a Conv3d, it is (1, 3, 16, 112, 112).
+        context: path of a module that runs before the blocks, or a glob that matches one. Its output is the second
+            feature map of each block, from which keys and values are computed. For a feature map from outside the
+            network, pass the option ``context_channels`` instead, and run the model in :func:`vision_attn.context`.
         exact: if False, insert the block unchanged; the report then contains the change of the output.
         dry_run: do not change the model, and return a report with the memory of each block for training. If no sites
             are given, the report is about every stage, and proposes stages.
@@ -121,15 +127,16 @@ def insert_(
     sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude)
     side = "before" if at == "before" else "after"
     maps = run.select_maps(find_targets(run, sites, at), side)
+    second = None if context is None else select_context(run, context, maps)
     if dry_run:
-        blocks = [new_block(run, block, without_values(x), side, block_options) for x in maps]
+        blocks = [new_block(run, block, without_values(x), side, block_options, context=second) for x in maps]
         return report_costs(run, blocks, sites if overview else [])
     refuse_unused(stages, maps)
     # Zero layers may give an identity on random feature maps but not on those of the network; a zero gate always does.
     for zeros in (True, False):
-        blocks = [new_block(run, block, x, side, block_options, exact=exact, zeros=zeros) for x in maps]
+        blocks = [new_block(run, block, x, side, block_options, exact=exact, zeros=zeros, context=second) for x in maps]
         if zeros:
-            warn_about(blocks)
+            warn_about(model, blocks)
         try:
             changed, verified = attach_verified(run, blocks)
         except ChildError:
@@ -220,7 +227,7 @@ def replace_(
         blocks.append(new_block(run, make, without_values(x) if dry_run else x, "replace", options, y))
     if dry_run:
         return report_costs(run, blocks)
-    warn_about(blocks)
+    warn_about(model, blocks)
     with attach.attach_blocks_(model, blocks):
         _, cost = run.measure()
     report = InsertionReport(tuple(map(get_record, blocks)), "inserted by replacement", run.cost)
@@ -271,6 +278,7 @@ def new_block(
     y: FeatureMap | None = None,
     exact: bool = False,
     zeros: bool = True,
+    context: FeatureMap | None = None,
 ) -> nn.Module:
     """Build a block with its record. A block that replaces a module maps the feature map ``x`` to one like ``y``."""
     make, channels, spec = block_factories.get_block_factory(block, len(x.size)), x.shape[1], x.spec
@@ -278,6 +286,15 @@ def new_block(
     is_timm = isinstance(block, str) and block in block_factories.TIMM_BLOCKS
     if is_timm and "feat_size" in block_factories.get_arguments(make):
         options = {"feat_size": x.size, **options}
+    second: dict[str, Any] = {}
+    if context is not None:
+        options = {"context_channels": context.shape[1], **options}
+        second = {
+            "context": context.target,
+            "context_layout": context.layout,
+            "context_element": context.element,
+            "context_size": context.size,
+        }
     new = attach.build_block(run.model, x.target, at, make, channels, options, spec)
     name = str(block) if is_timm else type(new).__name__
     identity_init, wrapper_options = "", dict[str, Any]()
@@ -290,7 +307,6 @@ def new_block(
         identity_init, wrapper_options = init_identity_(new, x.target, x.shape, spec, exact, zeros)
         new = wrap_exactly(new, channels, spec, wrapper_options)
         new = new.to(x.spec.device) if spec is not x.spec else new
-    cost = measure_cost(new, x, y or x)
     record = InsertedBlock(
         site=x.target,
         at=at,
@@ -298,8 +314,8 @@ def new_block(
         options=options,
         channels=channels,
         map_size=x.size,
-        parameters=cost.parameters,
-        macs=cost.macs,
+        parameters=0,
+        macs=0,
         input_shape=run.example.shape,
         layout=x.layout,
         element=x.element if y is None else None,
@@ -308,8 +324,10 @@ def new_block(
         identity_init=identity_init,
         wrapper_options=wrapper_options,
         attention_pairs=count_attention_pairs(new, x.size),
+        **second,
     )
-    return set_record_(new, record)
+    cost = measure_cost(new, x, y or x, record.context_shape)
+    return set_record_(new, replace(record, **cost._asdict()))
 
 
 def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str] = ()) -> InsertionReport:
@@ -317,9 +335,8 @@ def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str]
     records = []
     for block in blocks:
         record = get_record(block)
-        saved = count_saved_bytes(
-            block, (1, record.channels, *record.map_size), like_parameters(block, run.model).dtype
-        )
+        dtype = like_parameters(block, run.model).dtype
+        saved = count_saved_bytes(block, (1, record.channels, *record.map_size), dtype, record.context_shape)
         records.append(replace(record, saved_bytes=saved))
     occupied, proposed = attach.inserted_blocks(run.model), []
     for index, (path, record) in enumerate(zip(stages, records, strict=False)):
@@ -344,7 +361,22 @@ def refuse_unused(stages: Any, maps: Iterable[FeatureMap]) -> None:
         raise SiteError(f"{what}, so a block there would have no effect. Count from the stage before, or use names=")
 
 
-def warn_about(blocks: Sequence[nn.Module]) -> None:
+def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> FeatureMap:
+    """Return the feature map of the module that gives the second feature map of blocks; it must run before them."""
+    found = match_names(dict(run.model.named_modules()), context, "context")
+    if len(found) > 1:
+        raise SiteError(f"context: {context!r} matches {len(found)} modules: {shorten(found)}. Pass the path of one")
+    (second,) = run.select_maps([end_of_sequential(run.model, found[0])], "after")
+    order = list(run.calls)
+    for x in maps:
+        if order.index(second.target) >= order.index(x.target):
+            what = f"context: {second.target!r} does not run before {x.target!r}"
+            raise SiteError(f"{what}. Choose a module that runs earlier")
+    return second
+
+
+def warn_about(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Issue the warnings about new blocks before the model changes: a filter may turn warnings into errors."""
-    for line in InsertionReport(tuple(map(get_record, blocks))).warnings:
+    padding = padding_warning(model)
+    for line in (*InsertionReport(tuple(map(get_record, blocks))).warnings, *([padding] if padding else [])):
         warnings.warn(line, stacklevel=4)  # The decorator of insert_ adds a frame.

@@ -63,6 +63,12 @@ class InsertedBlock:
     block_path: str = ""
     #: True if the output of the network depends on the feature map
     used: bool = True
+    #: path of the module whose output is the second feature map of the block; empty without one
+    context: str = ""
+    #: layout, element and size of the second feature map, as those of the first
+    context_layout: str = "b c h w"
+    context_element: Element = None
+    context_size: tuple[int, ...] = ()
     #: how the block was made an identity at initialization; empty if it is an identity by design
     identity_init: str = ""
     #: options of the :class:`ExactBlock` that contains the block; empty if there is none
@@ -78,6 +84,12 @@ class InsertedBlock:
     def is_child(self) -> bool:
         """True if the block is inside the module at its site, or replaced it."""
         return f"{self.block_path}.".startswith(f"{self.site}.")
+
+    @property
+    def context_shape(self) -> tuple[int, ...] | None:
+        """Channels and size of the second feature map; None without one. A map from outside may have any size."""
+        channels = self.options.get("context_channels")
+        return None if channels is None else (channels, *(self.context_size or self.map_size))
 
     @property
     def size(self) -> str:
@@ -185,7 +197,7 @@ class InsertionReport(Report):
         large = [block for block in self.blocks if block.attention_pairs > MAX_TOKENS**2]
         tokens, cost = max((x.tokens for x in large), default=0), sum(x.macs for x in large) / 1e9
         remedy = "Pass pattern=va.Window(7) or kv_stride, or choose another site"
-        small = [block for block in self.blocks if max(block.map_size) <= 2]
+        small = [block for block in self.blocks if block.context_shape is None and max(block.map_size) <= 2]
         unused = [block for block in self.blocks if not block.used]
         kinds = (
             ("attention has little effect on small feature maps: {}. Choose an earlier site or a larger input", small),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vision_attn.attention.scopes import scope
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.attach import attach_blocks_
+from vision_attn.networks.insertion.attach import attach_blocks_, like_parameters
 from vision_attn.networks.insertion.dry_run import DryRun, bitwise_equal, get_tensors, has_no_values
 from vision_attn.networks.insertion.record import get_record
 
@@ -129,7 +131,8 @@ def run_with(
 
     paths = [get_record(block).block_path for block in blocks]
     try:
-        output = dry_run.run([(path, replace_output) for path in paths], training=training)
+        with random_contexts(dry_run, blocks):
+            output = dry_run.run([(path, replace_output) for path in paths], training=training)
     except SiteError as error:
         if copies is None:
             raise
@@ -137,6 +140,16 @@ def run_with(
     if wrong := [x for x in blocks if calls.count(x) != len(dry_run.calls[get_record(x).site])]:
         raise child_error(wrong)
     return output
+
+
+def random_contexts(dry_run: DryRun, blocks: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Return a context with random feature maps for blocks whose second feature map is from outside the network."""
+    maps = {}
+    for block in blocks:
+        record, like = get_record(block), like_parameters(block, dry_run.model)
+        if record.context_shape is not None and not record.context:
+            maps[block] = torch.rand(dry_run.example.shape[0], *record.context_shape).to(like)
+    return scope(dry_run.model, "context", maps)
 
 
 def relative_change(before: object, after: object) -> float:

@@ -1,0 +1,47 @@
+"""A second feature map from outside a network, from which inserted blocks compute keys and values."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+
+from vision_attn.attention.scopes import scope
+from vision_attn.networks.insertion import inserted_blocks
+from vision_attn.networks.insertion.record import get_record
+from vision_attn.networks.network import unwrap_model
+
+
+def context(model: nn.Module, features: Tensor) -> AbstractContextManager[None]:
+    """Give the blocks of a model a second feature map, inside a ``with`` block, in this thread or task only.
+
+    Blocks that were inserted with the option ``context_channels`` compute keys and values from it: features of a second
+    image, of a reference frame, or of words as ``(b, c, n, 1)``. Nothing is stored on the model. A compiled model runs
+    in eager mode inside the ``with`` block. With activation checkpointing, the backward pass must run inside it as
+    well, on a CPU.
+
+    Args:
+        model: a network with blocks that require a context from outside.
+        features: feature maps with ``context_channels`` channels and any size, ``(b, c, h, w)``.
+
+    Raises:
+        ValueError: no block requires a context from outside.
+
+    >>> import torch
+    >>> from vision_attn.networks.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+    >>> report = insert_(model, names="0", context_channels=4, num_heads=2, example_input=(1, 3, 16, 16))
+    >>> with context(model, torch.randn(1, 4, 5, 5)):
+    ...     model(torch.randn(1, 3, 16, 16)).shape
+    torch.Size([1, 8, 14, 14])
+    """
+    blocks = []
+    for block in inserted_blocks(model).values():
+        record = get_record(block)
+        if record.context_shape is not None and not record.context:
+            blocks.append(block)
+    if not blocks:
+        raise ValueError(
+            "model has no block that requires a context. Insert one with va.insert_(…, context_channels=…)"
+        )
+    return scope(unwrap_model(model), "context", dict.fromkeys(blocks, features))
