@@ -55,7 +55,7 @@ PAGES = {
         "Convert the attention layers of a complete network, or one layer at a time ([guide](../convert.md)).",
         """
         swap_ unswap_ networks.convert.swap.SwapReport networks.convert.from_layer networks.convert.to_torch_mha
-        networks.convert.to_timm_attention errors.ConversionError
+        errors.ConversionError
         """,
     ),
     "training": (

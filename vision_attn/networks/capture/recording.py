@@ -22,7 +22,7 @@ from vision_attn.checks import as_list, check_choice, product
 from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 from vision_attn.networks.capture.token_positions import TokenPositions, locate_tokens
 from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention
-from vision_attn.networks.convert.timm_layers import PaddedAttention2d
+from vision_attn.networks.convert.window_layers import PaddedAttention2d
 from vision_attn.networks.example import Example
 from vision_attn.networks.network import running_calls, unwrap_model
 from vision_attn.networks.selection import Names, select_inside

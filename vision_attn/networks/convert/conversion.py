@@ -267,7 +267,7 @@ class LayerConversion:
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-#: Rows by class path. :mod:`.timm_layers`, :mod:`.other_layers` and :mod:`.keras_layers` add them.
+#: Rows by class path, which the modules ``*_layers`` add.
 CONVERSIONS: dict[str, LayerConversion] = {}
 
 #: Reasons why attention layers are not supported, by class names.

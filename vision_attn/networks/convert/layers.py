@@ -101,72 +101,25 @@ def to_torch_mha(block: Attention) -> nn.MultiheadAttention:
     >>> layer(*[torch.randn(2, 140, 64)] * 3)[0].shape
     torch.Size([2, 140, 64])
     """
-    bias = block.qkv.bias is not None
-    options = {"dropout": block.attn_drop, "bias": bias, "batch_first": True, "device": "meta"}
-    layer = nn.MultiheadAttention(block.channels, block.num_heads, **options)
-    return convert_block(block, layer, {"in_proj_": "qkv", "out_proj.": "proj"})
-
-
-def to_timm_attention(block: Attention) -> nn.Module:
-    """Convert a block to a ``timm.layers.Attention`` whose tokens are the positions of the feature map.
-
-    Args:
-        block: a block with full attention; the only other option may be layer norms of queries and keys.
-
-    Returns:
-        A layer with copies of the weights.
-
-    Raises:
-        ValueError: the target layer does not support an option of the block.
-
-    >>> from vision_attn.attention.blocks import Attention2d
-    >>> to_timm_attention(Attention2d(64, 4))(torch.randn(2, 140, 64)).shape
-    torch.Size([2, 140, 64])
-    """
-    from timm.layers import Attention as TimmAttention
-
-    layer: Any = TimmAttention(
-        block.channels,
-        block.num_heads,
-        attn_head_dim=block.key_dim,
-        qkv_bias=block.qkv.bias is not None,
-        qk_norm=block.q_norm is not None,
-        norm_layer=nn.LayerNorm,
-        proj_bias=block.proj.bias is not None,
-        attn_drop=block.attn_drop,
-        proj_drop=block.proj_drop,
-        device="meta",
-    )
-    if isinstance(block.q_norm, nn.LayerNorm) and isinstance(block.k_norm, nn.LayerNorm):
-        layer.q_norm.eps, layer.k_norm.eps = block.q_norm.eps, block.k_norm.eps
-    names = {f"{name}.": name for name in ("qkv", "proj", "q_norm", "k_norm")}
-    return convert_block(block, layer, names, "key_dim", "value_dim", "proj_drop")
-
-
-def convert_block(block: Attention, layer: Any, names: dict[str, str], *supported: str) -> Any:
-    """Load the weights of a block into a layer on the meta device, after a comparison of both.
-
-    ``names`` maps key prefixes of the layer to modules of the block. Unsupported options raise an error. They are
-    checked by name where a comparison on a small feature map would not detect them.
-    """
-    options = {name: x for name, x in block.get_config().items() if name not in ("num_heads", *supported)}
-    if options.pop("pattern") != "full" or options or block.proj_drop * ("proj_drop" not in supported):
+    options = {name: x for name, x in block.get_config().items() if name != "num_heads"}
+    if options.pop("pattern") != "full" or options or block.proj_drop:
         raise ValueError(f"block must have full attention and no options that the layer does not support, got {block}")
+    bias, drop = block.qkv.bias is not None, block.attn_drop
+    layer = nn.MultiheadAttention(
+        block.channels, block.num_heads, dropout=drop, bias=bias, batch_first=True, device="meta"
+    )
+    names = {"qkv.": "in_proj_", "proj.": "out_proj."}
 
-    def convert(block: Attention) -> Any:
-        tensors = {
-            f"{theirs}{key.removeprefix(f'{name}.')}": x.flatten(1) if x.dim() > 1 else x
-            for theirs, name in names.items()
-            for key, x in block.named_parameters()
-            if key.startswith(f"{name}.")
-        }
+    def convert(block: Attention) -> nn.MultiheadAttention:
+        tensors = {}
+        for name, x in block.named_parameters():
+            start = next(start for start in names if name.startswith(start))
+            tensors[name.replace(start, names[start])] = x.flatten(1) if x.dim() > 1 else x
         return load_weights(layer, tensors, training=block.training)
 
     def compute(copied: Attention, x: Tensor) -> Tensor:
-        convert(copied)
         tokens = x.flatten(2).mT
-        y = layer(*[tokens] * 3)[0] if isinstance(layer, nn.MultiheadAttention) else layer(tokens)
-        return y.mT.view(x.shape)
+        return convert(copied)(tokens, tokens, tokens)[0].mT.view(x.shape)
 
     check_equivalence(block, compute, lambda copied: (random_map(1, copied.channels, *(2, 3, 4)[: copied.rank]),))
     with torch.inference_mode(False), torch.enable_grad():

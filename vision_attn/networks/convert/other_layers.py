@@ -23,7 +23,8 @@ from vision_attn.networks.convert.conversion import (
     named_weights,
 )
 from vision_attn.networks.convert.equivalence import check_without, random_map
-from vision_attn.networks.convert.timm_layers import IN_CALLS, SIN_COS, VIT, CallRotation, add_window_masks
+from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
+from vision_attn.networks.convert.timm_layers import VIT, add_window_masks
 from vision_attn.networks.insertion.block_factories import ATTENTION_BLOCKS
 
 

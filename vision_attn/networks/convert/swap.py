@@ -8,14 +8,11 @@ that the block does not support run the original forward.
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -39,9 +36,6 @@ from vision_attn.networks.convert.swap_report import SWAPPED, VISION_ATTN, Swapp
 from vision_attn.networks.network import require_modifiable
 from vision_attn.networks.selection import Names, ancestor_paths, select_inside
 from vision_attn.text import shorten
-
-#: Warning filters are global, so only one thread may change them at a time.
-WARNINGS = Lock()
 
 # --- swapping ---------------------------------------------------------------------------------------------------------
 
@@ -89,13 +83,12 @@ def swap_(
     model = require_modifiable(model)
     modules: dict[str, Any] = dict(model.named_modules())
     lines, swaps = [], {}
-    with unique_warnings():
-        for name, module in chosen_attention(modules, names, where, own=True).items():
-            try:
-                swap = swaps[name] = make_swap(module)
-                lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
-            except (ValueError, RuntimeError, AttributeError) as error:  # AttributeError: a subclass lacks an attribute
-                lines.append(SwappedModule(name, original_class(module).__name__, reason=str(error)))
+    for name, module in chosen_attention(modules, names, where, own=True).items():
+        try:
+            swap = swaps[name] = make_swap(module)
+            lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
+        except (ValueError, RuntimeError, AttributeError) as error:  # AttributeError: a subclass lacks an attribute
+            lines.append(SwappedModule(name, original_class(module).__name__, reason=str(error)))
     if not dry_run:
         for name, swap in swaps.items():
             modules[name].swapped = swap
@@ -151,15 +144,6 @@ def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any, own:
         given = " and ".join(name for name, value in (("names", names), ("where", where)) if value is not None)
         raise SiteError(f"{given}: no attention module matches. {found}")
     return {name: attention[name] for name in inside}
-
-
-@contextmanager
-def unique_warnings() -> Iterator[None]:
-    """Issue each warning of the context only once, when the context ends, even if several modules cause it."""
-    with WARNINGS, warnings.catch_warnings(action="always", record=True) as caught:
-        yield
-    for warning in {(x.category, str(x.message)): x for x in caught}.values():
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def outer_paths(name: str) -> list[str]:

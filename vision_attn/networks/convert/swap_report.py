@@ -45,7 +45,7 @@ class SwapReport(Report):
     self_attn  MultiheadAttention  Attention1d, pattern='full'  ...
     >>> print(swap_(nn.Conv2d(3, 8, 1)))
     0 modules swapped; no attention modules found
-    Call va.insert_ to add attention blocks.
+    See docs/convert.md for the supported layers, or call va.insert_ to add attention blocks.
     """
 
     #: the attention modules that were found, in the order of the model
@@ -77,16 +77,8 @@ class SwapReport(Report):
             headline += "; no swapped modules found"
         else:
             headline += f"; {found or 'no'} attention module{'s' * (found != 1)} found"
-            hint = self.suggest()
+            hint = "See docs/convert.md for the supported layers, or call va.insert_ to add attention blocks."
         for kind, reason in dict.fromkeys((x.kind, x.reason) for x in self.skipped):
             paths = [x.site or "the model" for x in self.skipped if (x.kind, x.reason) == (kind, reason)]
             parts.append(f"not swapped: {len(paths)} {kind} ({shorten(paths)}): {reason}")
         return [headline, *parts, *filter(None, [hint])]
-
-    def suggest(self) -> str:
-        """Return advice for a model in which no module was swapped."""
-        if not self.modules:
-            return "Call va.insert_ to add attention blocks."
-        if all(module.reason in (SWAPPED, VISION_ATTN) for module in self.modules):
-            return "va.set_impl_ and va.capture already support these modules."
-        return "See docs/convert.md for the supported layers, or call va.insert_ to add attention blocks."

@@ -1,22 +1,18 @@
-"""Conversions of the attention layers of timm and torchvision, whose inputs are tokens, feature maps or windows."""
+"""Conversions of the attention layers of timm, whose inputs are tokens or feature maps."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks import Attention1d, Attention2d
-from vision_attn.attention.blocks.projection import to_memory_format_of
-from vision_attn.attention.patterns import Grouping, Halo, Window
-from vision_attn.attention.position import AttentionShape, PositionEncoding, RelPosDecomposed, RelPosTable
-from vision_attn.attention.position.encoding import Encoded
+from vision_attn.attention.blocks import Attention1d
+from vision_attn.attention.patterns import Halo
+from vision_attn.attention.position import RelPosDecomposed
 from vision_attn.networks.convert.conversion import (
     CONVERSIONS,
     FALLBACK,
@@ -26,6 +22,7 @@ from vision_attn.networks.convert.conversion import (
     named_weights,
 )
 from vision_attn.networks.convert.equivalence import check_without, random_map
+from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
@@ -132,40 +129,6 @@ def example_reduced(layer: Any) -> tuple[Any, ...]:
     return random_map(2, 6 * side**2, layer.q.in_features), (3 * side, 2 * side)
 
 
-@dataclass(frozen=True)
-class CallRotation:
-    """Rotation of queries and keys by the sines and cosines that a network passes in each call."""
-
-    #: True: channel k is paired with k + d/2; False: with its neighbor
-    halves: bool
-
-    def build(self, shape: AttentionShape, device: object = None, dtype: object = None) -> PositionEncoding:
-        return CallRotationEncoding(self)
-
-
-class CallRotationEncoding(PositionEncoding):
-    adds_bias = False
-    config: CallRotation
-    sin: Tensor
-    cos: Tensor
-
-    def __init__(self, config: CallRotation) -> None:
-        super().__init__(config)
-        for name in ("sin", "cos"):  # ([b or n,] i, d), different in each call; empty without a rotation
-            self.register_buffer(name, torch.empty(0), persistent=False)
-
-    def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
-        return (self.rotate(q), self.rotate(k), None) if self.cos.numel() else (q, k, None)
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotate pairs of channels of ``(b, n, i, d)``, except for class and register tokens, which come first."""
-        first, x = x.split([x.shape[2] - self.cos.shape[-2], self.cos.shape[-2]], dim=2)
-        halves = self.config.halves
-        a, b = x.unflatten(-1, (2, -1) if halves else (-1, 2)).unbind(-2 if halves else -1)
-        partner = torch.cat([-b, a], dim=-1) if halves else torch.stack([-b, a], dim=-1).flatten(-2)
-        return torch.cat([first, (x * self.cos + partner * self.sin).to(x.dtype)], dim=2)
-
-
 def attend_rotary(
     layer: Any,
     attend: Attend,
@@ -179,11 +142,6 @@ def attend_rotary(
         return FALLBACK
     tensors = {} if rope is None else dict(zip(SIN_COS, rope.chunk(2, dim=-1), strict=True))
     return attend(x.mT, attn_mask, **tensors).mT
-
-
-#: Buffers of :class:`CallRotationEncoding` in a block.
-SIN_COS = ("position.sin", "position.cos")
-IN_CALLS = "its position encoding is an argument of its calls"
 
 
 def example_rotary(layer: Any) -> tuple[Any, ...]:
@@ -253,118 +211,6 @@ BOTTLENECK = replace(
 HIERA = {"q_pool": "blocks have one query per position"}
 POOLED = "blocks pool only keys and values (kv_stride), by averaging. Convert a layer with strides of 1"
 
-# --- windows and grids: MaxViT, CoAtNet, Swin -------------------------------------------------------------------------
-
-#: The parameter of :class:`RelPosTable`.
-BIASES = "position.relative_position_bias_table"
-
-
-class PaddedAttention2d(Attention2d):
-    """Window attention that pads its feature map with zeros to complete windows, and attends to the padding."""
-
-    #: True if the network shifts the feature map before it pads it, which the block does not support
-    shifts_before_padding = False
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        if isinstance(x, torch.fx.Proxy):
-            return super().forward(x, mask, context)
-        padded = self.pad(x, mask, context)
-        y = super().forward(padded, mask, context)
-        return y if padded is x else to_memory_format_of(x, y[..., : x.shape[-2], : x.shape[-1]])
-
-    def attention_weights(self, x: Tensor, mask: Any = None, queries: Any = None, context: Any = None) -> Tensor:
-        """Return the attention weights of the padded feature map."""
-        return super().attention_weights(self.pad(x, mask, context), mask, queries, context)
-
-    def pad(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
-        size: Any = self.pattern.size  # type: ignore[union-attr]
-        rows, columns = (size, size) if isinstance(size, int) else size
-        below, right = -x.shape[-2] % rows, -x.shape[-1] % columns
-        if not below and not right:
-            return x
-        rolled = self.shifts_before_padding and getattr(self.pattern, "shift", 0) not in (0, (0, 0))
-        if mask is not None or context is not None or rolled:
-            got = f"{x.shape[-2]}×{x.shape[-1]} with a shift, a mask or a context"
-            raise ValueError(f"x must have a size divisible by the window {rows}×{columns}, got {got}. Pad x first")
-        return F.pad(x, (0, right, 0, below))
-
-
-class ShiftFirstAttention2d(PaddedAttention2d):
-    """Window attention for a layer whose network shifts the feature map before it pads it."""
-
-    shifts_before_padding = True
-
-
-def maxxvit_size(layer: Any) -> tuple[int, ...]:
-    return tuple(getattr(layer.rel_pos, "window_size", (3, 4)))
-
-
-def swin_weights(layer: Any) -> dict[str, Any]:
-    """Read the weights; for Swin v2, the table of position biases is computed by the network of the layer."""
-    weights = vit_weights(layer)
-    if not hasattr(layer, "logit_scale"):
-        return weights | {BIASES: layer.relative_position_bias_table}
-    if layer.qkv.bias is not None:
-        q, k, v = layer.qkv.bias.chunk(3)  # the bias of the keys is not used
-        weights["qkv"] = Projection(layer.qkv.weight, torch.cat([q, torch.zeros_like(k), v]))
-    table = 16 * torch.sigmoid(layer.cpb_mlp(layer.relative_coords_table).flatten(0, -2))
-    return weights | {BIASES: table, "q_norm.logit_scale": layer.logit_scale}
-
-
-def get_window_size(layer: Any) -> tuple[int, int]:
-    """Return the window size of a layer whose input is the tokens of windows."""
-    return tuple(layer.window_size) if hasattr(layer, "window_size") else (layer.size, layer.size)
-
-
-def attend_windows(layer: Any, attend: Attend, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    maps = x.flatten(0, -3).mT.unflatten(2, get_window_size(layer))
-    y = attend(maps, None if mask is None else mask.repeat(len(x) // len(mask), 1, 1)[:, None])
-    return y.flatten(2).mT.reshape(x.shape)
-
-
-MAXXVIT = replace(
-    MAPS,
-    weights=lambda layer: {**vit_weights(layer), BIASES: maxxvit_table(layer)},
-    options={"position": lambda layer: None if maxxvit_table(layer) is None else RelPosTable(maxxvit_size(layer))},
-    swap_only=("rel_pos.mlp",),
-    bias=relative_bias,
-    size=maxxvit_size,
-    groups=lambda layer: {},
-)
-TORCHVISION_SWIN = replace(
-    MAPS,
-    weights=swin_weights,
-    options={
-        "kind": lambda layer: PaddedAttention2d,
-        "pattern": lambda layer: Window(tuple(layer.window_size), tuple(layer.shift_size)),
-        "position": RelPosTable(),
-    },
-    axes="b h w c",
-    dropouts=("attention_dropout", "dropout"),
-    size=lambda layer: (max(1, 2 * layer.window_size[0] - 1), 2 * layer.window_size[1] + 1),
-)
-TIMM_SWIN = replace(
-    MAPS,
-    weights=swin_weights,
-    options={"position": lambda layer: RelPosTable(feat_size=get_window_size(layer))},
-    call=attend_windows,
-    example=lambda layer: (random_map(4, math.prod(layer.window_size), layer.qkv.in_features),),
-    groups=lambda layer: {"kind": ShiftFirstAttention2d, "pattern": Window(tuple(layer.window_size))},
-)
-TWINS = replace(
-    CHANNELS_LAST,  # the layer pads and partitions the feature map of its tokens
-    options={"kind": lambda layer: PaddedAttention2d, "pattern": lambda layer: Window(layer.ws)},
-    call=lambda layer, attend, x, size: attend(x.mT.unflatten(2, tuple(size))).flatten(2).mT,
-    example=lambda layer: (random_map(2, 3 * (layer.ws + 1), layer.dim), (3, layer.ws + 1)),
-)
-TORCHVISION_MAXVIT = replace(
-    TIMM_SWIN,
-    weights=lambda layer: named_weights("to_qkv", "merge")(layer) | {BIASES: layer.relative_position_bias_table},
-    options={**TIMM_SWIN.options, "num_heads": "n_heads", "scale": "scale_factor"},
-    example=lambda layer: (random_map(2, 3, layer.size**2, layer.to_qkv.in_features),),
-    groups=lambda layer: {},
-)
-
 GCVIT = {"use_global": "its queries are from another feature map"}
 CONVERSIONS |= {
     "timm.layers.attention.Attention": replace(NORMED, bias=vit_bias),
@@ -403,21 +249,13 @@ CONVERSIONS |= {
     "timm.models.fastvit.Attention": MAPS,
     "timm.models.gcvit.WindowAttentionGlobal": replace(REL_POS, unsupported=GCVIT),
     "timm.models.hieradet_sam2.MultiScaleAttention": replace(CHANNELS_LAST, unsupported=HIERA),
-    "timm.models.maxxvit.Attention2d": MAXXVIT,
-    "timm.models.maxxvit.AttentionCl": replace(MAXXVIT, axes="b h w c"),
     "timm.models.metaformer.Attention": VIT,
     "timm.models.nextvit.EfficientAttention": replace(VIT, call=attend_strided, swap_only=("sr",)),
     "timm.models.pvt_v2.Attention": REDUCED,
-    "timm.models.swin_transformer.WindowAttention": TIMM_SWIN,
-    "timm.models.swin_transformer_v2.WindowAttention": TIMM_SWIN,
     "timm.models.tiny_vit.Attention": TINY_VIT,
     "timm.models.tnt.Attention": replace(VIT, weights=named_weights("qk v", "proj")),
     "timm.models.twins.GlobalSubSampleAttn": REDUCED,
-    "timm.models.twins.LocallyGroupedAttn": TWINS,
     "timm.models.vision_transformer_relpos.RelPosAttention": REL_POS,
     "timm.models.visformer.Attention": MAPS,
     "timm.models.volo.Attention": CHANNELS_LAST,
-    "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": TORCHVISION_MAXVIT,
-    "torchvision.models.swin_transformer.ShiftedWindowAttention": TORCHVISION_SWIN,
-    "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": TORCHVISION_SWIN,
 }
