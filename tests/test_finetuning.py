@@ -15,6 +15,7 @@ from torch import nn
 
 import vision_attn as va
 import vision_attn.networks.models
+from vision_attn.attention.position import PositionEncoding
 from vision_attn.networks.insertion import inserted_keys
 
 BLOCK = {"num_heads": 4, "example_input": (1, 3, 64, 64)}
@@ -213,6 +214,37 @@ def test_scales_and_positions_of_any_shape_have_no_weight_decay():
     decayed = {"0.weight", "2.qkv.weight", "2.proj.weight", "gamma_net.weight"}
     assert {key for key, (_, decay) in found.items() if decay} == decayed
     assert any("position" in key for key in found)
+
+
+OPTIONS = [
+    {"qk_norm": True}, {"qk_norm": "cosine"}, {"qk_norm": "match"}, {"output_gate": True}, {"num_kv_heads": 1},
+    {"kv_stride": 2}, {"groups": 2}, {"position": va.SinCos()},
+    {"position": va.ConditionalPos(3)}, {"position": va.AbsPos(8)}, {"position": va.RelPosTable(8)},
+    {"position": va.RelPosDecomposed(8)}, {"position": va.RelPosTable(), "pattern": va.Window(4)},
+    {"gate_init": 0.1, "output_gate": True, "qk_norm": "cosine"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("block", "options"),
+    [
+        *(("attention", options) for options in OPTIONS),
+        *((name, {}) for name in ("TransformerBlock2d", "LinearAttention2d", "se", "gc", "eca", "cbam")),
+        ("TransformerBlock2d", {"qk_norm": "cosine", "position": va.RelPosTable(8)}),
+        ("attention", {"position": va.Rope2d(), "num_heads": 2}),
+    ],
+)
+def test_only_weights_of_projections_are_decayed_in_every_block(block, options):
+    model = nn.Sequential(nn.Conv2d(3, 16, 1))
+    va.insert_(model, block, names="0", example_input=(1, 3, 8, 8), **options)
+    found = by_parameter(model, va.parameter_groups(model, 1.0, weight_decay=0.1))
+    positions = [path for path, part in model.named_modules() if isinstance(part, PositionEncoding)]
+    layers = {
+        path: part for path, part in model.named_modules() if isinstance(part, (nn.Linear, nn.modules.conv._ConvNd))
+    }
+    decayed = {f"{path}.weight" for path in layers if not path.startswith(tuple(positions) or ("no position",))}
+    assert {key for key, (_, decay) in found.items() if decay} == decayed & found.keys()
+    assert found.keys() == dict(model.named_parameters()).keys()
 
 
 def test_timm_optimizers_accept_the_groups_and_their_state_fits_a_rebuilt_model():

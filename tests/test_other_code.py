@@ -174,6 +174,7 @@ def test_existing_hooks_receive_the_output_of_the_block(at, names):
         ("vit_tiny_patch16_224", {"img_size": 32, "depth": 3}, 32),  # FeatureGetterNet
         ("selecsls42", {}, 64),  # FeatureListNet, which cuts off the last declared module
         ("pit_ti_224", {}, 224),  # FeatureHookNet
+        ("xception41p", {}, 64),  # FeatureHookNet, which renames blocks.11 to blocks_11
         ("resnet10t", {"feature_cfg": {"feature_cls": "fx"}}, 32),  # FeatureGraphNet
     ],
 )
@@ -288,6 +289,30 @@ def test_a_traced_layer_at_the_top_level_contains_its_block(names):
     assert keys_of_blocks(graph) == keys_of_blocks(model)
 
 
+def replicate(model):
+    """Return the replica of each module, as in nn.DataParallel: a shallow copy with shared hooks and copied tensors."""
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in replicas.items():
+        for name, child in module._modules.items():
+            replica._modules[name] = replicas.get(child)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            setattr(replica, name, tensor.clone() if isinstance(tensor, torch.Tensor) else tensor)
+    return replicas
+
+
+@pytest.mark.parametrize("at", ["after", "before", "branch"])
+@pytest.mark.parametrize("names", ["layer2.1", "layer2.1.bn2", "layer2.1.conv1"])
+def test_replicas_of_data_parallel_run_the_block_with_their_tensors(names, at):
+    if at == "branch" and names != "layer2.1":
+        pytest.skip("the site is not a residual block")
+    model, before = with_block(names, at)
+    replicas = replicate(model)
+    assert torch.equal(replicas[model](IMAGE), before)
+    replicas[only_block(model)].gate.data.zero_()  # the block of the replica, not of the model
+    assert not torch.equal(replicas[model](IMAGE), before)
+    assert torch.equal(model(IMAGE), before)
+
+
 def test_copies_pickles_and_replicas_run_their_own_blocks():
     model, before = with_block("layer2.1", "branch")
     file = io.BytesIO()
@@ -298,11 +323,7 @@ def test_copies_pickles_and_replicas_run_their_own_blocks():
         nn.init.zeros_(only_block(other).gate)
         assert not torch.equal(other(IMAGE), before)
         assert torch.equal(model(IMAGE), before)
-    # Replicas as in nn.DataParallel: shallow copies whose children are replicas, and whose hooks are shared.
-    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
-    for module, other in replicas.items():
-        other._parameters = dict(module._parameters)
-        other._modules = {name: replicas[child] for name, child in module._modules.items()}
+    replicas = replicate(model)
     assert torch.equal(replicas[model](IMAGE), before)
     assert find_replica(replicas[model.layer2[1].bn2], only_block(model)) is replicas[only_block(model)]
 

@@ -350,8 +350,9 @@ def test_the_same_number_of_tokens_in_another_grid_is_rejected():
     model, images = tiny_vit(img_size=224, dynamic_img_size=True), torch.randn(1, 3, 112, 448)
     before = model(images)
     va.insert_(model, names="blocks.0", num_heads=3)
-    with pytest.raises(ValueError, match=r"a grid of 14×14 tokens, got 7×28 for images of 112×448"):
-        copy.deepcopy(model)(images)
+    for name in ("forward", "forward_features", "forward_intermediates", "get_intermediate_layers"):
+        with pytest.raises(ValueError, match=r"a grid of 14×14 tokens, got 7×28 for images of 112×448"):
+            getattr(copy.deepcopy(model), name)(images)
     model(torch.randn(2, 3, 224, 224))
     va.remove_(model)
     assert torch.equal(model(images), before)
