@@ -219,7 +219,7 @@ CANDIDATES: dict[str, Builder] = {
     "vision_attn shifted window": attention_layer(pattern=va.Window(7, shift=3), position=va.RelPosTable()),
     "torchvision shifted window": torchvision_window(3),
     "vision_attn RelPosTable": with_position(va.RelPosTable),
-    "vision_attn Rope2d": attention_layer(position=va.Rope2d()),
+    "vision_attn Rope": attention_layer(position=va.Rope()),
     "vision_attn ConditionalPos": attention_layer(position=va.ConditionalPos(3)),
     "vision_attn neighborhood": attention_layer(pattern=va.Neighborhood(7)),
     "resnet50": resnet,
@@ -262,7 +262,7 @@ WINDOWS = {(8, 96, 56, 56): 3}
 LIBRARIES = ("timm layers Attention2d", "timm maxxvit Attention2d", "torch MHA", "torch MHA, training mode")
 # FlexAttention has no gradients on a CPU.
 IMPLEMENTATIONS = ("vision_attn", *(f"vision_attn {impl}" for impl in va.IMPLS if impl != "flex"))
-VARIANTS = ("RelPosDecomposed", "RelPosTable", "Rope2d", "ConditionalPos", "window", "shifted window", "neighborhood")
+VARIANTS = ("RelPosDecomposed", "RelPosTable", "Rope", "ConditionalPos", "window", "shifted window", "neighborhood")
 BOTH = tuple(LAYOUTS)
 
 ROWS = {

@@ -69,7 +69,7 @@ LAYERS = {
     **{f"RelPosDecomposed, {s}×{s}": ((b, 256, s, s), lambda s=s: relative(s)) for b, s in ((64, 14), (32, 28))},
     "Window(7)": ((64, 96, 56, 56), lambda: windows(0)),
     "Window(7, shift=3)": ((64, 96, 56, 56), lambda: windows(3)),
-    "Rope2d, 14×14": ((64, 256, 14, 14), lambda: {"vision_attn": va.Attention2d(256, 8, position=va.Rope2d())}),
+    "Rope, 14×14": ((64, 256, 14, 14), lambda: {"vision_attn": va.Attention2d(256, 8, position=va.Rope())}),
     "Neighborhood(7)": ((8, 64, 56, 56), lambda: {"vision_attn": va.Attention2d(64, 2, pattern=va.Neighborhood(7))}),
     "AttentionBlock2d, 14×14": (
         (64, 256, 14, 14),

@@ -93,7 +93,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "RelPosTable": {"position": va.RelPosTable((8, 12))},
     "RelPosTable, Window(4)": {"position": va.RelPosTable(), "pattern": va.Window(4)},
     "AbsPos": {"position": va.AbsPos((8, 12))},
-    "Rope2d": {"position": va.Rope2d()},
+    "Rope": {"position": va.Rope()},
     "ConditionalPos": {"position": va.ConditionalPos(3)},
     "SinCos": {"position": va.SinCos()},
     "TransformerBlock2d": {"block": va.TransformerBlock2d},

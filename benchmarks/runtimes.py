@@ -107,7 +107,7 @@ LIMITATIONS = {
         "Use `RelPosTable` or another runtime.",
     ),
     r"Unsupported fx node addcmul": (
-        "coremltools 9.0 does not convert `addcmul`, which `Rope2d` uses to rotate queries and keys.",
+        "coremltools 9.0 does not convert `addcmul`, which `Rope` uses to rotate queries and keys.",
         "Use another position encoding or runtime.",
     ),
     r"Failed to load method forward": ("ExecuTorch 1.5 does not load the file.", "Use `RelPosDecomposed`."),

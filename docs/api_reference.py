@@ -31,7 +31,7 @@ PAGES = {
         """
         Attention2d Attention1d Attention3d AttentionBlock2d AttentionBlock1d AttentionBlock3d TransformerBlock2d
         LinearAttention2d StridedAttention2d AugmentedConv2d set_impl_ use_impl register_impl Window Grid Halo
-        Neighborhood Pattern RelPosDecomposed RelPosTable AbsPos Rope2d ConditionalPos SinCos
+        Neighborhood Pattern RelPosDecomposed RelPosTable AbsPos Rope ConditionalPos SinCos
         """,
     ),
     "checkpoints": (

@@ -409,7 +409,7 @@ check("TransformerBlock2d, h×w", y, transformer_block(x, encoder_p, n, causal).
 order = rng.permutation(tokens)
 shuffled = x[:, order].mT.reshape(b, c, h, w)
 plain = load_from(va.Attention2d(c, n), two_heads)
-rotary = load_from(va.Attention2d(c, n, position=va.Rope2d()), two_heads)
+rotary = load_from(va.Attention2d(c, n, position=va.Rope()), two_heads)
 print("\nPermuted tokens")
 check("permuted outputs", multi_head(x[:, order], two_p, n)[0], multi_head(x, two_p, n)[0][:, order])
 check("Attention2d, h×w", plain(from_numpy(shuffled)).flatten(2), plain(from_numpy(rows)).flatten(2)[:, :, order])

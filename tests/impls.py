@@ -43,7 +43,7 @@ CASES = {
 }
 PATTERNS = [case.pattern for case in CASES.values()]
 #: Position encodings, and classes of encodings whose tables need a size.
-POSITIONS = (None, va.RelPosDecomposed, va.RelPosTable, va.AbsPos, va.Rope2d(), va.ConditionalPos(3), va.SinCos())
+POSITIONS = (None, va.RelPosDecomposed, va.RelPosTable, va.AbsPos, va.Rope(), va.ConditionalPos(3), va.SinCos())
 
 
 def make_position(position, pattern, size):

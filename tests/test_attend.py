@@ -107,7 +107,7 @@ def test_half_precision_is_exact_up_to_rounding_forward_and_backward(impl, dtype
         {"position": va.RelPosDecomposed(feat_size=(5, 6))},
         {"pattern": va.Window(4, shift=2), "position": va.RelPosTable()},
         {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
-        {"position": va.Rope2d(), "causal": True},
+        {"position": va.Rope(), "causal": True},
     ],
     ids=str,
 )

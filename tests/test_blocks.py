@@ -353,7 +353,7 @@ def test_only_one_part_of_a_new_block_receives_a_gradient_before_the_first_updat
     [
         (va.TransformerBlock2d, {"norm_first": False, "position": va.RelPosDecomposed(4)}),
         (va.Attention2d, {"qk_norm": True, "pattern": va.Window(3), "position": va.RelPosTable()}),
-        (va.AttentionBlock2d, {"gate_init": 1.0, "position": va.Rope2d(), "num_kv_heads": 1}),
+        (va.AttentionBlock2d, {"gate_init": 1.0, "position": va.Rope(), "num_kv_heads": 1}),
         (va.Attention2d, {"qk_norm": "match", "pattern": va.Neighborhood(3), "output_gate": True}),
         (va.LinearAttention2d, {}),
     ],
@@ -389,12 +389,12 @@ def test_attention_that_replaces_a_convolution_has_the_same_output_size(stride, 
     y = augmented(x)
     assert y.shape == plain(x).shape
     close(y, torch.cat([augmented.conv(x), augmented.attn(F.avg_pool2d(x, stride, ceil_mode=True))], 1))
-    strided = va.StridedAttention2d(8, 2, stride=stride, out_channels=12, position=va.Rope2d(), **DOUBLE)
+    strided = va.StridedAttention2d(8, 2, stride=stride, out_channels=12, position=va.Rope(), **DOUBLE)
     y, attended = strided(x, mask, context), strided.attn(x, mask, context)
     assert y.shape == plain(x).shape
     # At the border, the average covers only positions inside the feature map.
     close(y[:, :, -1, -1], attended[:, :, (y.shape[2] - 1) * stride :, (y.shape[3] - 1) * stride :].mean((2, 3)))
-    for options, position in (({}, va.RelPosDecomposed(4)), ({"position": va.Rope2d()}, va.Rope2d())):
+    for options, position in (({}, va.RelPosDecomposed(4)), ({"position": va.Rope()}, va.Rope())):
         assert va.StridedAttention2d(8, 2, feat_size=4, **options).attn.position.config == position
 
 
@@ -424,7 +424,7 @@ INVALID = [
     (va.TransformerBlock2d, {"out_channels": 4}, "out_channels must"),
     (va.TransformerBlock2d, {"activation": "silu"}, "activation must"),
     (va.LinearAttention2d, {"num_heads": 3}, "num_heads must"),
-    (va.LinearAttention2d, {"feature_map": "relu"}, "feature_map must"),
+    (va.LinearAttention2d, {"feature_map": "gelu"}, "feature_map must"),
     (va.LinearAttention2d, {"impl": "sdpa"}, "impl must"),
     (va.AugmentedConv2d, {"key_channels": 7}, "num_heads must divide key_channels"),
 ]
@@ -448,7 +448,7 @@ def test_invalid_arguments_raise_an_error_at_construction():
     [
         {"qk_norm": True, "num_kv_heads": 1},
         {"position": va.RelPosDecomposed(feat_size=8), "causal": True},
-        {"position": va.Rope2d(), "output_gate": True, "kv_stride": 2},
+        {"position": va.Rope(), "output_gate": True, "kv_stride": 2},
         {"pattern": va.Window(5, shift=2), "position": va.RelPosTable()},
         {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
     ],

@@ -197,7 +197,7 @@ OPTIONS = {
     "decomposed": {"position": va.RelPosDecomposed(feat_size=(7, 7))},
     "causal, table": {"position": va.RelPosTable(feat_size=(7, 7)), "causal": True},
     "neighborhood, decomposed": {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
-    "rotary, multi-query": {"position": va.Rope2d(), "num_kv_heads": 1, "qk_norm": True},
+    "rotary, multi-query": {"position": va.Rope(), "num_kv_heads": 1, "qk_norm": True},
     "rows, convolution": {"pattern": "rows", "position": va.ConditionalPos(3), "output_gate": True},
     "absolute": {"position": va.AbsPos((7, 7))},
     "stripes, sinusoidal": {"pattern": va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7), "position": va.SinCos()},

@@ -387,7 +387,7 @@ def with_block(**options):
 
 DIFFERENT = [
     ({"num_heads": 8, "num_kv_heads": 4, "position": None, "key_dim": 4, "value_dim": 4}, "num_heads=4 in .* 8"),
-    ({"position": va.Rope2d()}, r"position=RelPosDecomposed\(feat_size=None\) in the checkpoint, Rope2d"),
+    ({"position": va.Rope()}, r"position=RelPosDecomposed\(feat_size=None\) in the checkpoint, Rope"),
     ({"scale": None}, "scale=0.3 in the checkpoint, default in the model"),
     ({"causal": True}, "causal=default in the checkpoint, True in the model"),
 ]

@@ -90,11 +90,11 @@ def test_tables_have_intervals_for_differences_that_vary(values):
 
 def test_block_settings_apply_to_the_variants_that_accept_them():
     common = {"weights": "net.pth", "attention_lr": 0.1, "freeze_backbone": True, "at": "before", "lr": 0.2}
-    common |= {"names": ("layer3",), "block_options": ("gate_init=1", "position=Rope2d()", "num_heads=2")}
+    common |= {"names": ("layer3",), "block_options": ("gate_init=1", "position=Rope()", "num_heads=2")}
     variants = {name: Settings(**settings_for_variant(name, {}, common)) for name in VARIANTS}
     assert variants.pop("plain") == Settings(weights="net.pth", lr=0.2)
     assert {(one.attention_lr, one.at, one.names) for one in variants.values()} == {(0.1, "before", ("layer3",))}
-    attention = ("gate_init=1", "position=Rope2d()", "num_heads=2")
+    attention = ("gate_init=1", "position=Rope()", "num_heads=2")
     for name, block, options in (
         ("large-kernel", "ConvBlock2d", ("gate_init=1", "kernel_size=13")),
         ("se", "se", ("rd_ratio=2",)),
@@ -108,7 +108,7 @@ def test_block_settings_apply_to_the_variants_that_accept_them():
     assert settings_for_variant("se", {}, {})["at"] == "branch"
     assert settings_for_variant("plain", {}, {"freeze_backbone": True, "reset_head": True})["freeze_backbone"]
     custom = settings_for_variant("attention", {"block_options": ("num_heads=4",), "lr": 0.1}, common)
-    assert (custom["lr"], custom["block_options"]) == (0.1, ("gate_init=1", "position=Rope2d()", "num_heads=4"))
+    assert (custom["lr"], custom["block_options"]) == (0.1, ("gate_init=1", "position=Rope()", "num_heads=4"))
     with pytest.raises(ValueError, match=r"plain, convolution.*'conv'"):
         settings_for_variant("conv", {}, {})
     with pytest.raises(ValueError, match="--block, --seed"):
@@ -120,7 +120,7 @@ def test_a_comparison_resumes_where_it_was_interrupted(image_folder, tmp_path, m
     def two_variants(**further):
         common = {"data": image_folder, "model": "tiny", "device": "cpu", "epochs": 2, "batch_size": 36, **further}
         common = recipe({**common, "names": ("layer2",), "block_options": ("num_heads=4",)})
-        rope = settings_for_variant("attention", {"block_options": ("position=Rope2d()",)}, common)
+        rope = settings_for_variant("attention", {"block_options": ("position=Rope()",)}, common)
         return {"plain": settings_for_variant("plain", {}, common), "rope": rope}
 
     complete, resumed = tmp_path / "complete", tmp_path / "resumed"
@@ -293,7 +293,7 @@ def test_compare_without_data_compares_on_recall(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recall, "BATCH", 2)
     monkeypatch.setattr(demo, "compare_on_recall", partial(demo.compare_on_recall, steps=1))
     flags = ["compare", "--seeds", "0", "--jobs", "1", "--output", str(tmp_path), "--variants", "plain", "se"]
-    assert cli.main([*flags, "rope=attention --block-options position=Rope2d()"]) == 0
+    assert cli.main([*flags, "rope=attention --block-options position=Rope()"]) == 0
     out = capsys.readouterr().out
     assert all(re.search(rf"^ {name} +[\d,]+ +\d+\.\d ", out, re.MULTILINE) for name in ("plain", "se", "rope"))
     (block,) = va.inserted_blocks(va.load_model(tmp_path / "rope-0")).values()

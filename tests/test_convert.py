@@ -610,7 +610,7 @@ def test_a_round_trip_returns_the_same_block(options):
     torch.testing.assert_close(multihead(layer, x), block(x), rtol=0, atol=1e-12)
 
 
-LACKS = {"num_kv_heads": 1, "pattern": va.Window(7), "position": va.Rope2d(), "scale": 1.0, "causal": True}
+LACKS = {"num_kv_heads": 1, "pattern": va.Window(7), "position": va.Rope(), "scale": 1.0, "causal": True}
 LACKS |= {"qk_norm": True, "proj_drop": 0.1, "proj_bias": False, "key_dim": 3}
 
 

@@ -231,7 +231,7 @@ OPTIONS = [
         *(("attention", options) for options in OPTIONS),
         *((name, {}) for name in ("TransformerBlock2d", "LinearAttention2d", "se", "gc", "eca", "cbam")),
         ("TransformerBlock2d", {"qk_norm": "cosine", "position": va.RelPosTable(8)}),
-        ("attention", {"position": va.Rope2d(), "num_heads": 2}),
+        ("attention", {"position": va.Rope(), "num_heads": 2}),
     ],
 )
 def test_only_weights_of_projections_are_decayed_in_every_block(block, options):

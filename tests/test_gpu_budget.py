@@ -20,7 +20,7 @@ BUDGETS = {
     "plain, 14×14": ((256, 4), {}, (32, 256, 14, 14), (3, 33), (8, 82)),
     "RelPosDecomposed, 14×14": ((256, 4), {"position": RELATIVE((14, 14))}, (32, 256, 14, 14), (10, 71), (14, 115)),
     "RelPosDecomposed, 64×64": ((256, 4), {"position": RELATIVE((64, 64))}, (2, 256, 64, 64), (13, 204), (17, 266)),
-    "Rope2d, 14×14": ((256, 4), {"position": va.Rope2d()}, (32, 256, 14, 14), (9, 78), (18, 140)),
+    "Rope, 14×14": ((256, 4), {"position": va.Rope()}, (32, 256, 14, 14), (9, 78), (18, 140)),
     "Window(7), 56×56": ((96, 3), {"pattern": va.Window(7), **SWIN}, (16, 96, 56, 56), (6, 136), (15, 295)),
     "Window(7, shift=3), 56×56": (
         (96, 3),
@@ -159,7 +159,7 @@ LAYERS = [
         for dtype in BOTH
     ),
     *(
-        (64, {"pattern": pattern, "position": va.Rope2d()}, mask, BOTH[(row + column) % 2])
+        (64, {"pattern": pattern, "position": va.Rope()}, mask, BOTH[(row + column) % 2])
         for row, pattern in enumerate(("full", "rows", va.Window(4, shift=2), va.Neighborhood(3)))
         for column, mask in enumerate(MASKS)
     ),

@@ -83,7 +83,7 @@ def capture(patch):
 
 @pytest.mark.parametrize(
     ("pattern", "position"),
-    [(va.Window(4, shift=2), va.RelPosTable), (va.Neighborhood(3), None), ("full", va.Rope2d()), ("rows", None)],
+    [(va.Window(4, shift=2), va.RelPosTable), (va.Neighborhood(3), None), ("full", va.Rope()), ("rows", None)],
 )
 @torch.no_grad()
 def test_memory_that_a_cuda_graph_reads_is_never_freed(monkeypatch, pattern, position):

@@ -47,7 +47,7 @@ def difference(y, block, alone):
         {"pattern": "columns"},
         {"pattern": va.Window(4), "position": va.RelPosTable()},
         {"pattern": va.Window(4, shift=2)},
-        {"position": va.Rope2d(), "key_dim": 8},
+        {"position": va.Rope(), "key_dim": 8},
         {"position": va.SinCos()},
         {"position": va.ConditionalPos(3)},
         {"qk_norm": True},
@@ -73,7 +73,7 @@ def test_a_padded_batch_equals_each_image_alone(impl, options):
         assert difference(y, block, alone) < 2e-6
 
 
-@pytest.mark.parametrize("feature_map", ["softmax", "elu", "none"])
+@pytest.mark.parametrize("feature_map", ["softmax", "elu", "relu", "none"])
 @torch.no_grad()
 def test_linear_attention_ignores_the_padding(feature_map):
     block = va.LinearAttention2d(16, 4, feature_map=feature_map).eval()

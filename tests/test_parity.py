@@ -97,7 +97,7 @@ def test_timms_bottleneck_attention_with_a_stride():
 def test_timms_rotary_positions(pattern, feat_size):
     temperature = 16.0  # the bands are powers of two, as are the sides of 4 and 8, so timm's float32 is exact
     theirs = randomized(timm.layers.AttentionRope(48, 3, num_prefix_tokens=0))
-    position = va.Rope2d(temperature, feat_size=feat_size)
+    position = va.Rope(temperature, feat_size=feat_size)
     block = make_block(theirs.state_dict(), 48, 3, position=position, pattern=pattern)
     bands = freq_bands(4, temperature=temperature, step=1).double()
     options = {"in_pixels": False, "ref_feat_shape": feat_size and list(feat_size), "dtype": torch.float64}

@@ -75,7 +75,7 @@ def test_blocks_with_one_and_three_axes_equal_2d_blocks_with_axes_of_length_one(
 
 # --- the cache of groupings -------------------------------------------------------------------------------------------
 
-POSITIONS = (va.RelPosTable(), va.RelPosDecomposed(), va.AbsPos(3), va.Rope2d(), va.SinCos())
+POSITIONS = (va.RelPosTable(), va.RelPosDecomposed(), va.AbsPos(3), va.Rope(), va.SinCos())
 SHIFTED = {"pattern": va.Window(3, shift=1), "position": va.RelPosTable()}
 
 

@@ -43,7 +43,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("position", [va.RelPosTable((5, 7)), va.RelPosDecomposed((5, 7)), va.Rope2d()], ids=str)
+@pytest.mark.parametrize("position", [va.RelPosTable((5, 7)), va.RelPosDecomposed((5, 7)), va.Rope()], ids=str)
 def test_a_block_that_has_a_plan_can_be_changed(position, change):
     x, used, new = images(), layer(position=position), layer(position=position)
     outputs(used, x)
@@ -69,7 +69,7 @@ def test_a_plan_depends_on_every_input():
     assert torch.equal(dropped.eval()(images()), before)
 
 
-@pytest.mark.parametrize("position", [None, va.Rope2d(), va.AbsPos(4)], ids=str)
+@pytest.mark.parametrize("position", [None, va.Rope(), va.AbsPos(4)], ids=str)
 @pytest.mark.parametrize("impl", CPU_IMPLS)
 def test_contexts_of_two_sizes_in_one_block(impl, position):
     options = {"context_channels": 16, "impl": impl, "position": position}

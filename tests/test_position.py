@@ -1,5 +1,6 @@
 """Position encodings: parameters, computation of the decomposed bias, feature maps of another size, and errors."""
 
+import math
 import pickle
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ PARAMETERS = [
     (2, {"position": va.RelPosTable((3, 4))}, {TABLE: (35, 2)}),
     (2, {"pattern": va.Window((2, 3)), "position": va.RelPosTable()}, {TABLE: (15, 2)}),
     (2, {"position": va.AbsPos((3, 4))}, {"height": (3, 8), "width": (4, 8)}),
-    *((2, {"position": position}, {}) for position in (va.Rope2d(), va.SinCos())),
+    *((2, {"position": position}, {}) for position in (va.Rope(), va.SinCos())),
     (2, {"position": va.ConditionalPos(3)}, {"conv.weight": (16, 1, 3, 3), "conv.bias": (16,)}),
 ]
 
@@ -99,9 +100,46 @@ def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
     torch.testing.assert_close(new(x), old(x))  # which resizes its tables in the forward pass
 
 
+def interleave(x):
+    """Order channels as pairs (k, k + d / 2), as in transformers, in adjacent pairs."""
+    return x.unflatten(-1, (2, -1)).mT.flatten(-2)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(1, (7,)), (2, (5, 7))])
+def test_rotations_equal_those_of_transformers(rank, size):
+    """The positions of a text, as in Llama, and normalized positions on a feature map, as in DINOv3."""
+    from transformers.models.dinov3_vit import DINOv3ViTConfig, modeling_dinov3_vit as dinov3
+    from transformers.models.llama import LlamaConfig, modeling_llama as llama
+
+    q, k = torch.randn(2, 1, 3, math.prod(size), 16)
+    if rank == 1:
+        rope = llama.LlamaRotaryEmbedding(LlamaConfig(hidden_size=48, num_attention_heads=3))
+        angles, apply = rope(q, torch.arange(7)[None]), llama.apply_rotary_pos_emb
+    else:
+        config = DINOv3ViTConfig(hidden_size=48, num_attention_heads=3, patch_size=4)
+        rope, apply = dinov3.DINOv3ViTRopePositionEmbedding(config).eval(), dinov3.apply_rotary_pos_emb
+        angles = rope(torch.zeros(1, 3, *(4 * n for n in size)))
+    expected = apply(q, k, *angles)
+    position = va.Rope() if rank == 1 else va.Rope(100.0, normalized=True)
+    block = (va.Attention1d, va.Attention2d)[rank - 1](48, 3, position=position)
+    grouping = block.plans.find(size, size, q.device, False, False)
+    *found, bias = block.position(interleave(q), interleave(k), grouping)
+    assert bias is None
+    for rotated, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(rotated, interleave(other), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_rotations_along_three_axes_equal_the_definition():
+    block, x = va.Attention3d(24, 2, position=va.Rope(10.0), **DOUBLE), torch.randn(2, 24, 2, 3, 4, **DOUBLE)
+    state = {name: value.numpy() for name, value in block.state_dict().items()}
+    expected = reference.attention_output(x.numpy(), state, 2, position="rotary", temperature=10.0)
+    np.testing.assert_allclose(block(x), expected, atol=1e-12)
+
+
 @torch.no_grad()
 def test_keys_of_a_pooled_feature_map_are_rotated_by_their_position_on_the_feature_map_of_the_queries():
-    block = va.Attention2d(16, 2, position=va.Rope2d(temperature=10.0), kv_stride=2, **DOUBLE)
+    block = va.Attention2d(16, 2, position=va.Rope(temperature=10.0), kv_stride=2, **DOUBLE)
     x = torch.randn(1, 16, 4, 6, **DOUBLE)
     q, k, v = block.qkv(x).chunk(3, 1)
     queries, keys = (np.indices(size).reshape(2, -1) for size in ((4, 6), (2, 3)))
@@ -140,14 +178,15 @@ def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, s
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: va.Rope2d(feat_size=(1, 2, 3)), "Rope2d: feat_size must"),
-        ({"position": va.Rope2d}, "position must"),
+        ({"position": va.Rope(feat_size=(1, 2, 3))}, "Rope: feat_size must"),
+        ({"position": va.Rope}, "position must"),
         ({"position": va.SinCos(), "context_channels": 8}, "position must not be SinCos"),
         ({"position": va.AbsPos((3, 4, 5))}, "AbsPos: feat_size must"),
         ({"position": va.RelPosTable()}, "RelPosTable: feat_size must be given"),
         ({"pattern": va.Window(7), "position": va.RelPosTable(feat_size=8)}, "RelPosTable: feat_size must"),
-        ({"key_dim": 6, "position": va.Rope2d()}, "Rope2d: key_dim must"),
-        (lambda: va.Attention1d(16, 2, position=va.Rope2d()), "Rope2d: the feature map must"),
+        ({"key_dim": 6, "position": va.Rope()}, "Rope: key_dim must"),
+        (lambda: va.Attention3d(16, 2, position=va.Rope()), "Rope: key_dim must be a multiple of 6"),
+        (lambda: va.Rope(feat_size=7, normalized=True), "Rope: feat_size must be None"),
         (lambda: va.Attention2d(18, 2, position=va.SinCos()), "SinCos: channels must"),
         ({"position": va.RelPosDecomposed(3), "context_channels": 8}, "position must not be RelPosDecomposed"),
     ],

@@ -50,7 +50,7 @@ POSITIONS = {
     None: lambda feat_size: None,
     "decomposed": va.RelPosDecomposed,
     "table": va.RelPosTable,
-    "rotary": lambda feat_size: va.Rope2d(temperature=100.0, feat_size=feat_size),
+    "rotary": lambda feat_size: va.Rope(temperature=100.0, feat_size=feat_size),
     "sines": lambda feat_size: va.SinCos(temperature=100.0),
     "convolution": lambda feat_size: va.ConditionalPos(3),
 }
@@ -243,10 +243,12 @@ def check_linear_attention(case, impl, feature_map, dtype):
     if feature_map == "softmax":
         weights = k.masked_fill(~allowed, -1e9).softmax(3).masked_fill(~allowed, 0.0).mT @ q.softmax(2)
     else:
-        q, k = (F.elu(y) + 1 if feature_map == "elu" else y for y in (q, k))
+        features = {"elu": lambda y: F.elu(y) + 1, "relu": F.relu, "none": lambda y: y}[feature_map]
+        q, k = features(q), features(k)
         weights = (k * allowed).mT @ q
-    if feature_map == "elu":
-        weights = weights / weights.sum(2, keepdim=True).clamp(min=1e-30)
+    if feature_map in ("elu", "relu"):
+        total = weights.sum(2, keepdim=True)
+        weights = weights / (total + 1e-5 if feature_map == "relu" else total.clamp(min=1e-30))
     expected = F.conv2d((v @ weights).reshape(maps.shape), exact["proj.weight"], exact["proj.bias"]).reshape(x.shape)
     pairs = [
         (y.detach(), *torch.autograd.grad(y.double().sin().sum(), x, retain_graph=True)) for y in (found, expected)
@@ -290,7 +292,7 @@ attention_drawn = given(
     form=st.sampled_from(list(FORMS)),
 )
 weights_drawn = given(**DRAWN, qk_norm=st.booleans())
-LINEAR = {"impl": ("einx", "bmm"), "feature_map": ("softmax", "elu", "none"), "dtype": DTYPES}
+LINEAR = {"impl": ("einx", "bmm"), "feature_map": ("softmax", "elu", "relu", "none"), "dtype": DTYPES}
 linear_drawn = given(case=DRAWN_CASES, **{name: st.sampled_from(values) for name, values in LINEAR.items()})
 few, many = settings(max_examples=8), settings.get_profile("random")
 

@@ -44,7 +44,7 @@ def test_a_runtime_returns_the_output_of_torch(runtime, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["Window(4, shift=2)", "Halo(4, 1)", "Neighborhood(3)", "RelPosTable, Window(4)", "Rope2d"]
+    "name", ["Window(4, shift=2)", "Halo(4, 1)", "Neighborhood(3)", "RelPosTable, Window(4)", "Rope"]
 )
 def test_graphs_for_one_size_contain_masks_and_indices_as_constants(name):
     network, (images, *others) = NETWORKS[name].make(), NETWORKS[name].images("batch")
@@ -54,7 +54,7 @@ def test_graphs_for_one_size_contain_masks_and_indices_as_constants(name):
             torch.testing.assert_close(program.module()(batch), network(batch))
     used = {node.target for node in program.run_decompositions({}).graph.nodes if node.op == "call_function"}
     names = {target.name().removeprefix("aten::").partition(".")[0] for target in used if hasattr(target, "name")}
-    assert "index_select" in names or name == "Rope2d"
+    assert "index_select" in names or name == "Rope"
     # Some runtimes do not support these operators: see apple/coremltools#2517 for alias.
     unwanted = {"alias", "arange", "scatter", "index_put", "index", "logical_and", "eq", "lt", "ge", "cos"}
     assert not names & unwanted

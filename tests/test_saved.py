@@ -25,7 +25,7 @@ from torch.nn.utils import parametrizations
 import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.networks.checkpoints import load_adapter_, save_adapter
-from vision_attn.networks.checkpoints.option_code import from_code, to_code
+from vision_attn.networks.checkpoints.option_code import check_saved_arguments, from_code, to_code
 from vision_attn.networks.insertion import inserted_keys, records
 from vision_attn.tools.comparison.controls import ConvBlock2d
 
@@ -597,7 +597,8 @@ def test_the_configuration_of_a_folder_is_checked_and_downloads_nothing(saved, c
 
 CONFIG_CLASSES = [
     *(va.Window((4, 8), 3), va.Grid((2, 3, 4)), va.Halo(8, 3), va.Neighborhood(7), va.Neighborhood(7, (3, 5), 2, True)),
-    *(va.AbsPos(7), va.RelPosDecomposed(), va.RelPosTable((7, 9)), va.Rope2d(1e4, (2, 4)), va.SinCos(2.5)),
+    *(va.AbsPos(7), va.RelPosDecomposed(), va.RelPosTable((7, 9)), va.Rope(1e4, (2, 4)), va.SinCos(2.5)),
+    va.Rope(100.0, normalized=True),
     *(va.ConditionalPos(3), va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7)),
 ]
 PLAIN = [
@@ -622,6 +623,9 @@ def test_values_are_restored_from_their_code_and_others_refused_by_name():
     for value in (*CONFIG_CLASSES, *PLAIN, {"pattern": CONFIG_CLASSES, "more": tuple(PLAIN)}):
         again = from_code(to_code("option", value))
         assert (again, repr(again), type(again)) == (value, repr(value), type(value))
+    assert from_code("Rope2d(temperature=10.0, feat_size=(2, 4))") == va.Rope(10.0, (2, 4))  # the name before 0.1.0
+    saved = {"attn": {"position": "Rope2d(temperature=10.0, feat_size=None)"}}
+    assert check_saved_arguments(saved) == {"attn": {"position": repr(va.Rope(10.0))}}
     numbers = (float("nan"), torch.float32, torch.zeros(2), torch.Size((2, 2)))
     for value in (*numbers, nn.GELU, len, {1, nn}, type("Window", (va.Window,), {})(7)):
         with pytest.raises(ValueError, match=r"^activation="):

@@ -119,7 +119,7 @@ def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_pat
         ({"reprob": 1.5}, r"reprob: .* 1, got 1\.5"),
         ({"model": "resnet21"}, r"'resnet21' does not exist\. Did you mean .*resnet20"),
         ({"model": "vit_tiny_patch16_224", "names": (), "img_size": 64}, "64×64.*--img-size"),
-        ({"block_options": "pos=Rope2d()"}, "block_options .*'pos'"),
+        ({"block_options": "pos=Rope()"}, "block_options .*'pos'"),
         ({"block_options": ("num_heads=4", "num_heads=2")}, "block_options .*'num_heads=2'"),
         ({"block": "vision_attn:Nothing"}, "block .*MODULE:CLASS, got 'vision_attn:Nothing'"),
         ({"batch_size": 100}, "batch_size .* 72, .* got 100"),
@@ -423,7 +423,7 @@ def test_blocks_are_inserted_from_the_settings(base):
         (found,) = va.inserted_blocks(build_network(replace(base, **options), SOURCE, quiet).model).values()
         return found
 
-    found = block(block_options=("num_heads=2", "position=Rope2d()")).attn
+    found = block(block_options=("num_heads=2", "position=Rope()")).attn
     assert (found.num_heads, type(found.position).__name__) == (2, "RotaryEncoding")
     assert block(block=OURS, block_options="num_heads=4").attn.num_heads == 4
     assert "layer1.0  Att" in str(build_network(replace(base, at="before", model="resnet20"), SOURCE, quiet))

@@ -26,7 +26,7 @@ from .attention.position import (
     ConditionalPos as ConditionalPos,
     RelPosDecomposed as RelPosDecomposed,
     RelPosTable as RelPosTable,
-    Rope2d as Rope2d,
+    Rope as Rope,
     SinCos as SinCos,
 )
 from .networks import convert as convert

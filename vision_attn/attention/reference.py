@@ -265,7 +265,7 @@ def attention_output(
         causal: prevent every position from attending to later positions in row-major order.
         pattern: one relation for each axis; :func:`full` if None.
         position: ``"decomposed"`` (:class:`RelPosDecomposed`), ``"table"`` (:class:`RelPosTable`), ``"rotary"``
-            (:class:`Rope2d`), ``"sines"`` (:class:`SinCos`), ``"convolution"`` (:class:`ConditionalPos`) or None.
+            (:class:`Rope`), ``"sines"`` (:class:`SinCos`), ``"convolution"`` (:class:`ConditionalPos`) or None.
         feat_size: for each axis, the size of the feature map for which a relative position table was created, or to
             which rotary positions are scaled; the size of ``x`` if None.
         temperature: base of the frequencies of rotary and sine-cosine positions.

@@ -47,7 +47,7 @@ class Attention2d(Attention):
         pattern: positions that attend to each other: ``"full"``, ``"rows"``, ``"columns"``, a :class:`Window`,
             :class:`Grid`, :class:`Halo`, :class:`Neighborhood` or :class:`Pattern`, or an einx expression.
         position: the position encoding: a :class:`RelPosDecomposed`, :class:`RelPosTable`, :class:`AbsPos`,
-            :class:`Rope2d`, :class:`ConditionalPos` or :class:`SinCos`; its parameters are ``position.*``.
+            :class:`Rope`, :class:`ConditionalPos` or :class:`SinCos`; its parameters are ``position.*``.
         key_dim: width of queries and keys per head; ``channels / num_heads`` if None.
         value_dim: width of values per head; ``channels / num_heads`` if None.
         num_kv_heads: number of heads of keys and values, each shared by consecutive query heads: grouped-query

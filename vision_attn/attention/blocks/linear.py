@@ -1,7 +1,7 @@
 """Linear (efficient) attention in einx and in torch, ``φ(q) (ψ(k)ᵀ v)``, which multiplies keys and values first.
 
-``φ`` and ``ψ`` are the kernel's feature maps: softmax over the width of queries and over the keys, ``elu + 1`` of both,
-or the identity.
+``φ`` and ``ψ`` are the kernel's feature maps: softmax over the width of queries and over the keys, ``elu + 1`` or
+``relu`` of both, or the identity.
 
 The matrix of queries by keys is never computed: the product of keys and values is ``(d, e)`` per head for any number of
 tokens. The rows of ``φ(q) ψ(k)ᵀ`` are positive and sum to one, as attention weights do, except with the identity.
@@ -30,7 +30,9 @@ from vision_attn.attention.scopes import SCOPES, in_scope
 from vision_attn.checks import check_choice, check_divides
 
 #: Names of the kernel's feature maps.
-FEATURE_MAPS = ("softmax", "elu", "none")
+FEATURE_MAPS = ("softmax", "elu", "relu", "none")
+#: Added to the sum of the weights of a query with ``feature_map="relu"``, which may be zero; the value of timm.
+EPS = 1e-5
 FOR_LINEAR = " for linear attention"
 
 
@@ -39,8 +41,8 @@ def linear_einx(q: Tensor, k: Tensor, v: Tensor, feature_map: str) -> Tensor:
 
     if feature_map == "softmax":
         q, k = einx.softmax("b n i [d]", q), einx.softmax("b n [j] d", k)
-    elif feature_map == "elu":
-        q, k = elu_features(q, k)
+    elif feature_map != "none":
+        q, k = positive_features(q, k, feature_map)
     context = einx.dot("b n j d, b n j e -> b n d e", k.to(v.dtype), v)
     return einx.dot("b n i d, b n d e -> b n i e", q.to(v.dtype), context)
 
@@ -50,20 +52,20 @@ def linear_bmm(q: Tensor, k: Tensor, v: Tensor, feature_map: str) -> Tensor:
     j, e = v.shape[2:]
     if feature_map == "softmax":
         q, k = torch.softmax(q, dim=-1), torch.softmax(k, dim=-2)
-    elif feature_map == "elu":
-        q, k = elu_features(q, k)
+    elif feature_map != "none":
+        q, k = positive_features(q, k, feature_map)
     q, k = q.to(v.dtype), k.to(v.dtype)
     context = torch.bmm(k.reshape(b * n, j, d).transpose(1, 2), v.reshape(b * n, j, e))
     return torch.bmm(q.reshape(b * n, i, d), context).view(b, n, i, e)
 
 
-def elu_features(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``elu + 1`` of queries and keys, with queries divided by the sum of their weights; -inf becomes 0."""
-    q, k = F.elu(q) + 1, F.elu(k) + 1
+def positive_features(q: Tensor, k: Tensor, feature_map: str) -> tuple[Tensor, Tensor]:
+    """Return features of queries and keys, with queries divided by the sum of their weights; -inf becomes 0."""
+    q, k = (F.relu(x) if feature_map == "relu" else F.elu(x) + 1 for x in (q, k))
     total = k.sum(dim=-2, keepdim=True)
     # A common factor of all keys does not change the weights and keeps sums over many keys in the range of float16.
-    level = total.mean(dim=-1, keepdim=True)
-    return q / (q @ (total / level).mT), k / level
+    level = total.mean(dim=-1, keepdim=True).clamp(min=EPS)
+    return q / (q @ (total / level).mT + (EPS / level if feature_map == "relu" else 0.0)), k / level
 
 
 #: The implementations of linear attention by name.
@@ -81,8 +83,8 @@ def attend_linear(
         v: values, ``(b, n, j, e)``.
         impl: one of :data:`LINEAR_IMPLS`.
         mask: bool (True = queries may attend to this key), broadcastable to ``(b, n, j, 1)``.
-        feature_map: ``"softmax"`` over the width of queries and over the keys; ``"elu"`` for ``elu + 1`` of both, with
-            weights divided by their sum; ``"none"`` for ``q (kᵀ v)``.
+        feature_map: ``"softmax"`` over the width of queries and over the keys; ``"elu"`` for ``elu + 1`` and ``"relu"``
+            for ``relu`` of both, with weights divided by their sum; ``"none"`` for ``q (kᵀ v)``.
 
     Returns:
         ``(b, n, i, e)`` in the dtype of ``v``; zeros where all keys are masked.
@@ -116,8 +118,8 @@ class LinearAttention2d(ConfigurableImpl):
         channels: input and output channels; divisible by ``num_heads``.
         num_heads: number of heads.
         impl: the implementation, ``"bmm"`` or ``"einx"``; both return the same result.
-        feature_map: ``"softmax"``; ``"elu"`` for ``elu + 1`` of queries and keys, with weights divided by their sum;
-            ``"none"``.
+        feature_map: ``"softmax"``; ``"elu"`` for ``elu + 1`` and ``"relu"`` for ``relu`` of queries and keys, with
+            weights divided by their sum; ``"none"``.
         qkv_bias: add a bias to queries, keys and values.
         proj_drop: dropout probability of the output.
         device: device of the parameters.
@@ -128,7 +130,7 @@ class LinearAttention2d(ConfigurableImpl):
 
     Source: Shen et al., *Efficient Attention: Attention with Linear Complexities*, 2021,
     https://arxiv.org/abs/1812.01243; with ``elu + 1``: Katharopoulos et al., *Transformers are RNNs*, 2020,
-    https://arxiv.org/abs/2006.16236
+    https://arxiv.org/abs/2006.16236; with ``relu``: Cai et al., *EfficientViT*, 2023, https://arxiv.org/abs/2205.14756
 
     >>> LinearAttention2d(64, num_heads=4)(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from vision_attn.attention.position.sin_cos import frequencies
 
 
 @dataclass(frozen=True)
-class Rope2d:
+class Rope:
     """Axial rotary position embedding: pairs of adjacent channels of queries and keys are rotated.
 
     ::
@@ -26,43 +27,47 @@ class Rope2d:
                                                   x · temperature^(-4k/d)    in the second half of each head
         k = 0, …, d/4 - 1 in each half
 
-    ``(y, x)`` is the position on the complete feature map, also inside windows. If the feature map of the keys has
-    another size, its positions are scaled, so that both feature maps cover the same area with aligned pixel centers.
-    There are no parameters.
+    ``(y, x)`` is the position on the complete feature map, also inside windows. With one or three axes, a head has one
+    or three parts instead of two halves. If the feature map of the keys has another size, its positions are scaled, so
+    that both feature maps cover the same area with aligned pixel centers. There are no parameters.
 
     Args:
         temperature: base of the frequencies; larger values give longer wavelengths.
-        feat_size: size of the feature map, in positions, to which ``y`` and ``x`` are scaled: an integer for both axes,
-            or a tuple ``(height, width)``. If None, positions are not scaled.
+        feat_size: size of the feature map, in positions, to which ``y`` and ``x`` are scaled: an integer for all axes,
+            or a tuple with one integer per axis. If None, positions are not scaled.
+        normalized: measure positions from -2π to 2π over the feature map instead, as DINOv3 does, with a temperature of
+            100: ``y = 2π · (2 (row + 0.5) / h - 1)``.
 
     Raises:
-        ValueError: an argument is out of range; or, when the block is built, the width of a head is not a multiple of 4
-            or the feature map does not have two axes.
+        ValueError: ``feat_size`` is given with ``normalized``; or, when the block is built, it does not match the
+            number of axes, or the width of a head is not a multiple of twice the number of axes.
 
     Source: Su et al., *RoFormer*, 2021, https://arxiv.org/abs/2104.09864; axial on images: Heo et al., *Rotary Position
-    Embedding for Vision Transformer*, 2024, https://arxiv.org/abs/2403.13298
+    Embedding for Vision Transformer*, 2024, https://arxiv.org/abs/2403.13298; normalized: Siméoni et al., *DINOv3*,
+    2025, https://arxiv.org/abs/2508.10104
 
-    >>> Rope2d()
-    Rope2d(temperature=10000.0, feat_size=None)
+    >>> Rope(temperature=100.0, normalized=True)
+    Rope(temperature=100.0, feat_size=None, normalized=True)
     """
 
     temperature: float = 10000.0
-    feat_size: int | tuple[int, int] | None = None
+    feat_size: int | tuple[int, ...] | None = None
+    normalized: bool = False
 
     def __post_init__(self) -> None:
-        to_ntuple("Rope2d", "feat_size", self.feat_size, 2)
+        if self.normalized and self.feat_size is not None:
+            raise ValueError(f"Rope: feat_size must be None with normalized=True, got {self.feat_size}")
 
     def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
-        if shape.rank != 2:
-            raise ValueError(f"Rope2d: the feature map must have two axes, got {shape.rank}")
-        if shape.key_dim % 4:
-            raise ValueError(f"Rope2d: key_dim must be a multiple of 4, two channels per axis, got {shape.key_dim}")
+        to_ntuple("Rope", "feat_size", self.feat_size, shape.rank)
+        if shape.key_dim % (2 * shape.rank):
+            raise ValueError(f"Rope: key_dim must be a multiple of {2 * shape.rank}, got {shape.key_dim}")
         return RotaryEncoding(self)
 
 
 class RotaryEncoding(PositionEncoding):
     adds_bias = False
-    config: Rope2d
+    config: Rope
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
         q = rotate(q, *self.cos_sin(q, grouping.query_layout, grouping))
@@ -83,15 +88,19 @@ class RotaryEncoding(PositionEncoding):
     def angles(self, x: Tensor, layout: TokenLayout, reference: tuple[int, ...]) -> Tensor:
         """Return the angle of each pair of channels, ``(groups, 1, i, pairs)``; ``reference`` is the queries' size."""
         exact: dict[str, Any] = {"device": x.device, "dtype": upcast(x[:0]).dtype}
-        frequency, feat_size = frequencies(x.shape[-1] // 4, self.config.temperature, exact), self.config.feat_size
+        axes, config = len(reference), self.config
+        frequency = frequencies(x.shape[-1] // (2 * axes), config.temperature, exact)
         angles = []
         for axis, (length, queries) in enumerate(zip(layout.size, reference, strict=True)):
-            position = (torch.arange(length, **exact) + 0.5) * (queries / length) - 0.5
-            if feat_size is not None:
-                position = position * (to_ntuple("Rope2d", "feat_size", feat_size, 2)[axis] / queries)
-            angle = position[:, None] * frequency
-            angles.append((angle[:, None] if axis == 0 else angle[None]).expand(*layout.size, -1))
-        by_position = torch.cat(angles, dim=-1).flatten(0, 1)
+            center = torch.arange(length, **exact) + 0.5
+            if config.normalized:
+                position = 2 * math.pi * (2 * center / length - 1)
+            else:
+                size = to_ntuple("Rope", "feat_size", config.feat_size, axes)[axis] or queries
+                position = (center * (queries / length) - 0.5) * (size / queries)
+            shape = [length if other == axis else 1 for other in range(axes)]
+            angles.append((position[:, None] * frequency).view(*shape, -1).expand(*layout.size, -1))
+        by_position = torch.cat(angles, dim=-1).flatten(0, -2)
         return (by_position[None] if layout.is_identity else by_position[layout.index()])[:, None]
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from vision_attn.attention.blocks.config import CONFIG_KEY
 from vision_attn.attention.patterns import Grid, Halo, Neighborhood, Pattern, Window
-from vision_attn.attention.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
+from vision_attn.attention.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope, SinCos
 
 PATTERNS = (Window, Grid, Halo, Neighborhood, Pattern)
-POSITIONS = (RelPosDecomposed, RelPosTable, AbsPos, Rope2d, ConditionalPos, SinCos)
+POSITIONS = (RelPosDecomposed, RelPosTable, AbsPos, Rope, ConditionalPos, SinCos)
 #: The names that are allowed in the code.
 CONFIG_CLASSES: dict[str, Callable[..., Any]] = {cls.__name__: cls for cls in (*PATTERNS, *POSITIONS)}
+CONFIG_CLASSES["Rope2d"] = Rope  # its name in files of earlier versions
 
 #: path of a block -> {argument: code}
 Arguments = Mapping[str, Mapping[str, str]]
@@ -99,7 +100,11 @@ def check_saved_arguments(arguments: Any) -> Arguments:
     for path, values in arguments.items():
         if not all(isinstance(text, str) for text in (path, *values, *values.values())):
             raise ValueError("an argument of a block is not a string")
-    return dict(arguments)
+    # Values are compared as text.
+    return {
+        path: {name: repr(from_code(text)) if "Rope2d(" in text else text for name, text in values.items()}
+        for path, values in arguments.items()
+    }
 
 
 def compare_arguments(ours: Arguments, theirs: Arguments) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class Evaluate:
 class Comparison:
     """Variants, seeds and runs."""
 
-    # Variants to compare: names, or NAME=VARIANT FLAGS such as 'rope=attention --block-options position=Rope2d()'.
+    # Variants to compare: names, or NAME=VARIANT FLAGS such as 'rope=attention --block-options position=Rope()'.
     variants: Annotated[tuple[str, ...], hint("VARIANT [VARIANT ...]")] = ("plain", "convolution", "se", "attention")
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # Random seeds of each variant.
     # Number of runs in parallel.

@@ -102,7 +102,7 @@ class Blocks:
     block: str = "attention"  # Block to insert: attention, a timm block such as cbam, or a class MODULE:CLASS.
     # Attention pattern: full, rows, columns, 'Window(7)' or another pattern, or an einx expression.
     pattern: Annotated[str | None, hint("PATTERN", "default: full")] = None
-    # Options of the block: num_heads=4 impl=bmm 'position=Rope2d()'.
+    # Options of the block: num_heads=4 impl=bmm 'position=Rope()'.
     block_options: Annotated[Strings, hint("NAME=VALUE [NAME=VALUE ...]")] = ()
 
 
