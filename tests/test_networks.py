@@ -93,6 +93,7 @@ def run(model, example):
     return tensors(found)
 
 
+@pytest.mark.filterwarnings("ignore:the model pads images")
 @pytest.mark.parametrize("case", SMALL)
 def test_blocks_at_every_selected_module_preserve_the_output_and_train(case, tmp_path):
     make, example, shape, names, stages = SMALL[case]

@@ -30,6 +30,7 @@ from .attention.position import (
     SinCos as SinCos,
 )
 from .networks import convert as convert
+from .networks.block_factories import timm_layer as timm_layer
 from .networks.capture.recording import capture as capture
 from .networks.checkpoints import (
     load_adapter_ as load_adapter_,
@@ -55,7 +56,6 @@ from .networks.insertion import (
     remove_ as remove_,
     replace_ as replace_,
     stage_names as stage_names,
-    timm_layer as timm_layer,
 )
 from .networks.padded_batches import padded as padded
 from .networks.second_map import context as context

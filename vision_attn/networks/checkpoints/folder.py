@@ -34,13 +34,13 @@ from torchvision.transforms import Compose
 from torchvision.transforms.v2 import RGB, Grayscale
 
 from vision_attn.errors import CheckpointError
+from vision_attn.networks.block_factories import BLOCKS
 from vision_attn.networks.checkpoints import file_format
 from vision_attn.networks.checkpoints.file_format import gather, unwrap_key
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.insertion import inserted_blocks, records, remove_
-from vision_attn.networks.insertion.block_factories import BLOCKS
 from vision_attn.networks.insertion.exact import unwrap_exact_block
 from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.network import quiet_eval, unwrap_model

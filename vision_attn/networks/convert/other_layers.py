@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.patterns import Neighborhood
+from vision_attn.networks.block_factories import ATTENTION_BLOCKS
 from vision_attn.networks.convert.conversion import (
     CONVERSIONS,
     FALLBACK,
@@ -25,7 +26,6 @@ from vision_attn.networks.convert.conversion import (
 from vision_attn.networks.convert.equivalence import check_without, random_map
 from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
 from vision_attn.networks.convert.timm_layers import VIT, add_window_masks
-from vision_attn.networks.insertion.block_factories import ATTENTION_BLOCKS
 
 
 def is_set(given: Any) -> bool:

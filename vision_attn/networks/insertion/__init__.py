@@ -1,4 +1,4 @@
-"""Insert blocks into a network, freeze and train it, and remove the blocks again."""
+"""Insert blocks into a network, replace its modules, and restore it."""
 
 from vision_attn.networks.insertion.attach import (
     attach_records_ as attach_records_,
@@ -8,11 +8,10 @@ from vision_attn.networks.insertion.attach import (
     records as records,
     replaced_modules as replaced_modules,
 )
-from vision_attn.networks.insertion.block_factories import timm_layer as timm_layer
 from vision_attn.networks.insertion.insert import insert_ as insert_, remove_ as remove_, replace_ as replace_
 from vision_attn.networks.insertion.record import (
     CHILD as CHILD,
     InsertedBlock as InsertedBlock,
     InsertionReport as InsertionReport,
 )
-from vision_attn.networks.insertion.sites import parse_sites as parse_sites, stage_names as stage_names
+from vision_attn.networks.insertion.sites import stage_names as stage_names

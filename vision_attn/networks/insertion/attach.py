@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.block_factories import describe_error, make_block, suggest_argument
+from vision_attn.networks.block_factories import describe_error, make_block, suggest_argument
 from vision_attn.networks.insertion.exact import wrap_exactly
 from vision_attn.networks.insertion.hooks import (
     block_at,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
-from vision_attn.networks.insertion.block_factories import describe_error
+from vision_attn.networks.block_factories import describe_error
 from vision_attn.networks.insertion.record import InsertedBlock
 from vision_attn.networks.layout import FeatureMap
 from vision_attn.networks.macs import Cost, run_on_meta

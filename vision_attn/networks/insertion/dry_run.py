@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.networks.example import Example, make_example
-from vision_attn.networks.insertion.metadata import NetworkMetadata, read_metadata
 from vision_attn.networks.layout import (
     Element,
     FeatureMap,
@@ -33,6 +32,7 @@ from vision_attn.networks.layout import (
     token_grid,
 )
 from vision_attn.networks.macs import Cost, count_flops
+from vision_attn.networks.metadata import NetworkMetadata, read_metadata
 from vision_attn.networks.network import fixed_seed, kept_tensors, quiet_eval, without_hooks
 from vision_attn.networks.selection import end_of_sequential
 

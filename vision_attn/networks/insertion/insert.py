@@ -17,9 +17,10 @@ from torch import nn
 from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion import attach, block_factories
+from vision_attn.networks import block_factories
+from vision_attn.networks.block_factories import BlockFactory
+from vision_attn.networks.insertion import attach
 from vision_attn.networks.insertion.attach import like_parameters
-from vision_attn.networks.insertion.block_factories import BlockFactory
 from vision_attn.networks.insertion.costs import count_saved_bytes, measure_cost, propose
 from vision_attn.networks.insertion.dry_run import DryRun
 from vision_attn.networks.insertion.exact import init_identity_, wrap_exactly

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
@@ -36,18 +35,6 @@ Where = Callable[[str, nn.Module], bool] | None
 
 #: Operations that may follow a branch before its addition: a constant or learned scale, dropout, a change of dtype.
 SCALING = ("MulBackward0", "DivBackward0", "NativeDropoutBackward0", "ToCopyBackward0", "CloneBackward0")
-
-
-def parse_sites(words: Sequence[str]) -> dict[str, Any]:
-    """Parse sites from the command line: integers are stages, and all other words are globs on module paths.
-
-    >>> parse_sites(["-2", "-1"]), parse_sites(["layer3.*"])
-    ({'stages': [-2, -1]}, {'names': ['layer3.*']})
-    """
-    numbers = [word for word in words if re.fullmatch(r"-?\d+", word)]
-    if numbers and len(numbers) < len(words):
-        raise ValueError(f"insert must be indices of stages or names of modules, not both, got {' '.join(words)}")
-    return {"stages": [int(word) for word in numbers]} if numbers else {"names": words} if words else {}
 
 
 def select_sites(dry_run: DryRun, stages: Stages, names: Globs, where: Where, exclude: Globs) -> list[str]:

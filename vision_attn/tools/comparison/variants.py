@@ -100,7 +100,7 @@ def accepts_option(block: str, option: str) -> bool:
     import inspect
 
     from vision_attn.attention.blocks import Attention2d
-    from vision_attn.networks.insertion.block_factories import get_arguments, get_block_factory
+    from vision_attn.networks.block_factories import get_arguments, get_block_factory
     from vision_attn.tools.training.network import block_class  # imports timm, which is not needed to parse flags
 
     def is_argument(name: str) -> bool:

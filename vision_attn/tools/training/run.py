@@ -20,9 +20,9 @@ from filelock import FileLock
 from torch import nn
 
 from vision_attn.errors import DataError, TrainingError
+from vision_attn.networks.block_factories import get_block_factory
 from vision_attn.networks.checkpoints.folder import load_model
 from vision_attn.networks.contributions import branches
-from vision_attn.networks.insertion.block_factories import get_block_factory
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import shorten
 from vision_attn.tools.training.data import open_data, open_images
