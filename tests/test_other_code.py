@@ -116,6 +116,8 @@ REFUSED = [
     (nn.Conv2d(3, 8, 1), {"names": "", "layout": "b h w"}, "layout .*got 'b h w'"),
     (TWO_GRIDS, AT_GRID, r"'encoder.blocks.0' is called 2 times.*va.insert_\(model.encoder"),
     (resnet(), {"stage": -1}, "'stage'. Did you mean 'stages'"),
+    (resnet(), {"block": -1}, "got -1. Pass stages=-1"),
+    (resnet(), {"block": "layer3"}, "got 'layer3'. Pass names='layer3'"),
     (resnet(), {"stages": -1, "exmaple_input": IMAGE}, "Did you mean 'example_input'"),
     (resnet(), {"block": "se", "stages": -1, "gate_init": 0.1}, "gate_init(?!.*Did you mean 'gate_init')"),
     # mmdetection#9786

@@ -124,6 +124,9 @@ def insert_(
     if stages is None and names is None and where is None:
         block_factories.refuse_misspelled(block_options)
     model = require_modifiable(model)
+    if isinstance(block, int) or (isinstance(block, str) and block in dict(model.named_modules())):
+        keyword = "stages" if isinstance(block, int) else "names"
+        raise TypeError(f"block must be a class, a function or a name of a block, got {block!r}. Pass {keyword}={block!r}")
     run = DryRun(model, example_input, layout)
     sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude)
     side = "before" if at == "before" else "after"
