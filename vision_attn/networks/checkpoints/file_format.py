@@ -36,8 +36,9 @@ from vision_attn.networks import insertion
 from vision_attn.networks.block_factories import BLOCKS, TIMM_BLOCKS, get_block_factory, make_block
 from vision_attn.networks.checkpoints.option_code import Arguments, check_saved_arguments, from_code, to_code
 from vision_attn.networks.insertion import InsertedBlock
-from vision_attn.networks.insertion.attach import replaced_module, replacement_options
+from vision_attn.networks.insertion.build import replacement_options
 from vision_attn.networks.insertion.exact import unwrap_exact_block
+from vision_attn.networks.insertion.record import replaced_module
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
 from vision_attn.text import shorten

@@ -12,66 +12,34 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 
 from vision_attn.errors import SiteError
-from vision_attn.networks.block_factories import describe_error, make_block, suggest_argument
+from vision_attn.networks.insertion.build import build_block, like_parameters, require_module
 from vision_attn.networks.insertion.exact import wrap_exactly
 from vision_attn.networks.insertion.hooks import (
     block_at,
     blocks_of_hooks,
     check_block,
     check_grid,
-    find_module,
     hook_,
-    is_fusible,
     keep_context,
     unhook_,
 )
-from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, set_record_
+from vision_attn.networks.insertion.record import (
+    CHILD,
+    InsertedBlock,
+    get_record,
+    is_inserted,
+    replaced_module,
+    set_record_,
+)
 from vision_attn.networks.insertion.untrained import warn_if_untrained
 from vision_attn.networks.network import unwrap_model
 from vision_attn.networks.selection import ancestor_paths
-
-#: Modules that contain other modules and may loop over them.
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> str:
-    """Choose the path of the block for a target, as a child of the first possible of these modules.
-
-    - If the target is a norm or convolution, which other code may freeze, fuse or convert: the nearest parent that is
-      not a container.
-    - The target, unless it is a container, which would run the block as one of its children, or ``inside`` is set,
-      because the target depends on its number of children.
-    - The first module inside the target that is not a container.
-
-    >>> model = nn.Sequential(nn.ModuleDict({"conv": nn.Conv2d(3, 8, 1)}), nn.Flatten())
-    >>> choose_block_path(model, "1"), choose_block_path(model, "0")
-    ('1.inserted', '0.conv.inserted_0')
-    """
-    module, paths = model.get_submodule(target), []
-    if is_fusible(module) and not inside:
-        # The network itself is not considered: it may run its children in sequence.
-        for path in reversed(ancestor_paths(target)):
-            paths.append((path, f"{CHILD}_{target[len(path) + 1 :].replace('.', '_')}"))
-    if not inside:
-        paths.append((target, CHILD))
-    for path, _ in module.named_modules(prefix=target):
-        # A block that replaced a module is removed with all of its children when the module is restored.
-        if path != target and not any(map(replaced_module, map(model.get_submodule, (*ancestor_paths(path), path)))):
-            paths.append((path, f"{CHILD}_{target.replace('.', '_')}"))
-    for path, child in paths or [(target, CHILD)]:
-        owner = model.get_submodule(path)
-        if not isinstance(owner, CONTAINERS) and not hasattr(owner, child):
-            return f"{path}.{child}"
-    raise SiteError(
-        f"{target!r} cannot have a child {CHILD!r}: it has an attribute of that name. Choose another module"
-    )
 
 
 def attach_(model: nn.Module, block: nn.Module) -> None:
@@ -161,45 +129,6 @@ def attach_blocks_(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[No
     warn_if_untrained(model, blocks)
 
 
-def build_block(
-    model: nn.Module, site: str, at: str, make: Callable[..., nn.Module], channels: int, options: Any, like: Any = None
-) -> nn.Module:
-    """Build a block in the training or evaluation mode of the module at its site.
-
-    Device and dtype are copied from ``like``, or by default from this module or the model.
-    """
-    target = require_module(model, site)
-    if like is None:
-        like = like_parameters(target, model)
-    own = replacement_options(target) if at == "replace" else {}
-    try:
-        block = make_block(make, channels, device=like.device, dtype=like.dtype, **own, **options)
-    except Exception as error:  # A custom block may raise any exception.
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        why = f"{describe_error(error)}{suggest_argument(error, make)}"
-        raise kind(f"the block at {site!r} cannot be built for {channels} channels: {why}") from error
-    if not isinstance(block, nn.Module) or is_inserted(block):
-        raise ValueError(f"block must return a new module for each site, got {type(block).__name__}")
-    return block.train(target.training)
-
-
-def require_module(model: nn.Module, path: str) -> nn.Module:
-    """Return a module of a model; raise if there is none, for example for a record of another network."""
-    if (module := find_module(model, path)) is None:
-        raise SiteError(f"the model has no module {path!r} for a block")
-    return module
-
-
-def like_parameters(*modules: nn.Module) -> Tensor:
-    """Return the first floating-point parameter, whose device and dtype a new block has."""
-    return next((p for module in modules for p in module.parameters() if p.is_floating_point()), torch.empty(0))
-
-
-def replacement_options(old: nn.Module) -> dict[str, int]:
-    """Return the options of a block that are copied from the convolution that it replaces."""
-    return {"stride": int(old.stride[0]), "out_channels": old.out_channels} if isinstance(old, nn.Conv2d) else {}
-
-
 def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Remove blocks and restore the modules that they replaced, on the device and in the mode of the blocks.
 
@@ -273,11 +202,6 @@ def all_blocks(network: nn.Module) -> list[nn.Module]:
     for module in network.modules():
         blocks |= dict.fromkeys(blocks_of_hooks(module))
     return list(blocks)
-
-
-def replaced_module(block: nn.Module) -> nn.Module | None:
-    """Return the module that a block replaced, or None."""
-    return next(iter(get_record(block).replaced), None) if is_inserted(block) else None
 
 
 def replaced_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -7,7 +7,7 @@ once more. If its output is not bitwise identical, the blocks are detached again
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +20,11 @@ from vision_attn.errors import SiteError
 from vision_attn.networks import block_factories
 from vision_attn.networks.block_factories import BlockFactory
 from vision_attn.networks.insertion import attach
-from vision_attn.networks.insertion.attach import like_parameters
-from vision_attn.networks.insertion.costs import count_saved_bytes, measure_cost, propose
+from vision_attn.networks.insertion.build import choose_block_path, like_parameters, new_block, without_values
+from vision_attn.networks.insertion.costs import count_saved_bytes, propose
 from vision_attn.networks.insertion.dry_run import DryRun
-from vision_attn.networks.insertion.exact import init_identity_, wrap_exactly
 from vision_attn.networks.insertion.record import (
     RECORD,
-    InsertedBlock,
     InsertionReport,
     get_record,
     is_inserted,
@@ -35,7 +33,7 @@ from vision_attn.networks.insertion.record import (
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChildError, attach_verified
 from vision_attn.networks.layout import FeatureMap
-from vision_attn.networks.macs import Cost, count_attention_pairs
+from vision_attn.networks.macs import Cost
 from vision_attn.networks.network import require_modifiable
 from vision_attn.networks.padded_batches import padding_warning
 from vision_attn.networks.selection import Names, end_of_sequential, match_names
@@ -126,7 +124,9 @@ def insert_(
     model = require_modifiable(model)
     if isinstance(block, int) or (isinstance(block, str) and block in dict(model.named_modules())):
         keyword = "stages" if isinstance(block, int) else "names"
-        raise TypeError(f"block must be a class, a function or a name of a block, got {block!r}. Pass {keyword}={block!r}")
+        raise TypeError(
+            f"block must be a class, a function or the name of one, got {block!r}. Pass {keyword}={block!r}"
+        )
     run = DryRun(model, example_input, layout)
     sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude)
     side = "before" if at == "before" else "after"
@@ -145,7 +145,7 @@ def insert_(
             changed, verified = attach_verified(run, blocks)
         except ChildError:
             for x, new in zip(maps, blocks, strict=True):
-                path = attach.choose_block_path(model, x.target, inside=True)
+                path = choose_block_path(model, x.target, inside=True)
                 set_record_(new, replace(get_record(new), block_path=path))
             changed, verified = attach_verified(run, blocks)
         if not zeros or not changed or not exact or all(isinstance(x, GatedResidual) for x in blocks):
@@ -273,67 +273,6 @@ def remove_(model: nn.Module) -> InsertionReport:
     return report
 
 
-def new_block(
-    run: DryRun,
-    block: BlockFactory | str | None,
-    x: FeatureMap,
-    at: str,
-    options: Mapping[str, Any],
-    y: FeatureMap | None = None,
-    exact: bool = False,
-    zeros: bool = True,
-    context: FeatureMap | None = None,
-) -> nn.Module:
-    """Build a block with its record. A block that replaces a module maps the feature map ``x`` to one like ``y``."""
-    make, channels, spec = block_factories.get_block_factory(block, len(x.size)), x.shape[1], x.spec
-    options = {**block_factories.default_widths(make, channels, options), **options}
-    is_timm = isinstance(block, str) and block in block_factories.TIMM_BLOCKS
-    if is_timm and "feat_size" in block_factories.get_arguments(make):
-        options = {"feat_size": x.size, **options}
-    second: dict[str, Any] = {}
-    if context is not None:
-        options = {"context_channels": context.shape[1], **options}
-        second = {
-            "context": context.target,
-            "context_layout": context.layout,
-            "context_element": context.element,
-            "context_size": context.size,
-        }
-    new = attach.build_block(run.model, x.target, at, make, channels, options, spec)
-    name = str(block) if is_timm else type(new).__name__
-    identity_init, wrapper_options = "", dict[str, Any]()
-    if y is None and not isinstance(new, GatedResidual):
-        if spec.device.type == "meta":  # Blocks on the meta device have no values to test.
-            spec = spec._replace(device=torch.device("cpu"))
-            new = attach.build_block(run.model, x.target, at, make, channels, options, spec)
-        # A layer that the block shares with the network must not be set to zero.
-        zeros = zeros and {*run.model.parameters()}.isdisjoint(new.parameters())
-        identity_init, wrapper_options = init_identity_(new, x.target, x.shape, spec, exact, zeros)
-        new = wrap_exactly(new, channels, spec, wrapper_options)
-        new = new.to(x.spec.device) if spec is not x.spec else new
-    record = InsertedBlock(
-        site=x.target,
-        at=at,
-        block=name,
-        options=options,
-        channels=channels,
-        map_size=x.size,
-        parameters=0,
-        macs=0,
-        input_shape=run.example.shape,
-        layout=x.layout,
-        element=x.element if y is None else None,
-        block_path=attach.choose_block_path(run.model, x.target) if y is None else x.target,
-        used=x.used,
-        identity_init=identity_init,
-        wrapper_options=wrapper_options,
-        attention_pairs=count_attention_pairs(new, x.size),
-        **second,
-    )
-    cost = measure_cost(new, x, y or x, record.context_shape)
-    return set_record_(new, replace(record, **cost._asdict()))
-
-
 def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str] = ()) -> InsertionReport:
     """Return the report of a dry run, with proposals if ``stages`` are the paths of all stages."""
     records = []
@@ -349,11 +288,6 @@ def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str]
         if learned and record.used and record.site not in occupied:
             proposed.append((index, record))
     return InsertionReport(tuple(records), "not inserted", run.cost, proposals=tuple(propose(proposed)))
-
-
-def without_values(x: FeatureMap) -> FeatureMap:
-    """Return a feature map on the meta device, so that its block is built without values."""
-    return x._replace(spec=x.spec._replace(device=torch.device("meta")))
 
 
 def refuse_unused(stages: Any, maps: Iterable[FeatureMap]) -> None:

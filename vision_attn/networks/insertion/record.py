@@ -119,6 +119,11 @@ def is_inserted(module: nn.Module) -> bool:
     return isinstance(getattr(module, RECORD, None), InsertedBlock)
 
 
+def replaced_module(block: nn.Module) -> nn.Module | None:
+    """Return the module that a block replaced, or None."""
+    return next(iter(get_record(block).replaced), None) if is_inserted(block) else None
+
+
 @dataclass(frozen=True, repr=False)
 class InsertionReport(Report):
     """Report on inserted or removed blocks; prints as a table.

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from vision_attn.checks import check_choice, product
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.attach import CONTAINERS, inserted_blocks
+from vision_attn.networks.insertion.attach import inserted_blocks
+from vision_attn.networks.insertion.build import CONTAINERS
 from vision_attn.networks.insertion.dry_run import DryRun, get_tensors
 from vision_attn.networks.layout import FeatureMap
 from vision_attn.networks.network import unwrap_model

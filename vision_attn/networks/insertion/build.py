@@ -1,0 +1,164 @@
+"""Build blocks for their sites, with their records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.attention.blocks.gated_residual import GatedResidual
+from vision_attn.errors import SiteError
+from vision_attn.networks import block_factories
+from vision_attn.networks.block_factories import BlockFactory, describe_error, make_block, suggest_argument
+from vision_attn.networks.insertion.costs import measure_cost
+from vision_attn.networks.insertion.dry_run import DryRun
+from vision_attn.networks.insertion.exact import init_identity_, wrap_exactly
+from vision_attn.networks.insertion.hooks import find_module, is_fusible
+from vision_attn.networks.insertion.record import CHILD, InsertedBlock, is_inserted, replaced_module, set_record_
+from vision_attn.networks.layout import FeatureMap
+from vision_attn.networks.macs import count_attention_pairs
+from vision_attn.networks.selection import ancestor_paths
+
+#: Modules that contain other modules and may loop over them.
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def new_block(
+    run: DryRun,
+    block: BlockFactory | str | None,
+    x: FeatureMap,
+    at: str,
+    options: Mapping[str, Any],
+    y: FeatureMap | None = None,
+    exact: bool = False,
+    zeros: bool = True,
+    context: FeatureMap | None = None,
+) -> nn.Module:
+    """Build a block with its record. A block that replaces a module maps the feature map ``x`` to one like ``y``."""
+    make, channels, spec = block_factories.get_block_factory(block, len(x.size)), x.shape[1], x.spec
+    options = {**block_factories.default_widths(make, channels, options), **options}
+    is_timm = isinstance(block, str) and block in block_factories.TIMM_BLOCKS
+    if is_timm and "feat_size" in block_factories.get_arguments(make):
+        options = {"feat_size": x.size, **options}
+    second: dict[str, Any] = {}
+    if context is not None:
+        options = {"context_channels": context.shape[1], **options}
+        second = {
+            "context": context.target,
+            "context_layout": context.layout,
+            "context_element": context.element,
+            "context_size": context.size,
+        }
+    new = build_block(run.model, x.target, at, make, channels, options, spec)
+    name = str(block) if is_timm else type(new).__name__
+    identity_init, wrapper_options = "", dict[str, Any]()
+    if y is None and not isinstance(new, GatedResidual):
+        if spec.device.type == "meta":  # Blocks on the meta device have no values to test.
+            spec = spec._replace(device=torch.device("cpu"))
+            new = build_block(run.model, x.target, at, make, channels, options, spec)
+        # A layer that the block shares with the network must not be set to zero.
+        zeros = zeros and {*run.model.parameters()}.isdisjoint(new.parameters())
+        identity_init, wrapper_options = init_identity_(new, x.target, x.shape, spec, exact, zeros)
+        new = wrap_exactly(new, channels, spec, wrapper_options)
+        new = new.to(x.spec.device) if spec is not x.spec else new
+    record = InsertedBlock(
+        site=x.target,
+        at=at,
+        block=name,
+        options=options,
+        channels=channels,
+        map_size=x.size,
+        parameters=0,
+        macs=0,
+        input_shape=run.example.shape,
+        layout=x.layout,
+        element=x.element if y is None else None,
+        block_path=choose_block_path(run.model, x.target) if y is None else x.target,
+        used=x.used,
+        identity_init=identity_init,
+        wrapper_options=wrapper_options,
+        attention_pairs=count_attention_pairs(new, x.size),
+        **second,
+    )
+    cost = measure_cost(new, x, y or x, record.context_shape)
+    return set_record_(new, replace(record, **cost._asdict()))
+
+
+def without_values(x: FeatureMap) -> FeatureMap:
+    """Return a feature map on the meta device, so that its block is built without values."""
+    return x._replace(spec=x.spec._replace(device=torch.device("meta")))
+
+
+def build_block(
+    model: nn.Module, site: str, at: str, make: Callable[..., nn.Module], channels: int, options: Any, like: Any = None
+) -> nn.Module:
+    """Build a block in the training or evaluation mode of the module at its site.
+
+    Device and dtype are copied from ``like``, or by default from this module or the model.
+    """
+    target = require_module(model, site)
+    if like is None:
+        like = like_parameters(target, model)
+    own = replacement_options(target) if at == "replace" else {}
+    try:
+        block = make_block(make, channels, device=like.device, dtype=like.dtype, **own, **options)
+    except Exception as error:  # A custom block may raise any exception.
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        why = f"{describe_error(error)}{suggest_argument(error, make)}"
+        raise kind(f"the block at {site!r} cannot be built for {channels} channels: {why}") from error
+    if not isinstance(block, nn.Module) or is_inserted(block):
+        raise ValueError(f"block must return a new module for each site, got {type(block).__name__}")
+    return block.train(target.training)
+
+
+def require_module(model: nn.Module, path: str) -> nn.Module:
+    """Return a module of a model; raise if there is none, for example for a record of another network."""
+    if (module := find_module(model, path)) is None:
+        raise SiteError(f"the model has no module {path!r} for a block")
+    return module
+
+
+def like_parameters(*modules: nn.Module) -> Tensor:
+    """Return the first floating-point parameter, whose device and dtype a new block has."""
+    return next((p for module in modules for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+
+
+def replacement_options(old: nn.Module) -> dict[str, int]:
+    """Return the options of a block that are copied from the convolution that it replaces."""
+    return {"stride": int(old.stride[0]), "out_channels": old.out_channels} if isinstance(old, nn.Conv2d) else {}
+
+
+def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> str:
+    """Choose the path of the block for a target, as a child of the first possible of these modules.
+
+    - If the target is a norm or convolution, which other code may freeze, fuse or convert: the nearest parent that is
+      not a container.
+    - The target, unless it is a container, which would run the block as one of its children, or ``inside`` is set,
+      because the target depends on its number of children.
+    - The first module inside the target that is not a container.
+
+    >>> model = nn.Sequential(nn.ModuleDict({"conv": nn.Conv2d(3, 8, 1)}), nn.Flatten())
+    >>> choose_block_path(model, "1"), choose_block_path(model, "0")
+    ('1.inserted', '0.conv.inserted_0')
+    """
+    module, paths = model.get_submodule(target), []
+    if is_fusible(module) and not inside:
+        # The network itself is not considered: it may run its children in sequence.
+        for path in reversed(ancestor_paths(target)):
+            paths.append((path, f"{CHILD}_{target[len(path) + 1 :].replace('.', '_')}"))
+    if not inside:
+        paths.append((target, CHILD))
+    for path, _ in module.named_modules(prefix=target):
+        # A block that replaced a module is removed with all of its children when the module is restored.
+        if path != target and not any(map(replaced_module, map(model.get_submodule, (*ancestor_paths(path), path)))):
+            paths.append((path, f"{CHILD}_{target.replace('.', '_')}"))
+    for path, child in paths or [(target, CHILD)]:
+        owner = model.get_submodule(path)
+        if not isinstance(owner, CONTAINERS) and not hasattr(owner, child):
+            return f"{path}.{child}"
+    raise SiteError(
+        f"{target!r} cannot have a child {CHILD!r}: it has an attribute of that name. Choose another module"
+    )
