@@ -9,7 +9,7 @@ import gc
 import io
 import warnings
 import weakref
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import timm
@@ -60,7 +60,13 @@ def residual(*branch, add=lambda x, y: x + y):
 
 
 def resnet(seed=0):
-    """Return a ResNet-18 in evaluation mode with random running statistics."""
+    """Return a copy of a ResNet-18, which is created only once."""
+    return copy.deepcopy(create_resnet(seed))
+
+
+@cache
+def create_resnet(seed):
+    """Create a ResNet-18 in evaluation mode with random running statistics."""
     torch.manual_seed(seed)
     model = torchvision.models.resnet18().eval()
     for module in model.modules():

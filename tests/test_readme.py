@@ -46,10 +46,9 @@ QUIET = dict.fromkeys(("HF_HUB_OFFLINE", "YOLO_OFFLINE", "OMP_NUM_THREADS"), "1"
 QUIET |= dict.fromkeys(("YOLO_AUTOINSTALL", "YOLO_VERBOSE"), "0")
 
 #: Networks of different families, for which the quick start of the README runs.
-FAMILIES = [
-    *("convnext_atto", "densenet121", "dla46_c", "edgenext_xx_small", "ghostnet_050", "mobilenetv3_small_050"),
-    *("nf_regnet_b0", "poolformerv2_s12", "regnetx_002", "repghostnet_050", "resnet18", "tf_efficientnet_lite0"),
-]
+FAMILIES = ["convnext_atto", "edgenext_xx_small", "mobilenetv3_small_050", "nf_regnet_b0", "resnet18"]
+SLOW = ["densenet121", "dla46_c", "ghostnet_050", "poolformerv2_s12", "regnetx_002", "repghostnet_050"]
+FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, "tf_efficientnet_lite0")]
 
 
 def page(name):
