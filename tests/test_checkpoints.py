@@ -573,7 +573,9 @@ def test_another_head_and_other_input_channels_are_named_with_their_remedies(sta
         va.load_checkpoint_(model, path)
     report = va.load_checkpoint_(model, path, skip="4.*", adapt_input_conv=True)
     assert (report.newly_initialized, [*report.converted]) == (("4.weight", "4.bias"), ["0.weight"])
-    # A conversion from four to two channels is not defined.
-    model, path = nn.Sequential(nn.Conv2d(2, 8, 3)), save(nn.Sequential(nn.Conv2d(4, 8, 3)).state_dict(), tmp_path)
-    with pytest.raises(va.errors.CheckpointError, match=r"1 tensor with another shape: 0.weight"):
-        va.load_checkpoint_(model, path, adapt_input_conv=True)
+    # A conversion from four to two channels, or of another kernel, is not defined.
+    for given, kernel in ((4, 3), (3, 5)):
+        path = save(nn.Sequential(nn.Conv2d(given, 8, kernel)).state_dict(), tmp_path)
+        with pytest.raises(va.errors.CheckpointError, match=r"1 tensor with another shape: 0.weight") as caught:
+            va.load_checkpoint_(nn.Sequential(nn.Conv2d(2, 8, 3)), path, adapt_input_conv=True)
+        assert "in_chans" not in str(caught.value)

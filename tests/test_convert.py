@@ -27,6 +27,7 @@ from vision_attn.errors import ConversionError
 from vision_attn.networks import convert
 from vision_attn.networks.convert import other_layers
 from vision_attn.networks.convert.conversion import CONVERSIONS, find_conversion
+from vision_attn.networks.convert.equivalence import compare
 from vision_attn.networks.convert.window_layers import PaddedAttention2d
 from vision_attn.text import markdown
 
@@ -467,6 +468,13 @@ def test_unsupported_keras_layers_are_rejected(keras):
     ):
         with pytest.raises((ValueError, ConversionError), match=message):
             convert.from_layer(layer)
+
+
+def test_a_difference_in_float32_is_compared_with_its_rounding():
+    expected = torch.tensor([1.0, -2.0])
+    assert compare(nn.Identity(), expected, expected + 1e-6) < 1e-6
+    with pytest.raises(ConversionError, match=r"a difference of 0.0001 in torch.float32, with a largest value of 2"):
+        compare(nn.Identity(), expected, expected + 1e-4)
 
 
 def test_a_keras_layer_with_a_changed_part_is_detected(keras):

@@ -73,9 +73,24 @@ def test_bad_arguments_are_rejected(make):
         make()
 
 
+def test_errors_name_the_model_and_the_reason():
+    with pytest.raises(ValueError, match=r"^model: 'resnet21' does not exist\. Did you mean 'resnet"):
+        create_model("resnet21")
+    with pytest.raises(ValueError, match=r"^model: 'botnet50' cannot be created \(.*pretrained"):
+        create_model("botnet50", pretrained=True)
+    with pytest.raises(ValueError, match=r"^model: 'resnet20' cannot be created \(.*blok"):
+        create_model("resnet20", blok=3)
+
+
+def test_layers_are_grouped_by_block_or_by_stage():
+    model = create_model("resnet20")
+    assert model.group_matcher() == model.group_matcher(coarse=False) != model.group_matcher(coarse=True)
+
+
 def test_the_number_of_classes_determines_a_missing_tag():
     assert create_model("resnet20", num_classes=100).pretrained_cfg["tag"] == "cifar100"
-    assert create_model("resnet20", num_classes=10).pretrained_cfg["tag"] == "cifar10"
+    cifar10 = create_model("resnet20", num_classes=10).pretrained_cfg
+    assert (cifar10["tag"], cifar10["mean"]) == ("cifar10", (0.4914, 0.4822, 0.4465))
     assert create_model("resnet20.cifar100", num_classes=3).pretrained_cfg["mean"] == (0.5070, 0.4865, 0.4409)
     assert create_model("resnet18", num_classes=5).num_classes == 5
 

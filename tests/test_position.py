@@ -187,13 +187,17 @@ def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, s
         ({"key_dim": 6, "position": va.Rope()}, "Rope: key_dim must"),
         (lambda: va.Attention3d(16, 2, position=va.Rope()), "Rope: key_dim must be a multiple of 6"),
         (lambda: va.Rope(feat_size=7, normalized=True), "Rope: feat_size must be None"),
-        (lambda: va.Attention2d(18, 2, position=va.SinCos()), "SinCos: channels must"),
+        (lambda: va.Attention2d(18, 2, position=va.SinCos()), "SinCos: channels must be a multiple of 4, got 18"),
         ({"position": va.RelPosDecomposed(3), "context_channels": 8}, "position must not be RelPosDecomposed"),
     ],
 )
 def test_invalid_encodings_raise_an_error_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make() if callable(make) else va.Attention2d(16, 2, **make)
+
+
+def test_a_conditional_position_has_a_kernel_of_size_3_by_default():
+    assert va.ConditionalPos() == va.ConditionalPos(3)
 
 
 def test_inferring_the_size_of_a_table_takes_few_steps_for_any_number_of_rows():

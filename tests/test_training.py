@@ -210,7 +210,10 @@ def test_the_curves_are_drawn(tmp_path, monkeypatch):
     monkeypatch.undo()
     keys = ("eval_loss", "train_loss", "eval_top1", "lr", "residual_ratio")
     rows = [{"epoch": i, **{key: j + 1 / i for j, key in enumerate(keys)}} for i in (1, 2, 3)]
-    lines = [line for axis in curves_figure(rows).axes for line in axis.lines]
+    figure = curves_figure(rows)
+    assert [axis.get_xlabel() for axis in figure.axes] == ["", "", "", "epoch"]
+    assert figure.get_figheight() == 8
+    lines = [line for axis in figure.axes for line in axis.lines]
     assert [[*line.get_ydata()] for line in lines] == [[row[key] for row in rows] for key in keys]
     for draw in (False, True):
         write_metrics(tmp_path, rows, draw=draw)

@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import time
@@ -343,3 +344,13 @@ def test_crops_and_flips_are_those_of_torchvision_and_equally_frequent():
         for expected, chance in ((crop, 0.7 / 9), (v2.functional.horizontal_flip(crop), 0.3 / 9)):
             share = (found == expected).flatten(1).all(1).float().mean().item()
             assert share == pytest.approx(chance, abs=0.015), (top, left)
+
+
+@pytest.mark.parametrize("root", [None, Path("cache")])
+def test_a_data_set_of_the_hub_has_a_folder_only_if_it_is_given(root, monkeypatch):
+    def create(name, given, *others, **options):
+        raise OSError(f"{name} in {given!r}")
+
+    monkeypatch.setattr("vision_attn.tools.training.data.create_dataset", create)
+    with pytest.raises(DataError, match=re.escape(f"hfds/owner/name in {root and str(root)!r}")):
+        open_data(Settings(dataset="hfds/owner/name", data=root), train=True)
