@@ -5,6 +5,7 @@ All results are compared with the other library in float64, on feature maps that
 
 import inspect
 import itertools
+import math
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ import timm.models as tm
 import torch
 import torchvision.models.maxvit as torchvision_maxvit
 import torchvision.models.swin_transformer as torchvision_swin
+import torchvision.models.video.swin_transformer as torchvision_video
 from networks import assert_same as assert_same_state
 from stand_ins import diffusers_attention, layer_of, transformers_layer
 from torch import nn
@@ -28,7 +30,7 @@ from vision_attn.networks import convert
 from vision_attn.networks.convert import other_layers
 from vision_attn.networks.convert.conversion import CONVERSIONS, find_conversion
 from vision_attn.networks.convert.equivalence import compare
-from vision_attn.networks.convert.window_layers import PaddedAttention2d
+from vision_attn.networks.convert.window_layers import PaddedAttention
 from vision_attn.text import markdown
 
 BLOCKS = {1: va.Attention1d, 2: va.Attention2d, 3: va.Attention3d}
@@ -191,6 +193,8 @@ for size, bias in (((2, 9), False), ((8, 3), True)):
     add(swin, channels_last, *variants, shapes=[(8, *size)])
 swin_v2 = partial(torchvision_swin.ShiftedWindowAttentionV2, 8, [2, 3], num_heads=2)
 add(swin_v2, channels_last, *each(shift_size=[[0, 0], [1, 1]], qkv_bias=yes_no), shapes=[(8, 5, 7)])
+swin_3d = partial(torchvision_video.ShiftedWindowAttention3d, 8, [2, 3, 2], num_heads=2)
+add(swin_3d, channels_last, *each(shift_size=[[0, 0, 0], [1, 1, 1]]), shapes=[(8, 3, 4, 5)])
 timm_swin, timm_swin_v2 = tm.swin_transformer, tm.swin_transformer_v2
 for make in (timm_swin.SwinTransformerBlock, timm_swin_v2.SwinTransformerV2Block):
     make = partial(make, 8, (9, 10), 2, window_size=(3, 5))
@@ -235,6 +239,10 @@ prefixed = partial(tl.RelPosBias, window_size=(2, 3), prefix_tokens=1)
 only(relative, on_tokens, {"rel_pos_cls": prefixed}, shapes=[(8, 7)])
 only(partial(timm_swin.WindowAttention, 8, 2, head_dim=3, window_size=(3, 5)), masks)
 only(partial(timm_swin_v2.WindowAttention, 8, (3, 5), 2, qkv_bias=False, pretrained_window_size=(4, 4)), masks)
+for side in ((3, 5), (2, 3, 2)):
+    monai = partial(layer_of, "monai.networks.nets.swin_unetr.WindowAttention", 8, 2, side)
+    for mask in (None, MASKS[:, : math.prod(side), : math.prod(side)]):
+        only(monai, lambda layer, x, mask=mask: on_tokens(layer, x, mask), {"qkv_bias": True}, shapes=[(8, *side)])
 efficientformer = partial(tm.efficientformer.Attention, 8, 3, 2, 1.5, resolution=(2, 3))
 only(efficientformer, on_tokens, shapes=[(8, 2, 3)])
 strided = partial(tm.nextvit.EfficientAttention, 8, head_dim=4, sr_ratio=2)
@@ -271,7 +279,7 @@ def test_parity_and_detection_of_a_wrong_order(make, variant, part, run, shapes,
         block = convert.from_layer(source, **options)
         name, kind = type(source).__name__, BLOCKS[options.get("rank", len(shapes[0]) - 1)]
         if name.startswith(("Shifted", "LocallyGrouped")) or (part and "Window" in name):
-            assert isinstance(block, PaddedAttention2d)
+            assert isinstance(block, PaddedAttention)
         else:
             assert type(block) is (va.AttentionBlock2d if make is diffusers_norm else kind)
         assert_same(block, partial(run, layer), *shapes, atol=1e-10 if shapes[0][0] > 8 else 1e-11)

@@ -197,6 +197,33 @@ def test_swapped_modules_support_implementations_and_capture():
     assert (total[:, :, 8:] < 0.9).all()
 
 
+@pytest.mark.parametrize("block", ["0", "1"])
+def test_windows_of_volumes_are_captured_at_their_positions(block):
+    """The second block shifts its windows; both pad a volume of 16×8×8 to 18×9×9."""
+    unetr = pytest.importorskip("monai.networks.nets.swin_unetr")
+    torch.manual_seed(0)
+    model = unetr.SwinUNETR(1, 2, depths=(2, 2, 2, 2), feature_size=12, window_size=3)
+    model, images, seen = perturbed(model).double(), randn(1, 1, 64, 32, 32), []
+    layer = getattr(model.swinViT.layers2[0].blocks, block)
+    hook = layer.attn.softmax.register_forward_hook(lambda module, args, y: seen.append(y))
+    with torch.no_grad():
+        expected = model(images)
+    hook.remove()
+    assert len(va.swap_(model).swapped) == 8
+    with torch.no_grad(), va.capture(model, names=f"swinViT.layers2.0.blocks.{block}.attn") as maps:
+        torch.testing.assert_close(model(images), expected)
+    number = torch.full((1, 18, 9, 9, 1), 1024)
+    number[:, :16, :8, :8, 0] = torch.arange(1024).view(16, 8, 8)
+    if any(layer.shift_size):
+        number = number.roll([-1] * 3, (1, 2, 3))
+    index = unetr.window_partition(number, (3, 3, 3))[..., 0]
+    weights = torch.zeros(6, 1025, 1025, dtype=torch.float64)
+    for tokens, part in zip(index, seen[0], strict=True):
+        weights[:, tokens[:, None], tokens] = part
+    (attention,) = maps.values()
+    torch.testing.assert_close(attention.weights[0].flatten(2), weights[:, :1024, :1024])
+
+
 ROTARY = [
     ("vit_small_patch16_dinov3", {}),
     ("vit_small_patch16_dinov3", {"qk_norm": True, "norm_layer": partial(timm.layers.RmsNorm, eps=0.1)}),

@@ -22,7 +22,7 @@ from vision_attn.checks import as_list, check_choice, product
 from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 from vision_attn.networks.capture.token_positions import TokenPositions, locate_tokens
 from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention
-from vision_attn.networks.convert.window_layers import PaddedAttention2d
+from vision_attn.networks.convert.window_layers import PaddedAttention
 from vision_attn.networks.example import Example
 from vision_attn.networks.network import running_calls, unwrap_model
 from vision_attn.networks.selection import Names, select_inside
@@ -163,8 +163,9 @@ class Recording:
         if swap is not None:
             sizes = vars(calls[0][0])[MAP_SIZES]
             found = locate_tokens(swap, inputs, sizes, calls, self.images, self.image_size)
-        elif isinstance(module, PaddedAttention2d):
-            unpadded = tuple(calls[0][1][0].shape[-2:] if calls[0][1] else calls[0][2]["x"].shape[-2:])
+        elif isinstance(module, PaddedAttention):
+            _, args, kwargs = calls[0]
+            unpadded = tuple((args[0] if args else kwargs["x"]).shape[-module.rank :])
             found = TokenPositions(unpadded, unpadded)
         if isinstance(found, str):
             self.maps.reasons[path] = found

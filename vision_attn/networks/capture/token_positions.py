@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -53,12 +54,15 @@ def locate_tokens(
     if windows is None and swap.conversion.axes != "b t c":
         return TokenPositions(size, keys_size or size)
     pattern: AnyPattern = resolve_pattern("full")
-    groups, prefix, found = len(inputs.q) // images, 0, None
+    groups, prefix, found, padded = len(inputs.q) // images, 0, None, None
     on_map = partial(find_map, calls, len(image_size), swap.block.channels)
     if windows is not None:
-        window = size if len(size) == 2 else to_pair(windows.size)
-        tiles = (1, 1) if groups == 1 else find_grid(groups, [image_size[axis] * window[1 - axis] for axis in (0, 1)])
+        window = size if len(size) > 1 else to_tuple(windows.size)
+        ratios = [length * product(window) // side for length, side in zip(image_size, window, strict=True)]
+        tiles = (1,) * len(window) if groups == 1 else find_grid(groups, ratios)
         pattern, found = replace(windows, size=window), tiles and tuple(map(int.__mul__, tiles, window))
+        if found and len(found) > 2:  # MONAI pads the feature map before it shifts it
+            padded, found = found, on_map(product(found), window) or found
     elif len(size) > 1:
         found = on_map(groups * product(size)) if groups > 1 else None
         pattern, found = (pattern, size) if found is None else (Window(size), found)
@@ -75,16 +79,19 @@ def locate_tokens(
     keys = keys_size or found
     if len(keys) != len(found):
         return f"its {product(keys)} keys are not positions of the feature map"
-    return TokenPositions(
-        found, keys, Grouping(pattern.expand_to_rank(len(found)), found, keys, inputs.q.device), prefix
-    )
+    pattern, padded = pattern.expand_to_rank(len(found)), padded or found
+    grouping = Grouping(pattern, padded, padded if keys == found else keys, inputs.q.device)
+    return TokenPositions(found, keys, grouping, prefix)
 
 
-def find_map(calls: Sequence[Call], axes: int, channels: int, count: int) -> tuple[int, ...] | None:
+def find_map(
+    calls: Sequence[Call], axes: int, channels: int, count: int, window: Sequence[int] = ()
+) -> tuple[int, ...] | None:
     """Find the size of the feature map of tokens: search the arguments of the running calls, innermost call first.
 
-    The argument is the feature map with ``count`` positions, or its size. Feature maps with an axis of size 1 are
-    ignored, because masks have such axes. The result is None for one axis, because any tokens would match.
+    The argument is the feature map with ``count`` positions, after padding to complete windows, or its size. Feature
+    maps with an axis of size 1 are ignored, because masks have such axes. The result is None for one axis, because any
+    tokens would match.
 
     >>> from torch import empty, nn
     >>> find_map([(nn.Identity(), (empty(2, 1, 1, 15), empty(2, 8, 3, 5)), {})], axes=2, channels=8, count=15)
@@ -97,8 +104,10 @@ def find_map(calls: Sequence[Call], axes: int, channels: int, count: int) -> tup
         sizes = [tuple(x.shape[2:]) for x in maps]
         sizes += [tuple(x.shape[1:-1]) for x in maps if x.shape[-1] == channels]
         sizes += [tuple(numbers[first : first + axes]) for first in range(len(numbers) - axes + 1)]
-        if found := next((size for size in sizes if product(size) == count and min(size) > 1), None):
-            return found
+        for size in sizes:
+            padded = [-(-length // side) * side for length, side in zip_longest(size, window, fillvalue=1)]
+            if product(padded) == count and min(size) > 1:
+                return size
     return None
 
 
@@ -145,7 +154,7 @@ def read_tokens(outers: Sequence[Any]) -> tuple[int | None, dict[Any, Any]]:
 #: Python modules with classes that partition a feature map into windows, each with different attributes.
 WINDOW_MODULES = re.compile(
     r"timm\.models\.(davit|gcvit|hieradet_sam2|maxxvit|swin_transformer|swin_transformer_v2|tiny_vit)"
-    r"|torchvision\.models\.maxvit|transformers\.models\.\w+\.modeling_(swin|maskformer_swin)"
+    r"|torchvision\.models\.maxvit|monai\.networks\.nets\.swin_unetr|transformers\.models\.\w+\.modeling_(swin|maskformer_swin)"
 )
 
 
@@ -154,15 +163,15 @@ def find_windows(module: Any, outers: Sequence[Any]) -> Window | Grid | None:
     for outer in outers:
         if not WINDOW_MODULES.fullmatch(type(outer).__module__):
             continue
-        if any(size := to_pair(getattr(outer, "window_size", 0))):
-            return Window(size, to_pair(getattr(outer, "shift_size", 0)))
+        if any(size := to_tuple(getattr(outer, "window_size", 0))):
+            return Window(size, to_tuple(getattr(outer, "shift_size", 0)))
         if hasattr(outer, "partition_type"):
-            return (Window if outer.partition_type == "window" else Grid)(to_pair(module.size))
+            return (Window if outer.partition_type == "window" else Grid)(to_tuple(module.size))
         if type(outer).__name__.startswith(("PartitionAttention", "ParallelPartition")):
             windows = module is outer.attn_block if hasattr(outer, "attn_block") else outer.partition_block
-            return (Window if windows else Grid)(to_pair(outer.partition_size))
+            return (Window if windows else Grid)(to_tuple(outer.partition_size))
     return None
 
 
-def to_pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+def to_tuple(size: Any) -> tuple[int, ...]:
+    return (size, size) if isinstance(size, int) else tuple(size)

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vision_attn.attention.blocks import Attention2d
+from vision_attn.attention.blocks import Attention, Attention2d, Attention3d
 from vision_attn.attention.blocks.projection import to_memory_format_of
 from vision_attn.attention.patterns import Window
 from vision_attn.attention.position import RelPosTable
-from vision_attn.networks.convert.conversion import CONVERSIONS, Attend, Projection, named_weights
+from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend, Projection, named_weights
 from vision_attn.networks.convert.equivalence import random_map
 from vision_attn.networks.convert.timm_layers import CHANNELS_LAST, MAPS, maxxvit_table, relative_bias, vit_weights
 
@@ -22,7 +22,7 @@ from vision_attn.networks.convert.timm_layers import CHANNELS_LAST, MAPS, maxxvi
 BIASES = "position.relative_position_bias_table"
 
 
-class PaddedAttention2d(Attention2d):
+class PaddedAttention(Attention):
     """Window attention that pads its feature map with zeros to complete windows, and attends to the padding."""
 
     #: True if the network shifts the feature map before it pads it, which the block does not support
@@ -33,23 +33,32 @@ class PaddedAttention2d(Attention2d):
             return super().forward(x, mask, context)
         padded = self.pad(x, mask, context)
         y = super().forward(padded, mask, context)
-        return y if padded is x else to_memory_format_of(x, y[..., : x.shape[-2], : x.shape[-1]])
+        inside: Any = (..., *map(slice, x.shape[-self.rank :]))
+        return y if padded is x else to_memory_format_of(x, y[inside])
 
     def attention_weights(self, x: Tensor, mask: Any = None, queries: Any = None, context: Any = None) -> Tensor:
         """Return the attention weights of the padded feature map."""
         return super().attention_weights(self.pad(x, mask, context), mask, queries, context)
 
     def pad(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
-        size: Any = self.pattern.size  # type: ignore[union-attr]
-        rows, columns = (size, size) if isinstance(size, int) else size
-        below, right = -x.shape[-2] % rows, -x.shape[-1] % columns
-        if not below and not right:
+        window, size = self.resolved_pattern.window_shape, x.shape[-self.rank :]
+        missing = [-length % (side or 1) for length, side in zip(size, window, strict=True)]
+        if not any(missing):
             return x
-        rolled = self.shifts_before_padding and getattr(self.pattern, "shift", 0) not in (0, (0, 0))
+        rolled = self.shifts_before_padding and any(getattr(self.resolved_pattern, "shift", ()))
         if mask is not None or context is not None or rolled:
-            got = f"{x.shape[-2]}×{x.shape[-1]} with a shift, a mask or a context"
-            raise ValueError(f"x must have a size divisible by the window {rows}×{columns}, got {got}. Pad x first")
-        return F.pad(x, (0, right, 0, below))
+            got = f"{'×'.join(map(str, size))} with a shift, a mask or a context"
+            sides = "×".join(map(str, window))
+            raise ValueError(f"x must have a size divisible by the window {sides}, got {got}. Pad x first")
+        return F.pad(x, [n for added in reversed(missing) for n in (0, added)])
+
+
+class PaddedAttention2d(PaddedAttention, Attention2d):
+    """:class:`PaddedAttention` for feature maps ``(b, c, h, w)``."""
+
+
+class PaddedAttention3d(PaddedAttention, Attention3d):
+    """:class:`PaddedAttention` for feature maps ``(b, c, t, h, w)``."""
 
 
 class ShiftFirstAttention2d(PaddedAttention2d):
@@ -74,15 +83,24 @@ def swin_weights(layer: Any) -> dict[str, Any]:
     return weights | {BIASES: table, "q_norm.logit_scale": layer.logit_scale}
 
 
-def get_window_size(layer: Any) -> tuple[int, int]:
+def get_window_size(layer: Any) -> tuple[int, ...]:
     """Return the window size of a layer whose input is the tokens of windows."""
     return tuple(layer.window_size) if hasattr(layer, "window_size") else (layer.size, layer.size)
 
 
-def attend_windows(layer: Any, attend: Attend, x: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend_windows(layer: Any, attend: Attend, x: Tensor, mask: Tensor | None = None) -> Any:
+    if x.shape[-2] != math.prod(get_window_size(layer)):  # MONAI shortens windows on a small feature map
+        return FALLBACK
     maps = x.flatten(0, -3).mT.unflatten(2, get_window_size(layer))
     y = attend(maps, None if mask is None else mask.repeat(len(x) // len(mask), 1, 1)[:, None])
     return y.flatten(2).mT.reshape(x.shape)
+
+
+def attend_volume(layer: Any, attend: Attend, x: Tensor) -> Any:
+    """Fall back on a feature map that is smaller than a window, for which the layer shortens the window."""
+    if any(length < side for length, side in zip(x.shape[1:4], layer.window_size, strict=True)):
+        return FALLBACK
+    return attend(x.movedim(-1, 1)).movedim(1, -1)
 
 
 MAXXVIT = replace(
@@ -114,6 +132,20 @@ TIMM_SWIN = replace(
     example=lambda layer: (random_map(4, math.prod(layer.window_size), layer.qkv.in_features),),
     groups=lambda layer: {"kind": ShiftFirstAttention2d, "pattern": Window(tuple(layer.window_size))},
 )
+TORCHVISION_SWIN3D = replace(
+    TORCHVISION_SWIN,
+    options={**TORCHVISION_SWIN.options, "kind": lambda layer: PaddedAttention3d},
+    axes="b t h w c",
+    call=attend_volume,
+    size=lambda layer: tuple(side + 1 for side in layer.window_size),
+)
+#: Windows with two or three axes.
+MONAI_SWIN = replace(
+    TIMM_SWIN,
+    options={**TIMM_SWIN.options, "rank": lambda layer: len(layer.window_size)},
+    example=lambda layer: (random_map(4, math.prod(layer.window_size), layer.qkv.in_features), None),
+    groups=lambda layer: {},
+)
 TWINS = replace(
     CHANNELS_LAST,  # the layer pads and partitions the feature map of its tokens
     options={"kind": lambda layer: PaddedAttention2d, "pattern": lambda layer: Window(layer.ws)},
@@ -136,4 +168,6 @@ CONVERSIONS |= {
     "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": TORCHVISION_MAXVIT,
     "torchvision.models.swin_transformer.ShiftedWindowAttention": TORCHVISION_SWIN,
     "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": TORCHVISION_SWIN,
+    "torchvision.models.video.swin_transformer.ShiftedWindowAttention3d": TORCHVISION_SWIN3D,
+    "monai.networks.nets.swin_unetr.WindowAttention": MONAI_SWIN,
 }
