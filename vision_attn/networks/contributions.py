@@ -109,8 +109,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
         is lower without the blocks.
 
     Raises:
-        ValueError: the model has no block with a residual branch, or ``batch`` is neither images nor
-            a pair of images and labels.
+        ValueError: the model has no block with a residual branch.
 
     >>> import vision_attn as va
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -197,13 +196,10 @@ def split_batch(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor]
     """Return the images, and the labels or None."""
     if isinstance(batch, Tensor):
         return batch, None
-    tensors = isinstance(batch, (tuple, list)) and len(batch) > 0 and all(isinstance(part, Tensor) for part in batch)
-    if tensors and all(part.dim() == 3 and part.is_floating_point() for part in batch):
+    if all(part.dim() == 3 and part.is_floating_point() for part in batch):
         return list(batch), None
-    if not tensors or len(batch) != 2:
-        what = "a tensor of images, or a pair of images and labels"
-        raise ValueError(f"batch must be {what}, got {type(batch).__name__}")
-    return batch[0], batch[1]
+    images, labels = batch
+    return images, labels
 
 
 def compute_scores(model: nn.Module, images: Tensor | list[Tensor], off: Iterable[str] = ()) -> Tensor | None:
@@ -216,15 +212,11 @@ def compute_scores(model: nn.Module, images: Tensor | list[Tensor], off: Iterabl
         return (torch.zeros_like(y[0]), *y[1:]) if isinstance(y, tuple) else torch.zeros_like(y)
 
     plain, blocks, off = unwrap_model(model), branches(model), list(off)
-    try:
-        with disable_sites(model, [site for site in off if site in blocks]), ExitStack() as hooks:
-            for site in off:
-                if site not in blocks:
-                    hooks.enter_context(plain.get_submodule(site).register_forward_hook(zero))
-            output = plain(images)
-    except TypeError as error:
-        expected = "a batch of images, or a pair of images and labels, for a model with one input"
-        raise ValueError(f"batch must be {expected}. The model does not run on it ({error})") from error
+    with disable_sites(model, [site for site in off if site in blocks]), ExitStack() as hooks:
+        for site in off:
+            if site not in blocks:
+                hooks.enter_context(plain.get_submodule(site).register_forward_hook(zero))
+        output = plain(images)
     output = output.get("out", output) if isinstance(output, Mapping) else output  # torchvision's segmentation models
     output = getattr(output, "logits", output)
     return output.float() if isinstance(output, Tensor) and output.dim() > 1 else None

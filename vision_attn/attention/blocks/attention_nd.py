@@ -269,10 +269,8 @@ class Attention(ConfigurableImpl):
         >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
         torch.Size([1, 2, 12, 12])
         """
-        if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
+        if x.dim() == 1 + self.rank:
             return self.attention_weights(x[None], mask, queries, None if context is None else context[None])
-        if not isinstance(x, Tensor) or x.dim() != 2 + self.rank or x.shape[1] != self.channels:
-            raise shape_error("x", x, self.channels, self.rank)
         plan, mask = self.plan(x, mask, context)
         if plan is None:
             tokens = x.shape[2:].numel() if queries is None else len(queries)

@@ -70,8 +70,6 @@ def blocks_for_impl(model: nn.Module, impl: str) -> Iterable[Any]:
             block.check_impl(impl)
         except ValueError as error:
             raise ValueError(f"{error} (in {path or 'the model'}: {type(block).__name__})") from None
-    if not blocks:
-        check_choice("impl", impl, IMPLEMENTATIONS)
     return blocks.values()
 
 

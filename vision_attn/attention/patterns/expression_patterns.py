@@ -50,9 +50,8 @@ class ExpressionPattern(AnyPattern):
         # A graph that is exported with a symbolic length must not depend on its value.
         any_length = torch.compiler.is_exporting() and not isinstance(length, int)
         # As in Swin, an axis that fits into one window is not shifted.
-        shift: int | Tensor = (
-            same_length(self.shift, (0,) * self.rank)[0][axis] if any_length or padded > multiple else 0
-        )
+        given_shift = self.shift[axis] if isinstance(self.shift, tuple) else self.shift
+        shift: int | Tensor = given_shift if any_length or padded > multiple else 0
         sizes = tuple([given.get(name, padded // multiple) for name in names])
         order = sorted(range(len(names)), key=lambda i: names[i] in tokens)  # tiles first, then tokens
         tiles = product([n for n, name in zip(sizes, names, strict=True) if name not in tokens])

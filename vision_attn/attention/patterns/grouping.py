@@ -41,9 +41,8 @@ class Grouping:
             keys = [split(axis, length, device).keys for axis, length in enumerate(keys_size)]
             axes = [axis._replace(keys=layout) for axis, layout in zip(axes, keys, strict=True)]
         names = AXES[-pattern.rank :]
-        rearrangement = (
-            Rearrangement(tuple((name,) for name in names), (), names) if pattern_as_mask else pattern.rearrangement
-        )
+        one_group = Rearrangement(tuple((name,) for name in names), (), names)
+        rearrangement = one_group if pattern_as_mask else pattern.rearrangement
         #: True if every query may attend to every key of the feature map.
         self.is_global: bool = pattern.is_global
         #: True if queries attend to no later key.

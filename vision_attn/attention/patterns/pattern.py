@@ -44,10 +44,8 @@ class AnyPattern:
     def expand_to_rank(self, rank: int) -> Any:
         """Return the pattern with one value for each of ``rank`` axes; raise if it has another number of axes."""
         pattern, owner = cast(Any, self), type(self).__name__
-        values = {
-            field.name: to_ntuple(owner, field.name, getattr(self, field.name), rank) for field in fields(pattern)
-        }
-        return replace(pattern, **values)
+        names = [field.name for field in fields(pattern)]
+        return replace(pattern, **{name: to_ntuple(owner, name, getattr(self, name), rank) for name in names})
 
     @property
     def rank(self) -> int:

@@ -81,8 +81,6 @@ class PositionEncoding(nn.Module):
 
 def new_encoding(position: AnyPosition, shape: AttentionShape, **factory: Any) -> PositionEncoding:
     """Build the position encoding of a block; raise if it contradicts another argument of the block."""
-    if isinstance(position, type) or not hasattr(position, "build"):
-        raise ValueError(f"position must be None or a position encoding such as va.Rope(), got {position!r}")
     encoding = position.build(shape, **factory)
     if encoding.is_relative and shape.is_cross:
         raise ValueError(f"position must not be {position!r} with kv_stride or context_channels. Use va.Rope()")

@@ -141,11 +141,8 @@ class TableBias(PositionBias):
         return combine_masks(mask, bias[..., : self.grouping.key_layout.tokens])
 
     def scores(self) -> Callable[..., Tensor]:
-        rows, widths, table = (
-            [index[0] for index in self.rows()],
-            [2 * length - 1 for length in self.lengths],
-            self.table,
-        )
+        rows, table = [index[0] for index in self.rows()], self.table
+        widths = [2 * length - 1 for length in self.lengths]
 
         def score(h: Tensor, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Tensor:
             index = torch.zeros_like(h)

@@ -99,9 +99,8 @@ def capture(
     modules = select_modules(network, names, where)
     ranks = [module.rank for module, swap in modules.values() if swap is None or module.rank > 1]
     kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
-    recording = Recording(
-        network, points, max(ranks or kernels or [0]), reduction, math.inf if allow_large else MAX_BYTES
-    )
+    limit = math.inf if allow_large else MAX_BYTES
+    recording = Recording(network, points, max(ranks or kernels or [0]), reduction, limit)
     hooks = {
         module: partial(recording.record, path, module, swap, check_indices("heads", heads, module.num_heads))
         for path, (module, swap) in modules.items()
@@ -232,14 +231,9 @@ def parse_points(queries: Iterable[Point] | str | None) -> list[Point] | None:
     """Return the query points, or None for all positions."""
     if queries is None or (isinstance(queries, str) and queries == "all"):
         return None
-    given: Any = queries
-    try:
-        points: list[Point] = [tuple(float(at + 0.0) for at in point) for point in given]  # The sum excludes strings.
-    except (TypeError, ValueError, OverflowError):
-        points = []
-    if not points or not all(math.isfinite(at) for point in points for at in point):
+    if isinstance(queries, str) or not (points := [tuple(map(float, point)) for point in queries]):
         raise ValueError(f"queries must be points (y, x), or 'all' or None for all positions, got {queries!r}")
-    return points
+    return points  # type: ignore[return-value]
 
 
 def check_indices(name: str, value: int | Iterable[int] | None, count: int) -> list[int]:
