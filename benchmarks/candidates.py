@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 import vision_attn as va
-from vision_attn.attention.blocks.attention_maps import attn_hook
 from vision_attn.attention.kernels import to_4d_mask
 from vision_attn.attention.position.rel_pos_decomposed import DecomposedBias
+from vision_attn.attention.scopes import scope
 from vision_attn.networks.convert import from_layer
 
 #: Batch size, channels, height and width.
@@ -72,7 +72,7 @@ class LowerBound(nn.Module):
     def __init__(self, block, x):
         super().__init__()
         recorded = []
-        with torch.no_grad(), attn_hook(block, recorded.append):
+        with torch.no_grad(), scope(block, "attention", {block: recorded.append}):
             block(x)
         q, k, v, self.scale, grouping, bias, _ = recorded[0]
         mask = grouping.attn_mask(q) if bias is None else bias.attn_mask(grouping.attn_mask(q))

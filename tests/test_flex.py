@@ -9,14 +9,14 @@ from torch._subclasses import FakeTensorMode
 
 import vision_attn as va
 from vision_attn.attention import flex
-from vision_attn.attention.blocks.attention_maps import attn_hook
 from vision_attn.attention.implementations import attend
+from vision_attn.attention.scopes import scope
 
 
 def test_a_neighborhood_is_a_block_mask_and_copies_no_tokens(monkeypatch):
     uncompile_flex(monkeypatch)
     block, inputs = va.Attention2d(8, 2, impl="flex", pattern=va.Neighborhood(3)), []
-    with attn_hook(block, inputs.append):
+    with scope(block, "attention", {block: inputs.append}):
         block(torch.randn(1, 8, 24, 24))
     (given,) = inputs
     assert given.q.shape == given.k.shape == (1, 2, 576, 4)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vision_attn.attention import masks
 from vision_attn.attention.dispatch import repeat_kv, without_autocast
 from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.patterns import Grouping
-from vision_attn.attention.scopes import scope
-
-
-def attn_hook(block: nn.Module, hook: Callable[[AttentionInputs], object]) -> AbstractContextManager[None]:
-    """Call a hook with the inputs of a block's kernel in each forward pass of this thread, inside a ``with`` block."""
-    return scope(block, "attention", {block: hook})
 
 
 class Rows(NamedTuple):
