@@ -81,3 +81,35 @@ def test_an_error_for_sharded_tensors_names_the_function_that_gathers_them(tmp_p
         va.load_checkpoint_(network(), path)
     torch.save(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), path)
     assert_same(dict(read_file(path).content), network(1).state_dict())
+
+
+def save_and_load_in_one_of_two(rank, folder):
+    """Run in each of two processes: every parameter is divided between them."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    model, images = network(1), torch.randn(IMAGES, generator=torch.Generator().manual_seed(3))
+    va.insert_(model, names="0", num_heads=2, example_input=IMAGES)
+    torch.manual_seed(4)
+    for parameter in model[0].inserted.parameters():
+        nn.init.normal_(parameter)
+    expected = model(images).detach()
+    if rank == 0:
+        va.save_adapter(model, f"{folder}/plain.safetensors", also="3.*")
+        save_file(network(2).state_dict(), f"{folder}/other.safetensors")
+    sharded(model, model[0].inserted, model[0])
+    assert model[0].weight.to_local().shape[0] == 4, "half of the channels"
+    torch.testing.assert_close(model(images), expected)
+    va.save_adapter(model, f"{folder}/sharded-{rank}.safetensors", also="3.*")
+    dist.barrier()
+    assert len(va.load_checkpoint_(model, f"{folder}/other.safetensors").loaded) == 9
+    assert_same(
+        {key: complete(model)[key] for key in ("3.weight", "1.weight")},
+        {key: network(2).state_dict()[key] for key in ("3.weight", "1.weight")},
+    )
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_load_a_sharded_model(tmp_path):
+    torch.multiprocessing.spawn(save_and_load_in_one_of_two, (str(tmp_path),), nprocs=2)
+    plain = (tmp_path / "plain.safetensors").read_bytes()
+    assert all((tmp_path / f"sharded-{rank}.safetensors").read_bytes() == plain for rank in range(2))

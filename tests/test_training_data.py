@@ -196,7 +196,9 @@ def test_timms_readers_read_every_image(image_folder):
     by_timm = module.DataSplit("by timm", ("blue", "green", "red"), found, range(72))
     ours = open_data(Settings(data=image_folder), train=True)
     one, other = (DecodedImages(source, module.eval_transform(CONFIG), seed=0, workers=0) for source in (by_timm, ours))
-    assert sorted(int(one[i][0].sum()) for i in range(72)) == sorted(int(other[i][0].sum()) for i in range(72))
+    assert sorted(int(one.dataset[i][0].sum()) for i in range(72)) == sorted(
+        int(other.dataset[i][0].sum()) for i in range(72)
+    )
 
 
 def test_evaluation_uses_the_crop_and_interpolation_of_the_network(image_folder):

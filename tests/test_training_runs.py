@@ -407,3 +407,94 @@ def test_two_processes_train_as_one(base, tmp_path):
     for key in ("train_loss", "eval_loss", "residual_ratio"):
         assert rows[1][key] == pytest.approx(result.history[1][key], rel=1e-3)
     assert done.stdout.splitlines()[-2].partition(";")[2] == str(result.ablation).partition(";")[2]
+
+
+def start_processes(folders, words, environment=()):
+    """Start a process in each folder, like one ``torchrun`` on each of several machines."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(folders)), "LOCAL_RANK": "0"}
+    line = [sys.executable, "-m", "vision_attn", "train", *map(str, words)]
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": ""}
+    started = []
+    for rank, folder in enumerate(folders):
+        folder.mkdir(exist_ok=True)
+        variables = {**os.environ, **common, **dict(environment), "RANK": str(rank)}
+        pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(subprocess.Popen(line, cwd=folder, env=variables, **pipes))
+    return [(one.communicate(timeout=120), one.returncode) for one in started]
+
+
+@pytest.mark.slow
+def test_machines_without_a_shared_folder_stop_with_one_error(image_folder, tmp_path):
+    """Before, one machine resumed, the other started, and both waited for ever."""
+    words = ["--data", image_folder, "--model", "test_resnet", "--epochs", "1", "--batch-size", "36", "--device", "cpu"]
+    words += ["--img-size", "32", "--output", "run", "--resume", "auto"]
+    one, other = tmp_path / "one", tmp_path / "other"
+    ((out, _), status), ((_, others), second) = start_processes([one, one], words)
+    assert (status, second, "epoch 1/1: " in out, others) == (0, 0, True, "")
+    for folders in ([one, other], [tmp_path / "third", other]):
+        ((_, error), status), ((_, others), second) = start_processes(folders, words)
+        assert (status, second, others) == (1, 1, ""), (error, others)
+        assert re.fullmatch(
+            r"vision-attn: error: process 1: .*does not exist here\. All machines must share .*\n", error
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["--batch-size", "15"], 2, "batch_size must be at most 72, the number of training images and a multiple of 2"),
+        (["--model", "resnet999"], 2, "'resnet999' does not exist"),
+        (["--data", "nothing"], 1, "nothing: no such folder"),
+        (["--amp", "float16"], 2, "amp=float16 requires a CUDA device"),
+        (["--epochs", "0"], 2, "epochs: "),
+    ],
+)
+def test_an_error_before_the_first_step_is_one_line_of_one_process(image_folder, tmp_path, words, status, message):
+    line = ["--data", image_folder, "--model", "test_resnet", "--img-size", "32", "--device", "cpu", *words]
+    ((_, error), one), ((_, others), other) = start_processes([tmp_path, tmp_path], line)
+    assert (one, other) == (status, status)
+    assert (error.count("\n"), message in error) == (1, True), error
+    if "process group" not in message and words[0] in ("--batch-size", "--model", "--data"):
+        assert others == ""
+
+
+@pytest.mark.slow
+def test_each_process_decodes_its_part_of_the_images(image_folder, tmp_path):
+    code = """
+import builtins, sys
+from PIL import Image
+opened, count = Image.open, []
+Image.open = lambda *given, **options: count.append(given) or opened(*given, **options)
+from vision_attn.tools.cli import main
+status = main()
+print("opened", len(count), file=sys.stderr)
+sys.exit(status)
+"""
+    (tmp_path / "vision_attn_counting.py").write_text(code)
+    words = [
+        "--data",
+        image_folder,
+        "--model",
+        "test_resnet",
+        "--img-size",
+        "32",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "36",
+    ]
+    line = [*words, "--device", "cpu", "--workers", "0", "--output", str(tmp_path / "run")]
+    with pytest.MonkeyPatch.context() as patch:
+        popen = subprocess.Popen
+        patch.setattr(
+            subprocess,
+            "Popen",
+            lambda words, **how: popen([words[0], tmp_path / "vision_attn_counting.py", *words[3:]], **how),
+        )
+        results = start_processes([tmp_path, tmp_path], line)
+    assert [status for _, status in results] == [0, 0], results
+    assert [int(error.split()[-1]) for (_, error), _ in results] == [48, 48], "36 training and 12 validation images"

@@ -123,7 +123,10 @@ def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = 
                 if isinstance(error, CheckpointError)
                 else " ".join(map(escape_control_characters, lines))
             )
-            print(f"{name}: error: {message or type(error).__name__}{remedy}", file=sys.stderr)
+            distributed = sys.modules.get("torch.distributed")
+            # All processes of torchrun have the same error until they are connected: one of each machine prints.
+            if os.environ.get("LOCAL_RANK", "0") == "0" or (distributed and distributed.is_initialized()):
+                print(f"{name}: error: {message or type(error).__name__}{remedy}", file=sys.stderr)
         else:
             traceback.print_exc()
         return BAD_USAGE if isinstance(error, ValueError) else FAILURE

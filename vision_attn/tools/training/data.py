@@ -7,13 +7,15 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather
 from joblib import cpu_count
 from PIL import Image
 from timm.data import auto_augment, create_dataset, create_transform
@@ -140,20 +142,20 @@ class InMemory:
     labels: Tensor
     storage = "in memory"
 
+    def close(self) -> None:
+        """Do nothing: there are no worker processes."""
+
     def batches(self, indices: Sequence[Tensor], epoch: int = 0) -> Iterator[list[Tensor]]:
         for chosen in indices:
             index = chosen.to(self.images.device)
             yield [self.images[index], self.labels[index]]
 
 
-class DecodedImages(Dataset[tuple[Tensor, int]]):
-    """Images decoded by worker processes in every epoch; the seed, the epoch and the row determine all randomness."""
+class DecodedDataset(Dataset[tuple[Tensor, int]]):
+    """Images as tensors; the seed, the epoch and the row determine all randomness."""
 
-    storage = "decoded in every epoch"
-
-    def __init__(self, source: DataSplit, transform: Callable[[Image.Image], Tensor], seed: int, workers: int) -> None:
-        self.source, self.transform, self.seed, self.workers = source, transform, seed, workers
-        self.labels = source.labels
+    def __init__(self, source: DataSplit, transform: Callable[[Image.Image], Tensor], seed: int) -> None:
+        self.source, self.transform, self.seed = source, transform, seed
         self.epoch = torch.zeros((), dtype=torch.long).share_memory_()
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
@@ -170,22 +172,39 @@ class DecodedImages(Dataset[tuple[Tensor, int]]):
         seed_all(self.seed, int(self.epoch), row)
         return self.transform(image), label
 
-    def batches(self, indices: Sequence[Tensor], epoch: int = 0) -> Iterator[list[Tensor]]:
-        self.epoch.fill_(epoch)
-        loader = DataLoader(
-            self,
-            batch_sampler=[chosen.tolist() for chosen in indices],
-            num_workers=self.workers,
+
+class DecodedImages:
+    """Images decoded in every epoch by worker processes, which run until :meth:`close`."""
+
+    storage = "decoded in every epoch"
+
+    def __init__(self, source: DataSplit, transform: Callable[[Image.Image], Tensor], seed: int, workers: int) -> None:
+        self.dataset, self.labels = DecodedDataset(source, transform, seed), source.labels
+        self.rows: list[list[int]] = []
+        self.loader: DataLoader[Any] | None = DataLoader(
+            self.dataset,
+            batch_sampler=self.rows,  # changes in every epoch
+            num_workers=workers,
+            persistent_workers=workers > 0,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=ignore_signals,
             generator=torch.Generator().manual_seed(0),  # keeps torch's global generator, which dropout uses, unchanged
         )
+
+    def batches(self, indices: Sequence[Tensor], epoch: int = 0) -> Iterator[list[Tensor]]:
+        self.dataset.epoch.fill_(epoch)
+        self.rows[:] = [chosen.tolist() for chosen in indices]
         try:
-            yield from loader
+            yield from self.loader or ()
         except (EOFError, OSError, RuntimeError) as error:
+            self.close()
             reason = str(error).strip().rpartition("\n")[2]  # the last line of the worker's traceback
             died = "" if isinstance(error, DataError) else "a worker process ended. Use fewer --workers. Cause: "
             raise DataError(f"{died}{reason.removeprefix('vision_attn.errors.DataError: ')}") from error
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self.loader = None
 
 
 @contextmanager
@@ -265,5 +284,21 @@ def open_images(
     decoded = DecodedImages(source, augment or eval_transform(config), settings.seed, workers)
     if augment is not None or len(source) * math.prod(config["input_size"]) > MAX_IN_MEMORY:
         return decoded
-    parts = list(decoded.batches(torch.arange(len(source)).split(256)))
-    return InMemory(*(torch.cat(part).to(device) for part in zip(*parts, strict=True)))
+    # Each process decodes an equal part of the training images; exchange_parts completes them.
+    state = PartialState()
+    process, processes = (state.process_index, state.num_processes) if train else (0, 1)
+    part = torch.arange(process, process + -(-len(source) // processes) * processes, processes) % len(source)
+    with closing(decoded):
+        images, labels = (
+            torch.cat(column).to(device) for column in zip(*decoded.batches(part.split(256)), strict=True)
+        )
+    return InMemory(images, labels)
+
+
+def exchange_parts(data: InMemory | DecodedImages, count: int) -> InMemory | DecodedImages:
+    """Return all training images, of which each process has decoded a part."""
+    if isinstance(data, DecodedImages) or len(data.labels) == count:
+        return data
+    row, processes = torch.arange(count, device=data.labels.device), PartialState().num_processes
+    order = row % processes * len(data.labels) + row // processes
+    return InMemory(gather(data.images)[order], gather(data.labels)[order])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +67,10 @@ class Evaluation:
     def __init__(self, source: DataSplit, settings: Settings, network: NetworkSetup, accelerator: Accelerator) -> None:
         config = network.config
         self.accelerator, self.batch_size = accelerator, settings.batch
-        self.data: InMemory | DecodedImages = open_images(source, settings, config, accelerator.device)
+        self.count = len(source)
+        share = replace(source, indices=source.indices[accelerator.process_index :: accelerator.num_processes])
+        #: images that this process evaluates
+        self.data: InMemory | DecodedImages = open_images(share, settings, config, accelerator.device)
         #: conversion of bytes to the network's input: ``(x / 255 - mean) / std`` in each channel
         to_float = v2.ToDtype(torch.float32, scale=True)
         self.normalize = v2.Compose([to_float, v2.Normalize(config["mean"], config["std"])])
@@ -77,14 +80,13 @@ class Evaluation:
 
         Blocks in ``off`` are disabled.
         """
-        accelerator, count = self.accelerator, len(self.data.labels)
-        process, processes = accelerator.process_index, accelerator.num_processes
+        accelerator, processes = self.accelerator, self.accelerator.num_processes
         if processes > 1:  # the statistics of batch norms differ between processes: use those of the first
             for buffer in model.buffers():
                 broadcast(buffer)
         classes, totals = 0, torch.zeros(3, dtype=torch.float64, device=accelerator.device)
         predictions = [torch.empty(0, dtype=torch.long, device=accelerator.device)]
-        indices = torch.arange(process, count, processes).split(self.batch_size // processes)
+        indices = torch.arange(len(self.data.labels)).split(self.batch_size // processes)
         with quiet_eval(model), accelerator.autocast(), measure_branches(model) as measures:
             for batch in tqdm(self.data.batches(indices), "evaluate", len(indices), leave=False, disable=None):
                 images, labels = (part.to(accelerator.device, non_blocking=True) for part in batch)
@@ -98,7 +100,7 @@ class Evaluation:
                 totals += torch.stack([loss.double(), correct[:, 0].sum(), correct.sum()])
         squares = [sums.sum(1).to(totals) for sums in measures.values()]
         reduced = accelerator.reduce(torch.cat([totals, *squares]))
-        loss, top1, top5 = (reduced[:3] / count).tolist()
+        loss, top1, top5 = (reduced[:3] / self.count).tolist()
         ratio = rms_ratio(reduced[3:].view(-1, 2).T).mean().item() if squares else None
         return Scores(loss, 100 * top1, 100 * top5 if classes > 5 else None, ratio), torch.cat(predictions)
 
@@ -108,4 +110,4 @@ class Evaluation:
             return None
         without, others = self(model, branches(model))
         changed = int(self.accelerator.reduce((predictions != others).sum()))
-        return BlockAblation(scores, without, changed, len(self.data.labels))
+        return BlockAblation(scores, without, changed, self.count)

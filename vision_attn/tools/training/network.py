@@ -11,6 +11,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers import convert_sync_batchnorm
 from torch import nn
 
 from vision_attn.networks.checkpoints import load_checkpoint_
@@ -70,6 +71,10 @@ def build_network(
             model = load_published(name, classes, settings)
         else:
             model = create_model(name, num_classes=classes, pretrained=pretrained, **options)
+        if settings.sync_bn:  # before the insertion, because modules are replaced
+            model = convert_sync_batchnorm(model)
+    elif settings.sync_bn:
+        raise ValueError("sync_bn requires the name of a model. Call convert_sync_batchnorm before insert_")
     name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture", "")
     if not timm.is_model(name) or model.num_classes != classes:
         raise ValueError(

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 import warnings
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from vision_attn.networks.checkpoints.folder import load_model
 from vision_attn.networks.contributions import branches
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import shorten
-from vision_attn.tools.training.data import open_data, open_images
+from vision_attn.tools.training.data import DataSplit, exchange_parts, open_data, open_images
 from vision_attn.tools.training.evaluation import BlockAblation, Evaluation, Scores
 from vision_attn.tools.training.folder import newest_state, numbered_folder
 from vision_attn.tools.training.loop import Trainer
-from vision_attn.tools.training.network import Log, block_class, build_network
+from vision_attn.tools.training.network import Log, NetworkSetup, block_class, build_network
+from vision_attn.tools.training.processes import run_together
 from vision_attn.tools.training.settings import (
     DEFAULT_BATCH,
     Settings,
@@ -105,50 +106,48 @@ def train(model: nn.Module | str | None = None, *, log: Log = print, **options: 
 
 def run_training(settings: Settings, model: nn.Module | None = None, log: Log = print) -> Result:
     """Train the network of the settings or a given network."""
-    settings, resumed = find_run(settings)
     if model is None:
         settings.require_model()
     accelerator = make_accelerator(settings)
-    main, processes = accelerator.is_main_process, accelerator.num_processes
+    main = accelerator.is_main_process
     log = log if main else (lambda line: None)
-    # Downloads and warnings occur once, in the main process.
-    with accelerator.main_process_first(), nullcontext() if main else warnings.catch_warnings(action="ignore"):
-        held_out, source = (open_data(settings, train=half) for half in (False, True))
-        if only := sorted(set(source.classes) ^ set(held_out.classes)):
-            raise DataError(
-                f"classes of {source.name} and {held_out.name} differ: {shorten(only)} are only in one of them"
-            )
-        parts = processes * math.lcm(settings.grad_accum_steps, 2 if settings.mixup or settings.cutmix else 1)
-        if settings.batch_size is None:
-            # at least eight steps per epoch
-            fitting = 2 ** int(math.log2(min(DEFAULT_BATCH, max(2, len(source) // 8))))
-            settings = replace(settings, batch_size=max(parts, fitting // parts * parts))
-        if settings.batch > len(source) or settings.batch % parts:
-            multiple = "" if parts == 1 else f" and a multiple of {parts}"
-            limits = f"at most {len(source)}, the number of training images{multiple}"
-            raise ValueError(f"batch_size must be {limits}, got {settings.batch_size}")
-        network = build_network(settings, source, log, model=model, resumed=resumed)
-    evaluation = Evaluation(held_out, settings, network, accelerator)
-    data = open_images(source, settings, network.config, accelerator.device, train=True)
+
+    # The main process decides, because the others may not see the folder.
+    found = run_together(accelerator, lambda: find_run(settings) if main else None)
+    settings, state = broadcast_object_list([found])[0]
+
+    def prepare() -> tuple[Settings, DataSplit, DataSplit, NetworkSetup]:
+        with nullcontext() if main else warnings.catch_warnings(action="ignore"):
+            return prepare_run(settings, accelerator.num_processes, model, log, resumed=state is not None)
+
+    settings, source, held_out, network = run_together(accelerator, prepare, main_first=True)
+    options = source, settings, network.config, accelerator.device
+    data = run_together(accelerator, lambda: open_images(*options, train=True))
+    data = exchange_parts(data, len(source))
+    evaluation = run_together(accelerator, lambda: Evaluation(held_out, settings, network, accelerator))
     log(f"{network}\n{len(source):,} training images of {source.name}, {data.storage}")
     log(f"{len(held_out):,} validation images of {held_out.name}, {evaluation.data.storage}")
-    steps = len(source) // settings.batch
-    epochs = f"{settings.epochs:,} epoch{'s' * (settings.epochs > 1)}"
+    steps, epochs = len(source) // settings.batch, f"{settings.epochs:,} epoch{'s' * (settings.epochs > 1)}"
     log(f"{epochs} of {steps:,} steps of {settings.batch} images on {accelerator.device}")
-
     if settings.output is None:  # after all checks
         settings = replace(settings, output=broadcast_object_list([numbered_folder() if main else None])[0])
     folder = Path(str(settings.output))
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".lock", timeout=LOCK_TIMEOUT) if main else nullcontext():
+    with (
+        FileLock(folder / ".lock", timeout=LOCK_TIMEOUT) if main else nullcontext(),
+        closing(data),
+        closing(evaluation.data),
+    ):
         trainer = Trainer(settings, network, data, evaluation, log)
         if main:
             write_atomically(folder / "settings.yaml", write_settings(settings))
             write_atomically(folder / "inserted.txt", f"{network}\n".encode())
-        if resumed:
-            trainer.restore()
-        else:
+        if state is None:
             trainer.save()
+        saved = broadcast_object_list([state or newest_state(folder)])[0]
+        run_together(accelerator, lambda: check_shared(saved))
+        if state is not None:
+            run_together(accelerator, trainer.restore)
         accelerator.project_configuration.logging_dir = str(folder / "logs")
         accelerator.init_trackers("vision_attn", config={key: str(value) for key, value in settings.as_dict().items()})
         try:
@@ -170,6 +169,32 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
             log(harmful_blocks_note(best, without))
     model = trainer.get_network_to_save()
     return Result(settings, model, network.config["input_size"], final, best, ablation, history, folder)
+
+
+def prepare_run(
+    settings: Settings, processes: int, model: nn.Module | None, log: Log, *, resumed: bool
+) -> tuple[Settings, DataSplit, DataSplit, NetworkSetup]:
+    """Open the data and build the network; return the settings with a batch size that fits."""
+    held_out, source = (open_data(settings, train=half) for half in (False, True))
+    if only := sorted(set(source.classes) ^ set(held_out.classes)):
+        raise DataError(f"classes of {source.name} and {held_out.name} differ: {shorten(only)} are only in one of them")
+    if len(held_out) < processes:
+        raise DataError(f"{held_out.name} contains {len(held_out)} images: expected at least one per process")
+    parts = processes * math.lcm(settings.grad_accum_steps, 2 if settings.mixup or settings.cutmix else 1)
+    if settings.batch_size is None:
+        fitting = 2 ** int(math.log2(min(DEFAULT_BATCH, max(2, len(source) // 8))))  # at least eight steps per epoch
+        settings = replace(settings, batch_size=max(parts, fitting // parts * parts))
+    if settings.batch > len(source) or settings.batch % parts:
+        multiple = "" if parts == 1 else f" and a multiple of {parts}"
+        limits = f"at most {len(source)}, the number of training images{multiple}"
+        raise ValueError(f"batch_size must be {limits}, got {settings.batch}")
+    return settings, source, held_out, build_network(settings, source, log, model=model, resumed=resumed)
+
+
+def check_shared(state: Path) -> None:
+    """Raise an error unless this process sees the state that the main process saved or resumes."""
+    if not (state / "progress.json").exists():
+        raise DataError(f"{state} does not exist here. All machines must share the folder of --output")
 
 
 def harmful_blocks_note(best: Scores, without: Scores) -> str:
@@ -215,7 +240,8 @@ def evaluate(settings: Settings, path: Path | None = None, *, log: Log = print) 
 def make_accelerator(settings: Settings) -> Accelerator:
     """Seed the process and create the accelerator; mixed precision is the default on CUDA only."""
     on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
-    for name, value in (("device", "cuda"), ("amp", "float16")):  # gradients of float16 are scaled on CUDA only
+    # The gradients of float16 are scaled, and batch norms synchronized, on CUDA only.
+    for name, value in (("device", "cuda"), ("amp", "float16"), ("sync_bn", True)):
         if on_cpu and getattr(settings, name) == value:
             raise ValueError(f"{name}={value} requires a CUDA device, and none is available")
     if settings.deterministic:
@@ -235,8 +261,8 @@ def make_accelerator(settings: Settings) -> Accelerator:
     )
 
 
-def find_run(settings: Settings) -> tuple[Settings, bool]:
-    """Return the settings with the folder of the run, if it is known, and True if it contains a run to resume."""
+def find_run(settings: Settings) -> tuple[Settings, Path | None]:
+    """Return the settings with the folder of the run, if it is known, and the state in it from which to resume."""
     resume, folder = settings.resume, settings.output
     if resume not in (None, "auto"):
         if folder not in (None, Path(str(resume))):
@@ -244,8 +270,9 @@ def find_run(settings: Settings) -> tuple[Settings, bool]:
         folder = Path(str(resume))
         if newest_state(folder) is None:
             raise FileNotFoundError(f"resume: {folder} does not contain a run")
-    if folder is None or newest_state(folder) is None:
-        return settings, False
+    state = folder and newest_state(folder)
+    if folder is None or state is None:
+        return settings, None
     if resume is None:
         raise ValueError(f"output: {folder} already contains a run. Choose another folder or pass --resume {folder}")
     before = read_settings(folder, given=("dataset", "block"))
@@ -256,4 +283,4 @@ def find_run(settings: Settings) -> tuple[Settings, bool]:
     if differing:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
         raise ValueError(f"resume: these settings differ from {folder}: {flags}. Pass the same values")
-    return replace(settings, output=folder), True
+    return replace(settings, output=folder), state
