@@ -18,6 +18,7 @@ IMAGES = (1, 3, 14, 14)
 pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
 
+@pytest.mark.filterwarnings("ignore:the model pads images")
 @pytest.mark.parametrize(
     ("block", "network", "initialization"),
     [

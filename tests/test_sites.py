@@ -375,6 +375,7 @@ def test_the_user_declares_a_layout_and_excludes_sites():
             va.insert_(model, names="1", exclude=exclude, layout=layout, **options)
 
 
+@pytest.mark.filterwarnings("ignore:the model pads images")
 def test_a_feature_map_used_only_by_a_detector_is_supported():
     torch.manual_seed(0)
     backbone = detection.backbone_utils.resnet_fpn_backbone(backbone_name="resnet18", weights=None, returned_layers=[4])

@@ -162,10 +162,12 @@ def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     """Return the record of a block from plain values."""
     numbers = {name: int(values[name]) for name in ("channels", "parameters", "macs")}
     sizes = {name: tuple(map(int, values[name])) for name in ("map_size", "input_shape")}
+    sizes["context_size"] = tuple(map(int, values.get("context_size", ())))
     options = {str(name): from_code(code) for name, code in values["options"].items()}
     block = InsertedBlock(**{**values, **numbers, **sizes, "options": options})
-    texts = (block.site, block.at, block.block, block.layout, block.block_path)
-    if not all(isinstance(text, str) for text in texts) or not isinstance(block.element, int | str | None):
+    texts = (block.site, block.at, block.block, block.layout, block.block_path, block.context, block.context_layout)
+    elements = block.element, block.context_element
+    if not all(isinstance(text, str) for text in texts) or not all(isinstance(x, int | str | None) for x in elements):
         raise ValueError("the site of a block is not a string")
     return block
 
@@ -230,7 +232,7 @@ def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlo
     """Return the record of a block for a network with other module paths, because of added or removed wrappers."""
     owner, _, child = record.block_path.rpartition(".")
     path = rename(record.site) if record.at == "replace" else f"{rename(owner)}.{child}"
-    return replace(record, site=rename(record.site), block_path=path)
+    return replace(record, site=rename(record.site), block_path=path, context=rename(record.context))
 
 
 def find_factories(

@@ -81,6 +81,8 @@ def eval_node(node: ast.expr) -> Any:
                 str(item.arg): eval_node(item.value) for item in keywords
             }  # no argument is named "None", as in **{}
             return CONFIG_CLASSES[name](*map(eval_node, args), **named)
+        case ast.Call(func=ast.Name(id=name)):
+            raise ValueError(f"there is no class {name}. Choose from {', '.join(CONFIG_CLASSES)}")
     return ast.literal_eval(node)
 
 
