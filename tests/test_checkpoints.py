@@ -576,6 +576,7 @@ def test_another_head_and_other_input_channels_are_named_with_their_remedies(sta
     # A conversion from four to two channels, or of another kernel, is not defined.
     for given, kernel in ((4, 3), (3, 5)):
         path = save(nn.Sequential(nn.Conv2d(given, 8, kernel)).state_dict(), tmp_path)
-        with pytest.raises(va.errors.CheckpointError, match=r"1 tensor with another shape: 0.weight") as caught:
-            va.load_checkpoint_(nn.Sequential(nn.Conv2d(2, 8, 3)), path, adapt_input_conv=True)
-        assert "in_chans" not in str(caught.value)
+        for adapt in (True, False):
+            with pytest.raises(va.errors.CheckpointError, match=r"1 tensor with another shape: 0.weight") as caught:
+                va.load_checkpoint_(nn.Sequential(nn.Conv2d(2, 8, 3)), path, adapt_input_conv=adapt)
+            assert "in_chans" not in str(caught.value)
