@@ -258,6 +258,16 @@ def test_a_custom_block_needs_its_class(tmp_path):
         load_adapter_(small_network(), path, block=lambda channels, momentum, **how: nn.Conv2d(channels, 8, 3, **how))
 
 
+def test_a_block_whose_class_refuses_its_options_is_not_saved(tmp_path):
+    def AttentionBlock2d(channels, num_heads):  # noqa: N802 - the name of a class of this library
+        return va.AttentionBlock2d(channels, 2)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 1))
+    va.insert_(model, AttentionBlock2d, names="0", num_heads=3, example_input=(1, 3, 8, 8))
+    with pytest.raises(ValueError, match=r"^the AttentionBlock2d at '0' cannot be saved: it was built by a function"):
+        save_adapter(model, tmp_path / "adapter.safetensors")
+
+
 def test_blocks_that_cannot_be_saved_are_rejected_by_name(tmp_path):
     model = small_network()
     with pytest.raises(ValueError, match="no inserted blocks to save"):
