@@ -109,8 +109,8 @@ def test_block_settings_apply_to_the_variants_that_accept_them():
     assert settings_for_variant("plain", {}, {"freeze_backbone": True, "reset_head": True})["freeze_backbone"]
     custom = settings_for_variant("attention", {"block_options": ("num_heads=4",), "lr": 0.1}, common)
     assert (custom["lr"], custom["block_options"]) == (0.1, ("gate_init=1", "position=Rope()", "num_heads=4"))
-    with pytest.raises(ValueError, match=r"plain, convolution.*'conv'"):
-        settings_for_variant("conv", {}, {})
+    with pytest.raises(ValueError, match=r"plain, convolution.*'convolutoin'\. Did you mean 'convolution'\?"):
+        settings_for_variant("convolutoin", {}, {})
     with pytest.raises(ValueError, match="--block, --seed"):
         recipe({"dataset": "cifar100", "seed": 1, "block": "my:Block"})
 
@@ -236,7 +236,7 @@ def test_trials_report_means_deviations_and_intervals(tmp_path, monkeypatch, cap
     mean, spread = np.mean(SCORES["block"]) + 0.5, np.std(SCORES["block"], ddof=1)
     px = f"{200 - 2 * mean:.2f} ± {2 * spread:.2f}"
     assert f"| block | 0 | 5 | {mean:.1f} ± {spread:.1f} | {px} | {mean:.0f} ± {spread:.0f} | 3 |" in text
-    assert re.search(rf"^ block +0 +5 +{mean:.1f} ± {spread:.1f} ", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(rf"^block +0 +5 +{mean:.1f} ± {spread:.1f} ", capsys.readouterr().out, re.MULTILINE)
     summary = json.loads((tmp_path / "runs.json").read_text())
     assert (set(summary["milliseconds"]), set(summary["differences"])) == ({"plain", "block"}, {"right %", "real px"})
     found = summary["differences"]
@@ -295,7 +295,7 @@ def test_compare_without_data_compares_on_recall(tmp_path, monkeypatch, capsys):
     flags = ["compare", "--seeds", "0", "--jobs", "1", "--output", str(tmp_path), "--variants", "plain", "se"]
     assert cli.main([*flags, "rope=attention --block-options position=Rope()"]) == 0
     out = capsys.readouterr().out
-    assert all(re.search(rf"^ {name} +[\d,]+ +\d+\.\d ", out, re.MULTILINE) for name in ("plain", "se", "rope"))
+    assert all(re.search(rf"^{name} +[\d,]+ +\d+\.\d ", out, re.MULTILINE) for name in ("plain", "se", "rope"))
     (block,) = va.inserted_blocks(va.load_model(tmp_path / "rope-0")).values()
     assert (repr(block.attn.position).partition("(")[0], block.attn.num_heads) == ("RotaryEncoding", 4)
     assert cli.main([*flags, "--epochs", "2", "--lr", "0.1"]) == 2
@@ -303,33 +303,45 @@ def test_compare_without_data_compares_on_recall(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_runs_are_dispatched_to_ray(tmp_path):
+def test_runs_are_spread_over_the_nodes_of_a_ray_cluster_and_survive_the_end_of_one(tmp_path):
     """Test in a separate process, because Ray leaves threads and files open."""
     pytest.importorskip("ray")
-    code = f"""if True:
-        from vision_attn.tools.comparison import demo
-        variants = {{"plain": {{}}, "attention": demo.RECALL}}
-        demo.compare_on_recall(variants, seeds=(0, 1), output={str(tmp_path)!r}, steps=1, jobs=2, backend="ray")
+    code = """if True:
+        import sys, threading, time
+        import ray
+        from ray.cluster_utils import Cluster
+        from vision_attn.tools.comparison.experiments import trials
+        def where(variant, seed):
+            time.sleep(1)
+            return {"node": int(ray.get_runtime_context().get_node_id()[:8], 16), "right %": 50.0 + seed}
+
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        other = cluster.add_node(num_cpus=2)
+        ray.init(cluster.address)
+        if sys.argv[1] == "killed":
+            threading.Timer(1.5, lambda: cluster.remove_node(other, allow_graceful=False)).start()
+        trials(where, ["a", "b"], seeds=(0, 1), output=sys.argv[2], backend="ray", jobs=4)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    assert len(set(re.findall(r"PoolActor pid=(\d+)", done.stdout))) == 2
-    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
-    assert {name: list(by_seed) for name, by_seed in runs.items()} == {"plain": ["0", "1"], "attention": ["0", "1"]}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for how in ("whole", "killed"):
+        line = [sys.executable, "-c", code, how, str(tmp_path / how)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=500, env=environment)
+        assert done.returncode == 0, done.stderr
+        runs = json.loads((tmp_path / how / "runs.json").read_text())["runs"]
+        assert {name: list(by_seed) for name, by_seed in runs.items()} == {"a": ["0", "1"], "b": ["0", "1"]}
+        nodes = {one["node"] for by_seed in runs.values() for one in by_seed.values()}
+        assert how == "killed" or len(nodes) == 2
 
 
 def test_ray_assigns_each_run_a_fraction_of_the_gpus(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match="pip install ray"):
-        experiments.make_parallel("ray", None, 1, False, "")
+        experiments.run_on_ray([], None, 1, False)
     ray = SimpleNamespace(init=lambda **options: None, cluster_resources=lambda: {"CPU": 8.0, "GPU": 4.0})
-    ray.register_ray = lambda: None
-    for name in ("ray", "ray.util", "ray.util.joblib"):
-        monkeypatch.setitem(sys.modules, name, ray)
     made = []
-    monkeypatch.setattr(
-        experiments, "Parallel", lambda jobs, ray_remote_args, **_: made.append((jobs, ray_remote_args))
-    )
+    ray.remote = lambda **options: made.append(options) or (lambda function: function)
+    monkeypatch.setitem(sys.modules, "ray", ray)
     for jobs, gpu in ((None, True), (6, True), (None, False)):
-        experiments.make_parallel("ray", jobs, 20, gpu, "")
-    assert made == [(4, {"num_gpus": 1}), (6, {"num_gpus": 0.5}), (8, {})]
+        experiments.run_on_ray([], jobs, 20, gpu)
+    assert [options["num_gpus"] for options in made] == [1, 0.5, 0]
+    assert {options["num_cpus"] for options in made} == {1}

@@ -19,7 +19,7 @@ def test_the_demo_writes_its_files(capsys, tmp_path, monkeypatch):
     found, out = json.loads((tmp_path / "runs.json").read_text())["runs"], capsys.readouterr().out
     assert list(found) == ["plain", "attention"]
     for variant, runs in found.items():
-        assert re.search(rf"^ {variant} +[\d,]+ +{runs['0']['4 pairs %']:.1f} ", out, re.MULTILINE)
+        assert re.search(rf"^{variant} +[\d,]+ +{runs['0']['4 pairs %']:.1f} ", out, re.MULTILINE)
     assert "What color is the cell of the matching glyph?" in (tmp_path / "explorer.html").read_text()
     files = {"attention.png", "explorer.html", "runs.json", "comparison.md", "plain-0", "attention-0"}
     assert {path.name for path in tmp_path.iterdir()} == files

@@ -222,6 +222,15 @@ def test_the_commands_can_be_parsed():
                 parse(*arguments)
 
 
+def test_the_train_command_of_the_readme_is_that_of_its_output():
+    """All parameters were trained, for which the README expects no gain, and the output was of another network."""
+    (words,) = (words for words in commands(README) if words[:2] == ["vision-attn", "train"] and len(words) > 2)
+    assert "--freeze-backbone" in words
+    (output,) = (block for block in blocks(README, "text") if "before epoch 1" in block)
+    assert output.startswith(f"{words[words.index('--model') + 1]}: ")
+    assert f"epoch 1/{words[words.index('--epochs') + 1]}: " in output
+
+
 def anchors(text):
     """Return the targets of links into a page: its headings, as renderers of Markdown name them, and its anchors."""
     headings = re.findall(r"^#+ (.*)$", without_blocks(text), flags=re.MULTILINE)

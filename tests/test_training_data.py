@@ -123,18 +123,23 @@ def test_hidden_folders_and_files_are_ignored(tmp_path):
     [
         ({"data": "nothing"}, "nothing: "),
         ({"data": "one"}, "one: expected CLASS/IMAGE .* got 1"),
+        ({"data": "empty"}, "empty: no images in the class folders b, c"),
+        ({"dataset": "hfds/someone/photos"}, "hfds/someone/photos requires the package datasets: pip install datasets"),
         ({"data": "without"}, "without contains no folder 'train': .* val$"),
         ({"data": "few"}, r"few: cannot hold out 10 % "),
         ({"data": "few", "dataset": "cifar100"}, "cannot read torch/cifar100 .*--download"),
         ({}, "data is required: expected a folder of images"),
     ],
 )
-def test_missing_data_is_named(settings, message, tmp_path):
-    for name in ("one/a", "without/val/a", "few/a", "few/b"):
+def test_missing_data_is_named(settings, message, tmp_path, monkeypatch):
+    for name in ("one/a", "without/val/a", "few/a", "few/b", "empty/a"):
         (tmp_path / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / name / "0.png")
+    for name in "bc":
+        (tmp_path / "empty" / name).mkdir()
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     where = {"data": tmp_path / settings["data"]} if "data" in settings else {}
-    with pytest.raises((DataError, ValueError), match=message):
+    with pytest.raises((DataError, ValueError, ModuleNotFoundError), match=message):
         open_data(Settings(**{**settings, **where}), train=True)
 
 

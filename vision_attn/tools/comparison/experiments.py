@@ -68,8 +68,8 @@ def trials(
         variants: names of variants, optionally with additional options for ``run``.
         seeds: random seeds of each variant.
         output: folder for the results, which all machines of a cluster must share.
-        jobs: number of runs in parallel; the number of GPUs or cores by default. A single job uses this process.
-        backend: backend of joblib: ``"loky"`` for local processes, ``"ray"`` for a Ray cluster.
+        jobs: number of runs in parallel; the number of GPUs or cores by default. A single local job uses this process.
+        backend: ``"loky"`` for local processes, ``"ray"`` for tasks on a Ray cluster.
         gpu: assign a GPU to each run if GPUs are available.
         step: function ``step(variant)`` that returns a function for one training step. Steps are timed after the runs.
         note: text below the table.
@@ -92,11 +92,8 @@ def trials(
     # Runs are ordered by seed, so that an interrupted comparison has a similar number of runs for each variant.
     runs = {(variant, seed): folder / f"{variant}-{seed}" / "run.json" for seed in seeds for variant in custom}
     todo = {key: path for key, path in runs.items() if not is_complete(path, settings[key[0]])}
-    with TemporaryDirectory() as slots:
-        parallel = make_parallel(backend, jobs, len(runs), gpu, slots)
-        kept = f" ({len(runs) - len(todo)} complete)" if len(todo) < len(runs) else ""
-        print(f"{len(runs)} runs{kept}, {parallel.n_jobs} in parallel", flush=True)
-        caught = parallel(delayed(make_run)(run, *key, settings[key[0]], path) for key, path in todo.items())
+    calls = [(run, *key, settings[key[0]], path) for key, path in todo.items()]
+    caught = (run_on_ray if backend == "ray" else run_locally)(calls, jobs, len(runs), gpu)
     for text in dict.fromkeys(text for texts in caught for text in texts):
         warnings.warn(text, stacklevel=2)
     found: Runs = {variant: {} for variant in custom}
@@ -157,29 +154,50 @@ def make_run(
     return [str(warning.message) for warning in caught]
 
 
-def make_parallel(backend: str, jobs: int | None, runs: int, gpu: bool, slots: str) -> Parallel:
-    """Create the joblib object that executes the runs in parallel."""
-    options: dict[str, Any] = {}
-    if backend == "ray":
-        try:
-            import ray
-            from ray.util.joblib import register_ray
-        except ImportError as error:
-            raise ValueError("backend: 'ray' requires the package ray. Install it: pip install ray") from error
-        register_ray()
-        ray.init(ignore_reinit_error=True)
-        cpus, gpus = (int(ray.cluster_resources().get(name, 0)) for name in ("CPU", "GPU"))
-    else:
-        set_start_method("loky_init_main", force=True)  # processes import the main script, as in multiprocessing
-        cpus, gpus = min(cpu_count(), 16), torch.cuda.device_count()  # each run needs memory for the images
+def print_count(total: int, todo: int, jobs: int) -> None:
+    kept = f" ({total - todo} complete)" if todo < total else ""
+    print(f"{total} runs{kept}, {jobs} in parallel", flush=True)
+
+
+def run_locally(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, gpu: bool) -> list[list[str]]:
+    """Make the runs in local processes, or a single job in this process; return their warnings."""
+    set_start_method("loky_init_main", force=True)  # processes import the main script, as in multiprocessing
+    gpus = torch.cuda.device_count() if gpu else 0
+    jobs = min(jobs or gpus or min(cpu_count(), 16), total)  # each run needs memory for the images
+    print_count(total, len(calls), jobs)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    with TemporaryDirectory() as slots:
+        start = {"initializer": start_worker, "initargs": (visible.split(",") if gpus else [], slots)}
+        parallel = Parallel(jobs, backend="loky", batch_size=1, pre_dispatch=jobs, **start)
+        return list(parallel(delayed(make_run)(*call) for call in calls))
+
+
+def run_on_ray(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, gpu: bool) -> list[list[str]]:
+    """Make the runs as tasks on all nodes of a Ray cluster; tasks of a node that ends are started again."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError("backend: 'ray' requires the package ray. Install it: pip install ray") from error
+    ray.init(ignore_reinit_error=True)
+    cpus, gpus = (int(ray.cluster_resources().get(name, 0)) for name in ("CPU", "GPU"))
     gpus = gpus if gpu else 0
-    jobs = min(jobs or gpus or cpus, runs)
-    if backend == "ray":
-        options["ray_remote_args"] = {"num_gpus": 1 / math.ceil(jobs / gpus)} if gpus else {}
-    else:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-        options |= {"initializer": start_worker, "initargs": (visible.split(",") if gpus else [], slots)}
-    return Parallel(jobs, backend=backend, batch_size=1, pre_dispatch=jobs, **options)
+    jobs = min(jobs or gpus or cpus, total)
+    print_count(total, len(calls), jobs)
+    resources = {"num_cpus": 1, "num_gpus": 1 / math.ceil(jobs / gpus) if gpus else 0}
+    task = ray.remote(max_retries=2, scheduling_strategy="SPREAD", **resources)(make_run)
+    remaining, caught = list(calls), list[list[str]]()
+    running: list[Any] = []
+    while remaining or running:
+        while remaining and len(running) < jobs:
+            running.append(task.remote(*remaining.pop(0)))
+        done, running = ray.wait(running)
+        try:
+            caught += ray.get(done)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        except ray.exceptions.RayError as error:
+            raise TrainingError(f"a process of the Ray cluster ended: {str(error).partition(chr(10))[0]}") from error
+    return caught
 
 
 def start_worker(gpus: Sequence[str], slots: str) -> None:
@@ -254,19 +272,5 @@ def report_parts(runs: Runs, times: Metrics, differences: Differences, note: str
 
 
 def print_parts(parts: Sequence[str | Table]) -> None:
-    """Print texts and tables, wrapped at the width of the terminal, or at 80 columns in a file."""
-    from rich import box, table
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    for part in parts:
-        if isinstance(part, Table):
-            shown = table.Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-            for index, (name, *cells) in enumerate(zip(*part.rows, strict=True)):
-                width = max(map(len, (*name.split(), *cells)))  # only headers are wrapped
-                shown.add_column(name, justify="left" if index in part.left else "right", min_width=width)
-            for row in part.rows[1:]:
-                shown.add_row(*row)
-            console.print(shown, width=max(console.width, console.measure(shown).minimum))
-        else:
-            console.print(" ".join(part.split("\n")), end="\n\n")
+    """Print texts and tables, separated by empty lines."""
+    print("\n\n".join(map(str, parts)), end="\n\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +69,9 @@ def settings_for_variant(base: str, custom: Mapping[str, Any], common: Mapping[s
     """
     if base not in VARIANTS:
         expected = f"expected {', '.join(VARIANTS)} or NAME=VARIANT FLAGS"
-        raise ValueError(f"variants: {expected}, got {base!r}")
+        close = difflib.get_close_matches(base, VARIANTS, n=1)
+        guess = f". Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"variants: {expected}, got {base!r}{guess}")
     defaults = VARIANTS[base]
     if defaults is None:
         # With a new classifier, every variant has trainable parameters if the backbone is frozen.

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from vision_attn.errors import DataError
+from vision_attn.text import shorten
 from vision_attn.tools.images import is_image, open_image
 from vision_attn.tools.training.settings import Settings
 
@@ -57,6 +59,9 @@ class Folder(ImageFolder):
         names = sorted(found.name for found in Path(directory).glob("[!.]*") if found.is_dir())
         if len(names) < 2:
             raise DataError(f"{directory}: expected CLASS/IMAGE with at least 2 class folders, got {len(names)}")
+        empty = [name for name in names if not any(map(is_image, map(str, Path(directory, name).rglob("*"))))]
+        if empty:
+            raise DataError(f"{directory}: no images in the class folders {shorten(empty)}. Add images or remove them")
         return names, {name: label for label, name in enumerate(names)}
 
 
@@ -95,6 +100,8 @@ def open_data(settings: Settings, *, train: bool) -> DataSplit:
     if settings.dataset.startswith("hfds/") or (root and settings.dataset != "folder"):
         split = settings.train_split if from_train else settings.val_split
         name = settings.dataset if "/" in settings.dataset else f"torch/{settings.dataset}"
+        if settings.dataset.startswith("hfds/") and find_spec("datasets") is None:
+            raise ModuleNotFoundError(f"{name} requires the package datasets: pip install datasets", name="datasets")
         try:
             dataset: Any = create_dataset(name, root and str(root), split, is_training=True, download=settings.download)
         except (AssertionError, ImportError, OSError, RuntimeError) as error:
