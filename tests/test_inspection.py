@@ -1,6 +1,6 @@
 """Dry runs of an insertion: counts equal measurements, and proposals can be executed."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import timm
@@ -166,12 +166,15 @@ def test_stages_with_a_block_are_not_proposed():
     assert [call.partition(":")[0] for call in report.proposals] == ["va.insert_(model, stages=[0, 1])"]
 
 
-def test_a_stage_counted_from_the_end_must_have_an_effect():
+def test_stages_counted_from_the_end_have_an_effect():
     # The head of a ViT reads only the class token of the last block.
-    model = timm.create_model("vit_tiny_patch16_224", depth=2)
-    for stages in (-1, [-2, -1]):
-        with pytest.raises(va.errors.SiteError, match=r"'blocks\.1'.* no effect\. Count from the stage before"):
-            va.insert_(model, stages=stages)
-    assert not va.inserted_blocks(model)
-    with pytest.warns(UserWarning, match="does not depend on the feature map at 'blocks.1'"):
-        va.insert_(model, names="blocks.1")
+    make = partial(timm.create_model, "vit_tiny_patch16_224", depth=3, img_size=64)
+    for stages, sites in (
+        (-1, ["blocks.1"]),
+        ([-2, -1], ["blocks.0", "blocks.1"]),
+        ([0, -1], ["blocks.0", "blocks.1"]),
+    ):
+        assert [block.site for block in va.insert_(make(), stages=stages, num_heads=3).blocks] == sites
+    for selected in ({"names": "blocks.2"}, {"stages": 2}):
+        with pytest.warns(UserWarning, match="does not depend on the feature map at 'blocks.2'"):
+            va.insert_(make(), num_heads=3, **selected)

@@ -79,7 +79,7 @@ def insert_(
             :class:`vision_attn.AttentionBlock2d`, or :class:`AttentionBlock1d` and :class:`AttentionBlock3d` for
             feature maps with one and three axes. For every layout, the block receives and returns ``(b, c, h, w)``.
         stages: stages by index or name, as listed by :func:`vision_attn.stage_names`; negative indices count from the
-            end.
+            last stage that has an effect on the output.
         names: globs on module paths, case-sensitive: ``"layer3.*"`` matches every child of ``layer3``, and
             ``"**.conv2"`` every ``conv2`` at any depth. Compiled regular expressions must match complete paths.
         where: function of path and module that returns True at a site.
@@ -135,7 +135,6 @@ def insert_(
     if dry_run:
         blocks = [new_block(run, block, without_values(x), side, block_options, context=second) for x in maps]
         return report_costs(run, blocks, sites if overview else [])
-    refuse_unused(stages, maps)
     # Zero layers may give an identity on random feature maps but not on those of the network; a zero gate always does.
     for zeros in (True, False):
         blocks = [new_block(run, block, x, side, block_options, exact=exact, zeros=zeros, context=second) for x in maps]
@@ -288,15 +287,6 @@ def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str]
         if learned and record.used and record.site not in occupied:
             proposed.append((index, record))
     return InsertionReport(tuple(records), "not inserted", run.cost, proposals=tuple(propose(proposed)))
-
-
-def refuse_unused(stages: Any, maps: Iterable[FeatureMap]) -> None:
-    """Raise if a stage that is counted from the end has no effect on the output, as the last block of many ViTs."""
-    counted = [stages] if isinstance(stages, int) else stages if isinstance(stages, (list, tuple)) else []
-    unused = [x.target for x in maps if not x.used]
-    if unused and any(isinstance(stage, int) and stage < 0 for stage in counted):
-        what = f"stages: the output of the network does not depend on the feature map at {unused[-1]!r}"
-        raise SiteError(f"{what}, so a block there would have no effect. Count from the stage before, or use names=")
 
 
 def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> FeatureMap:

@@ -67,9 +67,18 @@ def select_sites(dry_run: DryRun, stages: Stages, names: Globs, where: Where, ex
 
 
 def match_stages(dry_run: DryRun, wanted: Iterable[int | str]) -> list[str]:
-    """Return the paths of stages by index or name."""
-    available = find_stages(dry_run)
-    from_end = enumerate(available, -len(available))
+    """Return the paths of stages by index or name.
+
+    Negative indices do not count stages at the end without an effect on the output, as the last block of many ViTs.
+    """
+    wanted, available = list(wanted), find_stages(dry_run)
+    effective = list(available)
+    while len(effective) > 1 and any(isinstance(stage, int) and stage < 0 for stage in wanted):
+        last = end_of_sequential(dry_run.model, effective[-1])
+        if any(x.used for x in dry_run.select_maps([last], "after")):
+            break
+        effective.pop()
+    from_end = enumerate(effective, -len(effective))
     by_word: dict[int | str, str] = {**dict(enumerate(available)), **dict(from_end), **{x: x for x in available}}
     for stage in wanted:
         if stage not in by_word:
