@@ -336,7 +336,7 @@ def test_a_new_block_is_bitwise_an_identity():
     assert not block.attn.proj.weight.any()
 
 
-@pytest.mark.parametrize(("gate", "first"), [(None, {"attn.proj.weight", "attn.proj.bias"}), (0.0, {"gate"})])
+@pytest.mark.parametrize(("gate", "first"), [(None, {"attn.proj.weight", "attn.proj.bias"}), (0, {"gate"})])
 def test_only_one_part_of_a_new_block_receives_a_gradient_before_the_first_update(gate, first):
     module = va.AttentionBlock2d(16, gate_init=gate)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)

@@ -50,7 +50,7 @@ class GatedResidual(nn.Module):
 
     def __init__(self, channels: int, gate_init: float | None, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
-        self.gate_init: float = 1.0 if gate_init is None else gate_init
+        self.gate_init: float = 1.0 if gate_init is None else float(gate_init)  # torch.full(1) would be an integer
         self.zero_init: bool = gate_init is None
         self.norm: nn.Module = ChannelNorm(channels, device=device, dtype=dtype)
         self.gate: nn.Parameter = nn.Parameter(torch.full((channels,), self.gate_init, device=device, dtype=dtype))
