@@ -358,6 +358,7 @@ def test_a_data_set_of_the_hub_has_a_folder_only_if_it_is_given(root, monkeypatc
     def create(name, given, *others, **options):
         raise OSError(f"{name} in {given!r}")
 
+    monkeypatch.setattr("vision_attn.tools.training.data.find_spec", lambda name: name)  # as if it were installed
     monkeypatch.setattr("vision_attn.tools.training.data.create_dataset", create)
     with pytest.raises(DataError, match=re.escape(f"hfds/owner/name in {root and str(root)!r}")):
         open_data(Settings(dataset="hfds/owner/name", data=root), train=True)
