@@ -122,8 +122,9 @@ def save_model(
     if not isinstance(architecture, str) or not timm.is_model(architecture):
         remedy = "For other networks, save the blocks with va.save_adapter"
         raise ValueError(f"architecture must be a model name of timm, got {architecture!r}. {remedy}")
-    if classes is None and len(vars(model).get("classes") or ()) == model.num_classes:
-        classes = vars(model)["classes"]
+    own: Any = getattr(model, "classes", None) or ()
+    if classes is None and len(own) == model.num_classes:
+        classes = own
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f"classes must be the names of the {model.num_classes} classes, got {len(classes)} names")
     arguments, blocks = get_arguments(model.state_dict()), file_format.blocks_to_save(model)
