@@ -35,6 +35,7 @@ def test_a_block_changes_nothing_learns_at_once_and_comes_out(block, network, in
     assert any_block.check(block, network) == initialization
 
 
+@pytest.mark.filterwarnings("ignore:the model pads images")
 @pytest.mark.slow
 @pytest.mark.parametrize("network", any_block.NETWORKS)
 def test_every_block_in_every_network(network):

@@ -23,8 +23,9 @@ from torch.fx.experimental.optimization import fuse as fuse_graph
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import vision_attn as va
+from vision_attn.networks import insertion
 from vision_attn.networks.insertion import untrained
-from vision_attn.networks.insertion.hooks import find_replica
+from vision_attn.networks.insertion.hooks import block_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
@@ -328,6 +329,28 @@ def test_replicas_of_data_parallel_run_the_block_with_their_tensors(names, at):
     assert torch.equal(model(IMAGE), before)
 
 
+@pytest.mark.parametrize("names", ["layer2.1", "layer2.1.bn2"])
+def test_a_module_in_place_of_a_block_runs_instead(names):
+    # PEFT's modules_to_save and FSDP put a wrapper, and at last a trained copy, in place of the block.
+    model, before = with_block(names)
+    record = insertion.records(model)[0]
+    owner, _, child = record.block_path.rpartition(".")
+    block = only_block(model)
+    other = copy.deepcopy(block)
+    nn.init.zeros_(other.gate)
+    setattr(model.get_submodule(owner), child, other)
+    assert not torch.equal(model(IMAGE), before)
+    assert only_block(model) is other
+    assert insertion.records(model) == (record,)
+    setattr(model.get_submodule(owner), child, block)
+    assert torch.equal(model(IMAGE), before)
+    assert only_block(model) is block
+    setattr(model.get_submodule(owner), child, other)
+    va.remove_(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not keys_of_blocks(model)
+
+
 def test_copies_pickles_and_replicas_run_their_own_blocks():
     model, before = with_block("layer2.1", "branch")
     file = io.BytesIO()
@@ -340,7 +363,7 @@ def test_copies_pickles_and_replicas_run_their_own_blocks():
         assert torch.equal(model(IMAGE), before)
     replicas = replicate(model)
     assert torch.equal(replicas[model](IMAGE), before)
-    assert find_replica(replicas[model.layer2[1].bn2], only_block(model)) is replicas[only_block(model)]
+    assert block_at(replicas[model.layer2[1].bn2]) is replicas[only_block(model)]
 
 
 @pytest.mark.slow

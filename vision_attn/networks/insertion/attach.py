@@ -22,11 +22,11 @@ from vision_attn.networks.insertion.build import build_block, like_parameters, r
 from vision_attn.networks.insertion.exact import wrap_exactly
 from vision_attn.networks.insertion.hooks import (
     block_at,
-    blocks_of_hooks,
     check_block,
     check_grid,
     hook_,
     keep_context,
+    our_hooks,
     unhook_,
 )
 from vision_attn.networks.insertion.record import (
@@ -64,7 +64,8 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
         replace_module_(model, target, block)
         return
     owner.add_module(child, block)
-    hook_(target, block)
+    start = len(record.site) + 1
+    hook_(target, block, record.block_path[start:] if record.is_child else None)
     if record.context:
         require_module(model, record.context).register_forward_hook(partial(keep_context, block=block))
     # Hooks check that the block still runs, in the network and in the nearest module that other code may call alone.
@@ -200,7 +201,7 @@ def all_blocks(network: nn.Module) -> list[nn.Module]:
     """Return the blocks of a network, including blocks that other code has removed and that only hooks refer to."""
     blocks = {module: None for module in network.modules() if is_inserted(module)}
     for module in network.modules():
-        blocks |= dict.fromkeys(blocks_of_hooks(module))
+        blocks |= dict.fromkeys(hook.keywords["block"] for hook in our_hooks(module))
     return list(blocks)
 
 
@@ -229,7 +230,11 @@ def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
     # The sites are computed again, because the model may have become part of another model.
     blocks = inserted_blocks(model)
     paths = {block: path for path, block in unwrap_model(model).named_modules()}
-    return tuple(replace(get_record(block), site=site, block_path=paths[block]) for site, block in blocks.items())
+    found = []
+    for site, block in blocks.items():
+        record = get_record(block)
+        found.append(replace(record, site=site, block_path=paths.get(block, record.block_path)))
+    return tuple(found)
 
 
 def inserted_keys(model: nn.Module) -> set[str]:

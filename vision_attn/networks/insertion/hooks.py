@@ -1,7 +1,8 @@
 """Hooks that run a block at its target, and hooks that raise an error if the block no longer runs.
 
 Each hook is a partial of a function in this module, and refers to its block. Copies and pickles of a model therefore
-run their own blocks, and nothing else is stored on the modules of the network.
+run their own blocks. A block inside its target is found by its path from the target, so that a module that other code
+puts in its place, such as a wrapper of PEFT or FSDP, runs instead.
 """
 
 from __future__ import annotations
@@ -34,20 +35,21 @@ class Contexts(threading.local):
 
 CONTEXTS = Contexts()
 
-#: The attribute in which a replica of ``nn.DataParallel`` finds the replica of its block, in a tuple.
-REPLICA = "replica_of_block"
+#: The attribute in which a target finds the module that runs in place of a block outside the target, in a tuple: a
+#: wrapper or, in a replica of ``nn.DataParallel``, the replica of the block.
+SUBSTITUTE = "substitute_of_block"
 
 
-def run_after(module: nn.Module, args: tuple[object, ...], output: object, *, block: nn.Module) -> object:
+def run_after(module: nn.Module, args: object, output: object, *, block: nn.Module, path: str | None) -> object:
     """Run a block on the output of its target, in a forward hook."""
-    return run_block(find_replica(module, block), output, block)
+    return run_block(current_block(module, block, path), output, block)
 
 
-def run_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, block: nn.Module) -> Any:
+def run_before(module: nn.Module, args: Any, kwargs: dict[str, Any], *, block: nn.Module, path: str | None) -> Any:
     """Run a block on the input of its target, in a forward pre-hook."""
     if isinstance(get_record(block).element, str):
-        return args, run_block(find_replica(module, block), kwargs, block)
-    return run_block(find_replica(module, block), args, block), kwargs
+        return args, run_block(current_block(module, block, path), kwargs, block)
+    return run_block(current_block(module, block, path), args, block), kwargs
 
 
 def keep_context(module: nn.Module, args: tuple[object, ...], output: object, *, block: nn.Module) -> None:
@@ -78,10 +80,12 @@ def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
     return {"context": values[-1]}
 
 
-def find_replica(module: nn.Module, block: nn.Module) -> nn.Module:
-    """Return the block for a target, which is a replica in a replica of ``nn.DataParallel``."""
-    replica: nn.Module = getattr(module, REPLICA, (block,))[0]
-    return replica
+def current_block(module: nn.Module, block: nn.Module, path: str | None) -> nn.Module:
+    """Return the module that runs at a target: the block at a path inside the target, or else a block outside."""
+    found = getattr(module, SUBSTITUTE, (block,))[0] if path is None else find_module(module, path)
+    if found is None:
+        raise missing_block_error(get_record(block), "replaced")
+    return found
 
 
 def run_block(block: nn.Module, value: Any, original: nn.Module) -> Any:
@@ -115,16 +119,18 @@ def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, c
     module, found = find_module(owner, target), find_module(owner, child)
     if module is None:
         raise missing_block_error(record, "removed")
-    if getattr(owner, "_is_replica", False):  # The hooks of a replica are those of the original network.
-        setattr(module, REPLICA, (found,))
-    elif not any(block_at(part) is block for part in module.modules()):
-        if not is_norm(module) or found is not block:
+    inside = child.startswith(f"{target}.")
+    if found is not None and not inside and (found is not block or hasattr(module, SUBSTITUTE)):
+        setattr(module, SUBSTITUTE, (found,))
+    running = (hook.keywords["block"] for part in module.modules() for hook in our_hooks(part) if hook.func in RUNNERS)
+    if found is None or block not in running:
+        if not is_norm(module) or found is None:
             raise missing_block_error(record, f"replaced by {type(module).__name__}")
         if (copied := block_at(module)) is not None:
             unhook_(module, [copied])
-        hook_(module, block)
+        hook_(module, block, child[len(target) + 1 :] if inside else None)
     tracers: list[Any] = [x.tracer for x in args if isinstance(x, Proxy)]
-    if not child.startswith(f"{target}.") and any(tracer.is_leaf_module(module, target) for tracer in tracers):
+    if not inside and any(tracer.is_leaf_module(module, target) for tracer in tracers):
         why = f"fusing or removing the {type(module).__name__} would remove the block"
         remedy = "Trace, fuse or quantize before inserting, or insert after a residual block"
         raise SiteError(f"the block at {record.site!r} cannot be traced by torch.fx: {why}. {remedy}")
@@ -171,28 +177,34 @@ def is_fusible(module: nn.Module) -> bool:
 
 #: All hooks in this module.
 HOOKS = (run_after, run_before, keep_context, check_block, check_grid)
+#: Hooks that run a block.
+RUNNERS = (run_after, run_before)
 
 # --- hooks of a module ------------------------------------------------------------------------------------------------
 
 
-def hook_(module: nn.Module, block: nn.Module) -> None:
+def hook_(module: nn.Module, block: nn.Module, path: str | None) -> None:
     """Register the hook that runs a block, before older hooks, so that feature taps receive the block's output."""
     if get_record(block).at == "before":
-        module.register_forward_pre_hook(partial(run_before, block=block), with_kwargs=True, prepend=True)
+        module.register_forward_pre_hook(partial(run_before, block=block, path=path), with_kwargs=True, prepend=True)
     else:
-        module.register_forward_hook(partial(run_after, block=block), prepend=True)
+        module.register_forward_hook(partial(run_after, block=block, path=path), prepend=True)
 
 
 def block_at(module: nn.Module) -> nn.Module | None:
     """Return the block that runs at a module, or None."""
-    return next(blocks_of_hooks(module, (run_after, run_before)), None)
+    for hook in our_hooks(module):
+        if hook.func in RUNNERS:
+            block, path = hook.keywords["block"], hook.keywords["path"]
+            return getattr(module, SUBSTITUTE, (block,))[0] if path is None else find_module(module, path)
+    return None
 
 
-def blocks_of_hooks(module: nn.Module, functions: Collection[Any] = HOOKS) -> Iterator[nn.Module]:
-    """Yield the block of each hook of a module that is a partial of one of these functions."""
+def our_hooks(module: nn.Module) -> Iterator[partial[Any]]:
+    """Yield the hooks of a module that are partials of the functions in this module."""
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        if isinstance(hook, partial) and hook.func in functions:
-            yield hook.keywords["block"]
+        if isinstance(hook, partial) and hook.func in HOOKS:
+            yield hook
 
 
 def unhook_(module: nn.Module, blocks: Collection[nn.Module]) -> None:
@@ -205,3 +217,5 @@ def unhook_(module: nn.Module, blocks: Collection[nn.Module]) -> None:
             if isinstance(hook, partial) and hook.func in HOOKS and hook.keywords["block"] in blocks:
                 del hooks[key]
                 with_kwargs.pop(key, None)
+                if hasattr(module, SUBSTITUTE):
+                    delattr(module, SUBSTITUTE)
