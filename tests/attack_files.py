@@ -192,7 +192,11 @@ def honest(folder):
     save_file(model.state_dict(), folder / "plain.safetensors", {"format": "pt"})
     va.insert_(model, names="2", num_heads=2, example_input=(1, 3, 16, 16))
     va.save_adapter(model, folder / "adapter.safetensors")
-    return {path: read_adapter if path.stem == "adapter" else read_file for path in sorted(folder.iterdir())}
+    return {path: read_adapter if path.stem == "adapter" else read_content for path in sorted(folder.iterdir())}
+
+
+def read_content(path):
+    return dict(read_file(path).content)
 
 
 def memory():

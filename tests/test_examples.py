@@ -356,12 +356,17 @@ def test_the_five_commands_lead_from_a_folder_of_images_to_a_model_in_use(
     (tmp_path / "flowers").symlink_to(image_folder)
     shutil.copyfile(image_folder / "val" / "red" / "0.png", "rose.jpg")  # the suffix is not used
     torch.save(create_model("resnet20", num_classes=10).state_dict(), "cifar10_resnet20.pth")
-    block, *_ = re.findall(r"^```text\n(.*?)^```", (ROOT / "docs/training.md").read_text(), re.MULTILINE | re.DOTALL)
-    commands = [shlex.split(line) for line in block.splitlines()]
-    assert [words[1] for words in commands] == ["inspect", "train", "evaluate", "predict", "export"]
+    weights = "--weights cifar10_resnet20.pth --reset-head"
+    commands = (
+        "inspect resnet20",
+        f"train --data flowers --model resnet20 {weights} --names layer3 --epochs 8 --batch-size 16",
+        "evaluate runs/train-1",
+        "predict runs/train-1 rose.jpg",
+        "export runs/train-1 --output flowers.onnx",
+    )
     outputs = []
-    for words in commands:
-        assert cli.main(words[1:] + (["--epochs", "8", "--batch-size", "16"] if "--epochs" in words else [])) == 0
+    for command in commands:
+        assert cli.main(command.split()) == 0
         outputs.append(capsys.readouterr().out)
     _, trained, evaluated, predicted, exported = outputs
     best = re.findall(r"best epoch, \d+: top-1 ([\d.]+) %", trained)
