@@ -76,6 +76,8 @@ class DryRun:
         #: output and cost of the model
         self.output: object
         self.cost: Cost
+        #: whether the output does not depend on a feature map, by feature map and position of the block
+        self.unused: dict[tuple[FeatureMap, str], bool] = {}
         #: parameters that a forward pass changes, by training mode; missing before the first run in a mode
         self.changed: dict[bool, list[Tensor]] = {}
         #: True if the forward pass needs the hooks of other code, such as timm's ``FeatureHookNet``
@@ -213,7 +215,11 @@ class DryRun:
         If there are several feature maps, the one that the network uses is selected, or else the declared one.
         """
         candidates = [self.require_maps(target, at) for target in targets]
-        unused = self.find_unused([x for maps in candidates for x in maps], at)
+        every = [x for maps in candidates for x in maps]
+        if unknown := [x for x in every if (x, at) not in self.unused]:
+            found = self.find_unused(unknown, at)
+            self.unused.update({(x, at): x in found for x in unknown})
+        unused = [x for x in every if self.unused[x, at]]
         selected = []
         for maps in candidates:
             used = [x for x in maps if x not in unused] or [x._replace(used=False) for x in maps]
