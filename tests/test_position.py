@@ -108,6 +108,7 @@ def interleave(x):
 @pytest.mark.parametrize(("rank", "size"), [(1, (7,)), (2, (5, 7))])
 def test_rotations_equal_those_of_transformers(rank, size):
     """The positions of a text, as in Llama, and normalized positions on a feature map, as in DINOv3."""
+    pytest.importorskip("transformers")
     from transformers.models.dinov3_vit import DINOv3ViTConfig, modeling_dinov3_vit as dinov3
     from transformers.models.llama import LlamaConfig, modeling_llama as llama
 
