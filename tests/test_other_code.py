@@ -331,7 +331,7 @@ def test_replicas_of_data_parallel_run_the_block_with_their_tensors(names, at):
 
 @pytest.mark.parametrize("names", ["layer2.1", "layer2.1.bn2"])
 def test_a_module_in_place_of_a_block_runs_instead(names):
-    # PEFT's modules_to_save and FSDP put a wrapper, and at last a trained copy, in place of the block.
+    # PEFT and FSDP put a wrapper in place of a module; after merging, PEFT puts a trained copy there.
     model, before = with_block(names)
     record = insertion.records(model)[0]
     owner, _, child = record.block_path.rpartition(".")

@@ -18,7 +18,8 @@ PATTERNS = (Window, Grid, Halo, Neighborhood, Pattern)
 POSITIONS = (RelPosDecomposed, RelPosTable, AbsPos, Rope, ConditionalPos, SinCos)
 #: The names that are allowed in the code.
 CONFIG_CLASSES: dict[str, Callable[..., Any]] = {cls.__name__: cls for cls in (*PATTERNS, *POSITIONS)}
-CONFIG_CLASSES["Rope2d"] = Rope  # its name in files of earlier versions
+#: Former names in files.
+FORMER_NAMES: dict[str, Callable[..., Any]] = {"Rope2d": Rope}
 
 #: path of a block -> {argument: code}
 Arguments = Mapping[str, Mapping[str, str]]
@@ -76,13 +77,13 @@ def eval_node(node: ast.expr) -> Any:
             return list(map(eval_node, items))
         case ast.Dict(keys=keys, values=values) if None not in keys:
             return {eval_node(key): eval_node(item) for key, item in zip(keys, values, strict=True) if key}
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in CONFIG_CLASSES:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in CONFIG_CLASSES | FORMER_NAMES:
             named = {
                 str(item.arg): eval_node(item.value) for item in keywords
             }  # no argument is named "None", as in **{}
-            return CONFIG_CLASSES[name](*map(eval_node, args), **named)
+            return (CONFIG_CLASSES | FORMER_NAMES)[name](*map(eval_node, args), **named)
         case ast.Call(func=ast.Name(id=name)):
-            raise ValueError(f"there is no class {name}. Choose from {', '.join(CONFIG_CLASSES)}")
+            raise ValueError(f"expected one of {', '.join(CONFIG_CLASSES)}, got {name}")
     return ast.literal_eval(node)
 
 

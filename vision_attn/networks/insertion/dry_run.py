@@ -212,7 +212,7 @@ class DryRun:
     def select_maps(self, targets: Iterable[str], at: str) -> list[FeatureMap]:
         """Return the feature map of each module, with ``used=False`` if the output does not depend on it.
 
-        If there are several feature maps, the one that the network uses is selected, or else the declared one.
+        Among several feature maps, the one that the network uses is selected. If it uses all, the declared one is.
         """
         candidates = [self.require_maps(target, at) for target in targets]
         every = [x for maps in candidates for x in maps]

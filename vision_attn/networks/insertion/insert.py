@@ -118,8 +118,8 @@ def insert_(
     >>> report.blocks[0].site, report.blocks[0].tokens
     ('layer4.1', 49)
     """
-    overview = dry_run and stages is None and names is None and where is None
-    if stages is None and names is None and where is None:
+    selected = stages is not None or names is not None or where is not None
+    if not selected:
         block_factories.refuse_misspelled(block_options)
     model = require_modifiable(model)
     if isinstance(block, int) or (isinstance(block, str) and block in dict(model.named_modules())):
@@ -128,6 +128,7 @@ def insert_(
             f"block must be a class, a function or the name of one, got {block!r}. Pass {keyword}={block!r}"
         )
     run = DryRun(model, example_input, layout)
+    overview = dry_run and not selected
     sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude)
     side = "before" if at == "before" else "after"
     maps = run.select_maps(find_targets(run, sites, at), side)

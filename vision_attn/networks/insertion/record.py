@@ -65,7 +65,7 @@ class InsertedBlock:
     used: bool = True
     #: path of the module whose output is the second feature map of the block; empty without one
     context: str = ""
-    #: layout, element and size of the second feature map, as those of the first
+    #: layout, element and size of the second feature map; see those of the first
     context_layout: str = "b c h w"
     context_element: Element = None
     context_size: tuple[int, ...] = ()

@@ -95,6 +95,6 @@ def parse(kind: Any, words: list[str], command: str, description: str | None = N
 
 
 def merge_settings(file: Path | None, given: dict[str, Any]) -> Settings:
-    """Return the given settings, which override those of a file or of the folder of a run."""
+    """Return the settings of a file or of the folder of a run, overridden by the given settings."""
     base = vars(read_settings(file, given)) if file else {}
     return make_settings(**override(base, given))
