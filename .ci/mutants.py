@@ -44,6 +44,8 @@ from cosmic_ray.work_db import WorkDB, use_db
 from scipy.stats import binomtest
 
 ROOT = Path.cwd()
+#: Test modules, whose names are unique -> files.
+TEST_FILES = {path.stem: str(path) for path in Path("tests").rglob("test_*.py")}
 LIBRARIES = "accelerate", "einx", "hypothesis", "matplotlib", "scipy.stats", "timm", "torch._dynamo", "torchvision"
 
 
@@ -117,9 +119,9 @@ class Tests:
         self.files = {name[name.index("vision_attn/") :]: name for name in self.data.measured_files()}
         self.seconds = Counter()
         for seconds, file, test in re.findall(
-            r"([\d.]+)s (?:call|setup) +tests/(\w+)\.py::(\w+)", durations.read_text()
+            r"([\d.]+)s (?:call|setup) +(tests/[\w/]+\.py)::(\w+)", durations.read_text()
         ):
-            self.seconds[f"tests/{file}.py::{test}"] += float(seconds)
+            self.seconds[f"{file}::{test}"] += float(seconds)
 
     def select(self, path, first, last, budget):
         """Select the tests of some lines within a budget.
@@ -142,7 +144,7 @@ class Tests:
     def node(self, context):
         parts = context.split(".")
         file = next((part for part in parts if part.startswith("test_")), None)
-        return f"tests/{file}.py::{parts[-1]}" if file and parts[-1] != file else None
+        return f"{TEST_FILES[file]}::{parts[-1]}" if file and parts[-1] != file else None
 
 
 def attempt(path, source, tests, log, limit):

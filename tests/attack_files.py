@@ -23,8 +23,8 @@ from pathlib import Path
 import crafted
 import torch
 from crafted import Call, Named, New, as_legacy, as_zip, pickled
-from networks import convolutions
 from safetensors.torch import save_file
+from small_networks import convolutions
 
 import vision_attn as va
 from vision_attn.networks.checkpoints.adapter import read_adapter

@@ -1,0 +1,114 @@
+"""The blocks agree with attention of torch and timm after copying the weights.
+
+They cover masks, contexts, strides and positions in float64. The tests of the converters compare complete layers.
+"""
+
+from functools import partial
+
+import pytest
+import timm.layers
+import torch
+from small_networks import assert_same_function
+from timm.layers.bottleneck_attn import BottleneckAttn
+from timm.layers.pos_embed_sincos import build_rotary_pos_embed, build_sincos2d_pos_embed, freq_bands
+from torch import nn
+
+import vision_attn as va
+
+
+def randomized(module):
+    """Return the module in float64, with random numbers in all parameters."""
+    module = module.double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=parameter[0].numel() ** -0.5)
+    return module
+
+
+def random_map(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def make_block(state, *arguments, block=va.Attention2d, **options):
+    """Return a block of the library in float64 that loads `state`, with linear weights reshaped to 1×1 kernels."""
+    block = block(*arguments, dtype=torch.float64, **options)
+    shapes = {key: value.shape for key, value in block.state_dict().items()}
+    state = {
+        key: value.detach()[..., None, None] if value.dim() == 2 and len(shapes[key]) == 4 else value.detach()
+        for key, value in state.items()
+    }
+    block.load_state_dict(state, strict=True)
+    return block
+
+
+def to_tokens(x):
+    return x.flatten(2).mT
+
+
+def to_map(tokens, size):
+    return tokens.mT.unflatten(2, size)
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "additive"])
+@pytest.mark.parametrize("context_channels", [None, 24, 10])
+def test_torchs_multihead_attention_and_its_weights(context_channels, kind):
+    width = context_channels or 24
+    theirs = randomized(nn.MultiheadAttention(24, 3, kdim=width, vdim=width, batch_first=True))
+    bias, proj = theirs.in_proj_bias, {f"proj.{key}": value for key, value in theirs.out_proj.state_dict().items()}
+    if width == 24:
+        block = make_block({"qkv.weight": theirs.in_proj_weight, "qkv.bias": bias, **proj}, 24, 3)
+    else:  # if keys and queries differ in width, torch has three weight matrices, but one bias
+        kv = {"kv.weight": torch.cat([theirs.k_proj_weight, theirs.v_proj_weight]), "kv.bias": bias[24:]}
+        q = {"q.weight": theirs.q_proj_weight, "q.bias": bias[:24]}
+        block = make_block({**q, **kv, **proj}, 24, 3, context_channels=width)
+    maps = [random_map(2, 24, 3, 5)] + ([] if context_channels is None else [random_map(2, width, 4, 2)])
+    allowed = torch.rand(2, 3, 15, maps[-1][0, 0].numel()) < 0.6
+    allowed[..., 0] = True  # torch returns NaN for a query without keys
+    added = random_map(*allowed.shape).masked_fill(~allowed, -torch.inf)
+    mask = {"none": None, "bool": allowed, "additive": added}[kind]
+    # In torch, True means blocked, and masks per head have one axis for batch and heads.
+    their_mask = {"none": None, "bool": ~allowed.flatten(0, 1), "additive": added.flatten(0, 1)}[kind]
+
+    def attend(x, context=None, **options):
+        source = to_tokens(x if context is None else context)
+        return theirs(to_tokens(x), source, source, attn_mask=their_mask, **options)
+
+    def ours(x, context=None):
+        return block(x, mask, context)
+
+    assert_same_function(ours, lambda *maps: to_map(attend(*maps, need_weights=False)[0], (3, 5)), *maps)
+    found = block.attention_weights(maps[0], mask, context=None if context_channels is None else maps[1])
+    torch.testing.assert_close(found, attend(*maps, average_attn_weights=False)[1], rtol=0, atol=1e-12)
+
+
+def test_timms_bottleneck_attention_with_a_stride():
+    size = (2, 6)  # even sides: timm's average pooling drops the border of odd sides
+    theirs = randomized(BottleneckAttn(24, feat_size=size, stride=2, num_heads=3, qkv_bias=True))
+    tables = {f"position.{name}_rel": getattr(theirs.pos_embed, f"{name}_rel") for name in ("height", "width")}
+    state = {"qkv.weight": theirs.qkv.weight, "qkv.bias": theirs.qkv.bias, **tables}
+    state["proj.weight"] = torch.eye(24, dtype=torch.float64)  # timm's layer has no output projection
+    state = {f"attn.{key}": value for key, value in state.items()}
+    block = make_block(state, 24, 3, block=va.StridedAttention2d, stride=2, feat_size=size, proj_bias=False)
+    assert_same_function(block, theirs, random_map(2, 24, *size))
+
+
+@pytest.mark.parametrize("feat_size", [None, (6, 4)])
+@pytest.mark.parametrize("pattern", ["full", "rows"])
+def test_timms_rotary_positions(pattern, feat_size):
+    temperature = 16.0  # the bands are powers of two, as are the sides of 4 and 8, so timm's float32 is exact
+    theirs = randomized(timm.layers.AttentionRope(48, 3, num_prefix_tokens=0))
+    position = va.Rope(temperature, feat_size=feat_size)
+    block = make_block(theirs.state_dict(), 48, 3, position=position, pattern=pattern)
+    bands = freq_bands(4, temperature=temperature, step=1).double()
+    options = {"in_pixels": False, "ref_feat_shape": feat_size and list(feat_size), "dtype": torch.float64}
+    rope = torch.cat(build_rotary_pos_embed([4, 8], bands=bands, **options), dim=-1)
+    row = torch.arange(32) // 8
+    layer = partial(theirs, rope=rope, attn_mask=None if pattern == "full" else row[:, None] == row)
+    assert_same_function(block, lambda x: to_map(layer(to_tokens(x)), (4, 8)), random_map(2, 48, 4, 8))
+
+
+def test_timms_sines_and_cosines():
+    plain = randomized(va.Attention2d(16, 4))
+    block = make_block(plain.state_dict(), 16, 4, position=va.SinCos(20.0))
+    embedding = to_map(build_sincos2d_pos_embed([3, 7], dim=16, temperature=20.0).double()[None], (3, 7))
+    assert_same_function(block, lambda x: plain(x + embedding), random_map(2, 16, 3, 7), atol=1e-6)

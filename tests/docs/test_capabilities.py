@@ -1,0 +1,258 @@
+"""PyTorch features by implementation, as listed in docs/implementations.md, and networks with blocks."""
+
+import copy
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from impls import CPU_IMPLS
+from torch import nn
+from torch._dynamo.exc import Unsupported, UserError
+
+import vision_attn as va
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/implementations.md").read_text()
+
+#: Warnings of the compiler, the exporter, vmap and pickle, and about small feature maps.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+# --- a block ----------------------------------------------------------------------------------------------------------
+
+
+def make_block(impl, **options):
+    torch.manual_seed(0)
+    return va.Attention2d(16, 2, impl=impl, **options).eval()
+
+
+def example(batch=2, height=7, width=9):
+    return torch.randn(batch, 16, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def compiled(module, backend="aot_eager", **options):
+    torch.compiler.reset()
+    return torch.compile(module, fullgraph=True, backend=backend, **options)
+
+
+def output_and_gradient(function):
+    x = example().requires_grad_()
+    y = function(x)
+    return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+
+
+@torch.no_grad()
+def compiles(block):
+    torch.testing.assert_close(compiled(block)(example()), block(example()))
+
+
+def compiles_with_its_backward_pass(block):
+    torch.testing.assert_close(output_and_gradient(compiled(block)), output_and_gradient(block))
+
+
+@torch.no_grad()
+def compiles_once_for_all_sizes(block):
+    graphs = []
+    run = compiled(block, lambda graph, inputs: graphs.append(graph) or graph.forward, dynamic=True)
+    for size in ((2, 7, 9), (3, 14, 21), (2, 21, 14), (4, 28, 35)):
+        torch.testing.assert_close(run(example(*size)), block(example(*size)))
+    assert len(graphs) == 1
+
+
+@torch.no_grad()
+def exports(block):
+    torch.testing.assert_close(torch.export.export(block, (example(),)).module()(example()), block(example()))
+
+
+@torch.no_grad()
+def exports_with_any_batch_and_size(block, sizes=((7, 9), (3, 4), (24, 28))):
+    # The sizes are the size of the position tables, a smaller one, and one with too many tokens for a dense bias.
+    torch.compiler.reset()
+    shapes = {"x": dict.fromkeys((0, 2, 3), torch.export.Dim.DYNAMIC)}
+    exported = torch.export.export(block, (example(2, *sizes[0]),), dynamic_shapes=shapes).module()
+    for batch, size in enumerate(sizes, 2):
+        torch.testing.assert_close(exported(example(batch, *size)), block(example(batch, *size)))
+
+
+@torch.no_grad()
+def runs_in_vmap(block):
+    x = torch.stack([example(), -example(), 2 * example()])
+    torch.testing.assert_close(torch.func.vmap(block)(x), torch.stack([block(images) for images in x]))
+
+
+def has_gradients_by_sample(block):
+    parameters = {name: value.detach() for name, value in block.named_parameters()}
+
+    def loss(parameters, x):
+        return torch.func.functional_call(block, parameters, (x[None],)).square().sum()
+
+    by_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, example())
+    for name, value in torch.func.grad(loss)(parameters, example()[1]).items():
+        torch.testing.assert_close(by_sample[name][1], value)
+
+
+def has_forward_mode_gradients(block):
+    _, tangent = torch.func.jvp(block, (example(),), (torch.ones_like(example()),))
+    with torch.no_grad():
+        difference = block(example() + 1e-2) - block(example() - 1e-2)
+    torch.testing.assert_close(tangent, difference / 2e-2, rtol=1e-2, atol=1e-3)
+
+
+def has_gradients_of_gradients(block):
+    x = example().double().requires_grad_()
+    (gradient,) = torch.autograd.grad(block.double()(x).square().sum(), x, create_graph=True)
+    assert torch.autograd.grad(gradient.square().sum(), x)[0].abs().sum() > 0
+
+
+@torch.no_grad()
+def is_copied_and_pickled(block):
+    for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert torch.equal(copied(example()), block(example()))
+        assert repr(copied) == repr(block)
+
+
+def runs_on_the_meta_device(block):
+    with torch.device("meta"):
+        assert va.Attention2d(16, 2, impl=block.impl)(example().to("meta")).shape == example().shape
+
+
+@torch.no_grad()
+def is_traced_by_fx(block):
+    traced = torch.fx.symbolic_trace(nn.Sequential(block))
+    assert "call_module" in {node.op for node in traced.graph.nodes}
+    torch.testing.assert_close(traced(example()), block(example()))
+
+
+#: Checks by their names in the table.
+CAPABILITIES = {
+    "`torch.compile(fullgraph=True)`": compiles,
+    "… with gradients on the CPU": compiles_with_its_backward_pass,
+    "… with one graph for all sizes (`dynamic=True`)": compiles_once_for_all_sizes,
+    "`torch.export`, one size": exports,
+    "`torch.export`, dynamic batch and size": exports_with_any_batch_and_size,
+    "`torch.func.vmap`": runs_in_vmap,
+    "per-sample gradients (`vmap` of `grad`), on the CPU": has_gradients_by_sample,
+    "forward-mode gradients (`jvp`), on the CPU": has_forward_mode_gradients,
+    "second derivatives, on the CPU": has_gradients_of_gradients,
+    "`deepcopy` and pickle": is_copied_and_pickled,
+    "the meta device": runs_on_the_meta_device,
+    "`torch.fx`, as part of a network": is_traced_by_fx,
+}
+
+
+#: Errors of torch, einx or vision_attn for unsupported features.
+ERRORS = {
+    ("… with one graph for all sizes (`dynamic=True`)", "einx"): (AssertionError, "4 == 1"),  # one graph per size
+    ("`torch.export`, dynamic batch and size", "einx"): (UserError, "specialized it to be a constant"),
+    ("forward-mode gradients (`jvp`), on the CPU", "sdpa"): (NotImplementedError, r"forward AD with _scaled_dot_prod"),
+    ("second derivatives, on the CPU", "sdpa"): (NotImplementedError, "bmm"),
+    ("… with gradients on the CPU", "flex"): (Unsupported, "flex"),
+    ("`torch.func.vmap`", "flex"): (ValueError, "flex"),
+    ("per-sample gradients (`vmap` of `grad`), on the CPU", "flex"): (ValueError, "flex"),
+    ("forward-mode gradients (`jvp`), on the CPU", "flex"): (ValueError, "flex"),
+    ("second derivatives, on the CPU", "flex"): (ValueError, "flex"),
+    ("the meta device", "flex"): (ValueError, "flex"),
+}
+
+
+#: Capabilities that are implied by a stronger one, which is tested instead.
+IMPLIED = {
+    "`torch.compile(fullgraph=True)`": "… with gradients on the CPU",
+    "`torch.export`, one size": "`torch.export`, dynamic batch and size",
+}
+
+
+#: Checks that take seconds, because they compile or export a block.
+SLOW = (compiles_with_its_backward_pass, compiles_once_for_all_sizes, exports_with_any_batch_and_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "impls"),
+    [
+        *(pytest.param(x, CPU_IMPLS, marks=[pytest.mark.slow] * (CAPABILITIES[x] in SLOW)) for x in CAPABILITIES),
+        *(pytest.param(name, ("flex",), marks=pytest.mark.slow) for name in CAPABILITIES),
+    ],
+)
+def test_capabilities_match_the_table(name, impls):
+    for impl in impls:
+        if (name, impl) in ERRORS:
+            error, message = ERRORS[name, impl]
+            with pytest.raises(error, match=message):
+                CAPABILITIES[name](make_block(impl))
+        elif name not in IMPLIED or (IMPLIED[name], impl) in ERRORS:
+            CAPABILITIES[name](make_block(impl))
+
+
+def test_the_table_lists_every_capability():
+    assert f"| | {' | '.join(f'`{impl}`' for impl in va.IMPLS)} |" in PAGE
+    for name in CAPABILITIES:
+        cells = ["no" if (name, impl) in ERRORS else "yes" for impl in va.IMPLS]
+        assert f"| {' | '.join([name, *cells])} |" in PAGE
+
+
+OPTIONS = {
+    "shifted window, table": {"pattern": va.Window(7, shift=3), "position": va.RelPosTable()},
+    "decomposed": {"position": va.RelPosDecomposed(feat_size=(7, 7))},
+    "causal, table": {"position": va.RelPosTable(feat_size=(7, 7)), "causal": True},
+    "neighborhood, decomposed": {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
+    "rotary, multi-query": {"position": va.Rope(), "num_kv_heads": 1, "qk_norm": True},
+    "rows, convolution": {"pattern": "rows", "position": va.ConditionalPos(3), "output_gate": True},
+    "absolute": {"position": va.AbsPos((7, 7))},
+    "stripes, sinusoidal": {"pattern": va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7), "position": va.SinCos()},
+}
+BLOCKS = ("AttentionBlock2d", "LinearAttention2d", "TransformerBlock2d", "StridedAttention2d")
+NAMES = (*OPTIONS, *BLOCKS)
+#: Blocks that are compiled and exported in the slow tests. The others are tested before a release.
+ALWAYS = ("rows, convolution", "TransformerBlock2d")
+
+
+def block_by_name(name):
+    return make_block("auto", **OPTIONS[name]) if name in OPTIONS else getattr(va, name)(16, 2).eval()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_pattern_position_and_block_runs_in_vmap_and_is_traced(name):
+    runs_in_vmap(block_by_name(name))
+    is_traced_by_fx(block_by_name(name))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ALWAYS else pytest.mark.thorough) for n in NAMES]
+)
+def test_every_block_is_compiled_and_exported_with_any_size(name):
+    block = block_by_name(name)
+    compiles_with_its_backward_pass(block)
+    # A graph of windows is exported with or without padding, so all sizes are multiples of the window size.
+    multiples = re.match("shift|neigh|str", name)
+    exports_with_any_batch_and_size(block, ((21, 28), (42, 14), (28, 35)) if multiples else ((7, 9), (3, 4), (24, 28)))
+
+
+@pytest.mark.thorough
+def test_every_implementation_is_compiled_to_machine_code():
+    for block in map(make_block, va.IMPLS):
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(block, "inductor")(example()), block(example()), rtol=1e-4, atol=1e-5)
+
+
+# --- a network with blocks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [pytest.param("tiny", marks=pytest.mark.slow), "test_convnext"])
+def test_a_network_with_blocks_is_compiled_and_recomputes_its_activations(family):
+    model, x = timm.create_model(family, num_classes=5).eval(), torch.randn(2, 3, 64, 64)
+    va.insert_(model, stages=[-2, -1], gate_init=0.5, num_heads=4, example_input=x)
+
+    def gradients(run):
+        model.zero_grad()
+        y = run(x)
+        y.sum().backward()
+        return [y.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    expected = gradients(model)
+    assert all(p.grad.any() for block in va.inserted_blocks(model).values() for p in block.parameters())
+    if family == "test_convnext":
+        model.set_grad_checkpointing(True)
+    for found, exact in zip(gradients(compiled(model) if family == "tiny" else model), expected, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))

@@ -1,0 +1,560 @@
+"""The example scripts run with the commands of their headers, on small data."""
+
+import importlib
+import itertools
+import json
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from small_networks import convolutions
+
+import vision_attn as va
+from vision_attn.networks.models import create_model
+from vision_attn.tools import cli
+from vision_attn.tools.comparison import experiments, runs
+from vision_attn.tools.images import open_image
+from vision_attn.tools.training.data import open_data
+from vision_attn.tools.training.network import build_network
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Arguments that reduce each example to a short run.
+EXAMPLES = {
+    "train_cifar.py": "--epochs 6 --batch-size 8 --seeds 0 1 --lr 0.05",
+    "classify.py": "",
+    "evidence.py": "--epochs 1 --seeds 0 --jobs 1",
+    "recall.py": "--variants linear matching --seeds 0 --steps 20 --jobs 1",
+    "mosaic.py": "--variants nearest-neighbor matching --seeds 0 --steps 1 --thaw 1 --jobs 1",
+    "stereo.py": "--variants cost-volume matching --seeds 0 --steps 1 --jobs 1",
+    "one_shot_video.py": "--seeds 0 --steps 1 --jobs 1 --device cpu",
+    "denoise.py": "--sigmas 50 --seeds 0 1 --steps 1 --variants plain convolution",
+    "finetuning.py": "--variants plain attention --regimes frozen --seeds 0 --steps 1 --jobs 1 --device cpu",
+    "color_by_reference.py": "--steps 1 --jobs 1 --seeds 0",
+    "readme_picture.py": "",
+    "street_segmentation.py": "--variants plain attention --seeds 0 --steps 1 --jobs 1 --scratch --device cpu",
+}
+EXAMPLES = {name: shlex.split(flags) for name, flags in EXAMPLES.items()}
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """Return a function that runs an example as a program in this process, and returns exit code, stdout and stderr."""
+
+    def run_here(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, (*EXAMPLES[name], *arguments))])
+        capsys.readouterr()
+        code = None
+        try:
+            runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        return (1, out, err + code) if isinstance(code, str) else (code or 0, out, err)  # as the interpreter does
+
+    return run_here
+
+
+pytestmark = pytest.mark.slow
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def few_timed_steps(monkeypatch):
+    monkeypatch.setattr(experiments, "ROUNDS", 5)
+
+
+def test_every_example_is_tested():
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py") if not path.read_text().startswith("# %%")}
+    assert scripts == set(EXAMPLES)  # all other scripts are tutorials, which the tests of notebooks cover
+
+
+def test_torch_hub_loads_the_networks():
+    for name in ("resnet56_a", "recall_attention"):
+        model = torch.hub.load(str(ROOT), name, source="local", trust_repo=True)
+        assert sum(p.numel() for p in model.parameters()) > 20_000
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # raised in a thread without a CUDA context
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
+def test_train_cifar_compares_networks_and_resumes_a_run(image_folder, tmp_path, run_here, monkeypatch, device):
+    for name, split in (("train", "train"), ("test", "val")):
+        (tmp_path / name).symlink_to(image_folder / split)
+    flags = "--data", tmp_path, "--device", device, "--output"
+    code, out, err = run_here("train_cifar.py", *flags, tmp_path / "complete")
+    assert (code, err, out.count("3 blocks inserted")) == (0, "", 4)
+    complete = json.loads((tmp_path / "complete/runs.json").read_text())["runs"]
+    assert list(complete) == ["plain", "convolution", "attention"]
+    assert complete["attention"]["0"]["parameters"] > complete["plain"]["0"]["parameters"]
+    assert complete["attention"]["0"]["top-1 %"] > 50, "three colors"
+
+    save, calls = torch.save, itertools.count()  # interrupt the run in the second epoch, then resume it
+    single = (*flags, tmp_path / "resumed", "--variants", "attention")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", lambda *args: save(*args) if next(calls) == 0 else 1 / 0)
+        assert run_here("train_cifar.py", *single)[0] == 1
+    code, _, err = run_here("train_cifar.py", *single, "--lr", "0.1")  # other settings must not resume this run
+    assert code == 1
+    assert re.search(r"attention-0\.pt belongs to a run with other settings: .*got .*'lr': 0\.05.* Pass another", err)
+    code, out, _ = run_here("train_cifar.py", *single)
+    assert (code, "seed 0, epoch 1/6" in out, "seed 0, epoch 2/6" in out) == (0, False, True)
+    resumed = json.loads((tmp_path / "resumed/runs.json").read_text())["runs"]["attention"]
+    assert resumed["0"]["top-1 %"] == pytest.approx(complete["attention"]["0"]["top-1 %"])
+
+
+def test_train_cifar_runs_its_controls_and_stops_if_the_loss_is_not_finite(image_folder, tmp_path, run_here):
+    for name, split in (("train", "train"), ("test", "val")):
+        (tmp_path / name).symlink_to(image_folder / split)
+    controls = ["resnet32", "se-residual", "large-kernel", "averaging", "attention"]
+    flags = "--data", tmp_path, "--device", "cpu", "--epochs", "1", "--seeds", "0", "--variants"
+    code, _, err = run_here("train_cifar.py", *flags, *controls, "--output", tmp_path / "controls")
+    assert (code, err) == (0, "")
+    summary = json.loads((tmp_path / "controls/runs.json").read_text())
+    sizes = {name: by_seed["0"]["parameters"] for name, by_seed in summary["runs"].items()}
+    assert list(sizes) == controls
+    deeper = create_model("resnet32", num_classes=3)
+    assert sizes.pop("resnet32") == sum(p.numel() for p in deeper.parameters())
+    assert max(sizes.values()) - min(sizes.values()) < 400, "blocks of about the same size"
+    record = json.loads((tmp_path / "controls/averaging-0/run.json").read_text())
+    assert summary["environments"] == [record["environment"]]
+    code, _, err = run_here("train_cifar.py", *flags, "attention", "--lr", "1e30", "--output", tmp_path / "diverged")
+    assert (code, "attention, seed 0 failed: TrainingError: epoch 1: the loss is nan" in err) == (1, True)
+
+
+def test_denoise_saves_each_run_and_resumes(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    denoise = importlib.import_module("denoise")
+    monkeypatch.setattr(denoise, "photograph", lambda name: torch.rand(1, 1, 51, 50))
+    sizes = {name: sum(p.numel() for p in denoise.network(name, 0).parameters()) for name in denoise.VARIANTS}
+    assert all(abs(size - sizes["attention"]) < 150 for name, size in sizes.items() if name != "plain")
+    for run in (denoise.run, None):  # the second call needs no run
+        monkeypatch.setattr(denoise, "run", run)
+        denoise.main([*EXAMPLES["denoise.py"], "--output", str(tmp_path)])
+        assert "| convolution − plain |" in (tmp_path / "denoise.md").read_text()
+
+
+def test_color_by_reference_compares_blocks_and_draws_a_picture(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    reference, rng = importlib.import_module("color_by_reference"), np.random.default_rng(0)
+    monkeypatch.setattr(reference, "photograph", lambda name: rng.integers(0, 256, (120, 130, 3), dtype=np.uint8))
+    monkeypatch.setattr(reference, "CANVASES", 2)
+    monkeypatch.setattr(reference, "photographs", cache(reference.photographs.__wrapped__))
+    arguments = [*EXAMPLES["color_by_reference.py"], "--output", str(tmp_path)]
+    reference.main([*arguments, "--variants", "plain", "attention"])
+    assert "| attention |" in (tmp_path / "comparison.md").read_text()
+    reference.main([*arguments, "--picture", str(tmp_path / "colors.png")])
+    with Image.open(tmp_path / "colors.png") as image:
+        assert image.width > 1_000
+
+
+def test_retrieval_blocks_do_not_change_the_output_when_inserted(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    for block, options in importlib.import_module("recall").retrieval_blocks(6).values():
+        if block is not None:  # insert_ compares the outputs
+            va.insert_(convolutions(3, 32), block, names="0", example_input=(2, 3, 6, 6), **options)
+
+
+def test_recall_draws_its_figures(tmp_path, run_here, monkeypatch):
+    monkeypatch.setattr("vision_attn.tools.comparison.recall.BATCH", 4)
+    assert run_here("recall.py", "--output", tmp_path)[0] == 0
+    table = (tmp_path / "comparison.md").read_text()
+    assert len(re.findall(r"^\| (?:linear|matching) \|.* 1 \|$", table, re.MULTILINE)) == 2
+    with Image.open(tmp_path / "curve.png") as picture:
+        assert picture.width > 900
+    assert run_here("recall.py", "--initialization", tmp_path / "initialization.png")[0] == 0
+    with Image.open(tmp_path / "initialization.png") as picture:
+        assert picture.width > 1200
+
+
+def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    mosaic = importlib.import_module("mosaic")
+    for name, number in itertools.product(range(22), range(2)):  # the images of a class have one distinct color
+        folder = tmp_path / "data" / "train" / f"{name:02}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (11 * name, 255 - 11 * name, 40 * number)).save(folder / f"{number}.png")
+    torch.save(timm.create_model("resnet20").state_dict(), tmp_path / "net.pth")
+    monkeypatch.setattr(mosaic, "HELD_OUT", 11)
+    monkeypatch.setattr(mosaic, "MOSAICS", 8)
+    arguments = ["--data", str(tmp_path / "data"), "--weights", str(tmp_path / "net.pth"), "--output", str(tmp_path)]
+    mosaic.main([*arguments, *EXAMPLES["mosaic.py"]])
+    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert set(runs) == {"nearest-neighbor", "matching"}
+    saved, extractor = torch.load(tmp_path / "photographs-1.pt"), mosaic.FeatureExtractor()
+    extractor.thaw(tmp_path / "net.pth", parts=1)  # the untrained last stage must reproduce the saved features
+    torch.testing.assert_close(extractor.features(saved["maps"]), saved["features"], atol=0.02, rtol=0.02)
+    pool = torch.eye(64)[:11, None].expand(-1, 3, -1)  # all photographs of a class are the same
+    features, given, target = mosaic.mosaics(8, pool, torch.Generator().manual_seed(0))
+    assert (given.sum((1, 2)) == 5).all()
+    assert ((given.sum(2) == 1) == (target == mosaic.IGNORED)).all()
+    correct = mosaic.NearestNeighbor()(features, given).argmax(1) == target
+    assert correct[target != mosaic.IGNORED].all()
+
+
+def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch):
+    pytest.importorskip("skimage")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    stereo = importlib.import_module("stereo")
+    monkeypatch.setattr(stereo, "EVALUATED", 2)
+    stereo.main([*EXAMPLES["stereo.py"], "--output", str(tmp_path)])
+    results = json.loads((tmp_path / "runs.json").read_text())
+    assert set(results["runs"]["matching"]["0"]) == {"parameters", "synthetic px", "real px", "real within 3 px %"}
+    left, right, disparity = stereo.synthetic_pair(torch.Generator().manual_seed(1))
+    source = (torch.arange(stereo.WIDTH) - disparity).round().long()  # column of each left position in the right view
+    error = (right.gather(2, source.clamp(0).expand(3, -1, -1)) - left).abs().mean(0)[source >= 0]
+    assert error.median() < 0.1 < (right - left).abs().mean()
+
+
+@pytest.fixture
+def video(tmp_path, monkeypatch):
+    """Return the example of one-shot video with a random backbone, its arguments, and a folder of two drives."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    video, rng = importlib.import_module("one_shot_video"), np.random.default_rng(0)
+    monkeypatch.setattr(video, "create_backbone", lambda: timm.create_model("tf_efficientnet_lite0"))
+    monkeypatch.setattr(video, "EVALUATED", 16)
+    for split, drive, position in itertools.product(("train", "val"), ("0001TP", "Seq05VD"), range(6)):
+        for kind, suffix, shape in (("images", "webp", (48, 64, 3)), ("labels", "png", (48, 64))):
+            path = tmp_path / "camvid" / split / kind / f"{drive}_{position:06}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 12 if kind == "labels" else 256, shape, dtype=np.uint8)).save(path)
+    arguments = ["--data", str(tmp_path), "--output", str(tmp_path / "runs"), *EXAMPLES["one_shot_video.py"]]
+    return video, arguments, tmp_path
+
+
+def test_video_is_segmented_without_reading_the_test_split(video, monkeypatch):
+    video, arguments, folder = video
+    video.main([*arguments, "--split", "val"])  # the folder has no test split
+    results = json.loads((folder / "runs" / "runs.json").read_text())["runs"]
+    assert tuple(results) == video.VARIANTS
+    assert all(set(runs["0"]) == {"parameters", "pixels %", "classes %"} for runs in results.values())
+    sizes = {variant: runs["0"]["parameters"] for variant, runs in results.items()}
+    assert len({sizes[variant] // 1000 for variant in ("averaging", "linear", "attention", "matching")}) == 1
+    assert sizes["matching"] <= min(sizes[variant] for variant in video.MERGED if variant not in ("plain", "cbam"))
+    with pytest.raises(ValueError, match=r"--data: no frames found, expected .*test"):
+        video.run("reference-position", 0, 1, "test", "cpu", str(folder))
+    calls, load, train = [], video.load_frames, video.train
+    monkeypatch.setattr(
+        video, "load_frames", lambda data, split, device: calls.append(split) or load(data, split, device)
+    )
+    monkeypatch.setattr(video, "train", lambda *options: (train(*options), calls.append("trained"))[0])
+    video.run("matching", 0, 1, "val", "cpu", str(folder))
+    assert calls == ["train", "trained", "val"]
+
+
+def test_pairs_of_video_frames_have_consistent_labels(video):
+    video, _, folder = video
+    features, labels, pairs = video.load_frames(str(folder), "train", "cpu")
+    assert features.shape == (12, 152, 6, 8)
+    assert {(query, reference) for query, reference in pairs.tolist()} == {
+        (query, reference)
+        for query, reference in itertools.product(range(12), repeat=2)
+        if query // 6 == reference // 6 and 3 <= abs(query - reference) <= 12
+    }
+    features[:, 0], features[:, 1] = torch.arange(12.0)[:, None, None], torch.arange(8.0)  # encode frame and column
+    batch = video.draw_batch((features, labels, pairs), 64, torch.Generator().manual_seed(0))
+    mirrored = batch[1][:, 1, 0, 0] > 0
+    assert 16 < mirrored.sum() < 48
+    orders = set()
+    for query, reference, given, target, classes, flip in zip(*batch, mirrored, strict=True):
+        source = labels[int(reference[0, 0, 0])]
+        source = source.flip(1) if flip else source
+        order = dict(zip(source.flatten().tolist(), given.flatten().tolist(), strict=True))
+        assert torch.equal(given, source.clone().apply_(order.get))
+        assert len(set(order.values())) == len(order)
+        assert order.get(video.UNLABELED, video.UNLABELED) == video.UNLABELED
+        assert torch.equal(classes, labels[int(query[0, 0, 0])])
+        order[video.UNLABELED] = video.IGNORED
+        assert torch.equal(target, classes.clone().apply_(lambda name, order=order: order.get(name, video.IGNORED)))
+        orders.add(tuple(sorted(order.items())))
+    assert len(orders) > 60
+
+
+def test_labels_of_the_same_video_frame_are_copied(video):
+    video, *_ = video
+    generator = torch.Generator().manual_seed(0)
+    features, labels = torch.randn(4, 9, 6, 8, generator=generator), torch.randint(12, (4, 6, 8), generator=generator)
+    frames = features, labels, torch.arange(4)[:, None].expand(-1, 2)
+    *inputs, target, classes = video.draw_batch(frames, 32, generator)
+    correct = {
+        variant: video.copy_labels(*inputs, variant=variant, scale=100.0).argmax(1) == target
+        for variant in video.UNTRAINED
+    }
+    known, mirrored = target != video.IGNORED, (inputs[0] != inputs[1]).flatten(1).any(1)
+    assert torch.equal(known, classes != video.UNLABELED)
+    assert correct["reference-position"][known & ~mirrored[:, None, None]].all()
+    assert correct["reference-position"][known & mirrored[:, None, None]].double().mean() < 0.5
+    assert correct["nearest-neighbor"][known].all()
+    assert correct["soft-nearest-neighbor"][known].all(), "a high scale selects the most similar position"
+    scores = video.copy_labels(*inputs, variant="soft-nearest-neighbor", scale=0.0)
+    share = torch.stack([(inputs[2] == label).double().mean((1, 2)) for label in range(video.CLASSES)], 1)
+    torch.testing.assert_close(scores, share[..., None, None].expand_as(scores).float())
+
+
+@pytest.mark.parametrize("plan", ["cifar", "positions", "matching", "adapters"])
+def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, plan):
+    monkeypatch.setenv("EVIDENCE_MAPS", "")  # restored after the test, because the plan sets it
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    evidence, built = importlib.import_module("evidence"), {}
+
+    def build(settings):
+        plain = replace(settings, weights=None, reset_head=False, freeze_backbone=False)
+        model = build_network(plain, open_data(plain, train=True), lambda line: None).model
+        name = "/".join(settings.output.relative_to(tmp_path / "runs").parts)
+        built[name] = settings, list(va.inserted_blocks(model).values())
+        final = SimpleNamespace(top1=50.0)
+        rows, size = [{"images_per_second": 1}], (3, 32, 32)
+        return SimpleNamespace(
+            settings=settings, model=model, input_size=size, history=rows, ablation=None, final=final
+        )
+
+    monkeypatch.setattr(runs, "run_training", build)
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "data" / split).symlink_to(image_folder / "train")
+    torch.save(timm.create_model("resnet20").state_dict(), tmp_path / "net.pth")
+    arguments = [plan, "--data", str(tmp_path / "data"), "--output", str(tmp_path / "runs")]
+    evidence.main([*arguments, "--weights", str(tmp_path / "net.pth"), *EXAMPLES["evidence.py"]])
+    if plan == "cifar":
+        assert {name: len(blocks) for name, (_, blocks) in built.items() if name.endswith("-0")} == {
+            "ways/in the last stage-0": 3, "ways/after two stages-0": 2, "ways/botnet-0": 3, "ways/augmented-0": 6,
+            "ways/with se-0": 10, "ways/gating-0": 3, "ways/attention pool-0": 0,
+        }  # fmt: skip
+        assert {settings.seed: settings.val_fraction for settings, _ in built.values()} == {0: 0.1, 10: None}
+    else:
+        seeds = {settings.seed for settings, _ in built.values()}
+        assert (len(built), seeds) == ({"matching": 2, "positions": 9, "adapters": 10}[plan], {0})
+    if plan == "adapters":
+        patterns = [built[f"{stage}/attention-0"][1][0].attn.pattern for stage in ("layer1", "layer3")]
+        assert patterns == [va.Window(8), "full"]
+    if plan == "matching":
+        qk_norms = {name: blocks[0].attn.qk_norm for name, (_, blocks) in built.items()}
+        assert qk_norms == {"matching-0": "match", "attention with positions-0": False}
+    canvases = list((tmp_path / "runs" / "canvases").glob("*/*/*.png"))
+    assert len(canvases) == (72 if plan in ("positions", "matching") else 0)
+    for path in canvases:  # the label is the position of the photograph whose class, a color, is that of the first
+        with Image.open(path) as image:
+            colors = np.asarray(image.resize((2, 2), Image.Resampling.BOX)).argmax(2).flatten().tolist()
+        assert colors[1:].index(colors[0]) == ["row", "column", "diagonal"].index(path.parent.name)
+
+
+@pytest.mark.slow
+def test_the_five_commands_lead_from_a_folder_of_images_to_a_model_in_use(
+    image_folder, tmp_path, monkeypatch, capsys, run_here
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flowers").symlink_to(image_folder)
+    shutil.copyfile(image_folder / "val" / "red" / "0.png", "rose.jpg")  # the suffix is not used
+    torch.save(create_model("resnet20", num_classes=10).state_dict(), "cifar10_resnet20.pth")
+    weights = "--weights cifar10_resnet20.pth --reset-head"
+    commands = (
+        "inspect resnet20",
+        f"train --data flowers --model resnet20 {weights} --names layer3 --epochs 8 --batch-size 16",
+        "evaluate runs/train-1",
+        "predict runs/train-1 rose.jpg",
+        "export runs/train-1 --output flowers.onnx",
+    )
+    outputs = []
+    for command in commands:
+        assert cli.main(command.split()) == 0
+        outputs.append(capsys.readouterr().out)
+    _, trained, evaluated, predicted, exported = outputs
+    best = re.findall(r"best epoch, \d+: top-1 ([\d.]+) %", trained)
+    assert re.findall(r"top-1 ([\d.]+) %", evaluated)[0] == best[0]
+    assert re.findall(r"\w+(?= \d+\.\d+ %)", predicted)[0] == "red"
+    assert "largest difference from the network on " in exported
+    monkeypatch.setitem(sys.modules, "torch", None)  # classify.py must work without torch
+    code, out, err = run_here("classify.py", "flowers.onnx", *sorted(image_folder.glob("val/*/*.png")))
+    assert (code, err) == (0, "")
+    correct = [line.split("  ")[1].startswith(Path(line.split("  ")[0]).parent.name) for line in out.splitlines()]
+    assert len(correct) == 24
+    assert sum(correct) > 20
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-normalize",)], ids=str)
+def test_classify_agrees_with_the_library(tmp_path, run_here, flags):
+    pictures = [tmp_path / "photograph.png", tmp_path / "deep.png"]
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 120, 3), dtype=np.uint8))
+    exif = noise.getexif()
+    exif[0x0112] = 6
+    noise.save(pictures[0], exif=exif)
+    Image.fromarray(np.linspace(0, 2**16 - 1, 36 * 32).reshape(36, 32).astype(np.uint16)).save(pictures[1])
+    model = create_model("tiny", num_classes=3).eval()
+    model.pretrained_cfg |= {"crop_pct": 0.9, "interpolation": "bicubic", "mean": (0.1, 0.2, 0.3)}
+    model = va.load_model(va.save_model(model, tmp_path / "net", classes=["blue", "green", "red"]))
+    assert cli.main(["export", str(tmp_path / "net"), "--output", str(tmp_path / "net.onnx"), *flags]) == 0
+    with torch.no_grad():
+        probabilities = model(torch.stack([model.transform(open_image(path)) for path in pictures])).softmax(1)
+    expected = [
+        "  ".join([str(path), *(f"{model.classes[i]} {100 * row[i]:.1f} %" for i in row.argsort(descending=True))])
+        for path, row in zip(pictures, probabilities, strict=True)
+    ]
+    code, out, err = run_here("classify.py", tmp_path / "net.onnx", *pictures)
+    assert (code, out.splitlines(), err) == (0, expected, "")
+    (tmp_path / "half.png").write_bytes(pictures[0].read_bytes()[:500])
+    code, out, err = run_here("classify.py", tmp_path / "net.onnx", tmp_path / "half.png")
+    assert (code, out, str(tmp_path / "half.png") in err) == (1, "", True)
+    code, out, err = run_here("classify.py", pictures[0], pictures[0])
+    assert (code, out, str(pictures[0]) in err) == (1, "", True)
+
+
+def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, monkeypatch):
+    jaccard_score = pytest.importorskip("sklearn.metrics").jaccard_score
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    street, rng = importlib.import_module("street_segmentation"), np.random.default_rng(0)
+    monkeypatch.setattr(street, "BATCH", 2)
+    files = {"images/{}.webp": (256, (6, 8, 3)), "labels/{}.png": (12, (6, 8))}
+    for split, number, (name, shape) in itertools.product(("train", "val"), range(3), files.items()):
+        file = tmp_path / split / name.format(number)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(rng.integers(0, *shape, dtype=np.uint8))
+        image.resize((240, 180), Image.Resampling.NEAREST).save(file, lossless=True)
+    measure, measured = street.measure, []
+    monkeypatch.setattr(street, "measure", lambda *pair: measured.append((*pair, measure(*pair))) or measured[-1][2])
+    arguments = [*EXAMPLES["street_segmentation.py"], "--data", str(tmp_path), "--output", str(tmp_path / "runs")]
+    street.main([*arguments, "--split", "val"])
+    for labels, predictions, scores in measured:
+        labeled = labels != 11
+        expected = jaccard_score(labels[labeled], predictions[labeled], average="macro", zero_division=0)
+        assert scores["mIoU %"] == pytest.approx(100 * expected)
+        assert scores["pixels %"] == pytest.approx(100 * (labels == predictions)[labeled].double().mean())
+    absent = measure(torch.tensor([0, 1, 11]), torch.tensor([0, 2, 5]))  # the mean excludes classes that do not occur
+    assert absent == pytest.approx({"mIoU %": 100 / 3, "pixels %": 50})
+    logits = torch.randn(2, 11, 6, 8, requires_grad=True)
+    street.build_loss(labels := torch.from_numpy(rng.integers(0, 12, (2, 6, 8))))(logits, labels).backward()
+    assert ((logits.grad == 0).all(1) == (labels == 11)).all()
+
+    outputs = []
+    for variant in street.BLOCKS:
+        torch.manual_seed(0)
+        model = street.build_network(variant, scratch=True).eval()
+        with torch.no_grad():
+            outputs.append(model(torch.rand(1, 3, 180, 240, generator=torch.Generator().manual_seed(1))))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_the_picture_of_the_readme_marks_positions_in_two_views(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    picture, noise = importlib.import_module("readme_picture"), np.random.default_rng(0).integers(0, 256, (28, 42, 3))
+    monkeypatch.setattr(picture, "photograph", lambda: Image.fromarray(noise.astype(np.uint8)).resize((672, 448)))
+    network = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(3,))
+    monkeypatch.setattr(picture, "pretrained_network", lambda: network)
+    monkeypatch.setattr(picture, "CORNERS", ((0, 0), (1, 0), (1, 1), (0, 1)))  # the same view with another brightness
+    weights = picture.two_views()[2]
+    assert (weights.argmax(1) == torch.arange(len(weights))).double().mean() > 0.3  # 0.001 by chance
+    picture.main(["--output", str(tmp_path / "picture.png")])
+    assert (tmp_path / "picture.png").stat().st_size > 100_000
+
+
+@pytest.fixture
+def finetuning(tmp_path, monkeypatch):
+    """Return the example with few classes, random weights, and images whose colors encode class, number and split."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example = importlib.import_module("finetuning")
+    small = {"CLASSES": 2, "TRAINED": 3, "HELD_OUT": 2, "BATCH": 4, "PILOTS": ("plain",), "PILOT_SEEDS": (10,)}
+    for name, value in small.items():
+        monkeypatch.setattr(example, name, value)
+    for split, count in (("train", 6), ("test", 2)):
+        for label, name in enumerate((*example.FLOWERS, "apple", "bear", "cloud", "dolphin", "elephant")):
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+            for number in range(count):
+                color = 20 * label, 20 * number, 200 * (split == "test")
+                Image.new("RGB", (32, 32), color).save(tmp_path / "data" / split / name / f"{number}.png")
+    torch.manual_seed(1)
+    torch.save(timm.create_model(example.MODEL).state_dict(), tmp_path / "net.pth")
+    example.save_images(tmp_path / "data", tmp_path / "images.pt")
+    return example
+
+
+def test_training_images_are_not_evaluated(finetuning, tmp_path):
+    def colors(images):
+        return [tuple(image[:, 0, 0].tolist()) for image in images]
+
+    classes = []
+    for data_set, seed, held_out in itertools.product(finetuning.SETS, range(2), (True, False)):
+        train, evaluation = finetuning.load_images(tmp_path / "images.pt", data_set, seed, held_out)
+        train_colors, evaluation_colors = colors(train[0]), colors(evaluation[0])
+        count = len({label for label, _, _ in train_colors})
+        assert len(set(train_colors)) == 3 * count
+        assert len(set(evaluation_colors)) == 2 * count  # all test images, or all held-out images
+        assert not {*train_colors} & {*evaluation_colors}
+        assert {blue for _, _, blue in train_colors} == {0}
+        assert {blue for _, _, blue in evaluation_colors} == {0 if held_out else 200}
+        assert max(number for _, number, _ in train_colors) < 20 * 5
+        for images, (_, labels) in ((train_colors, train), (evaluation_colors, evaluation)):
+            assert len({(red, label) for (red, _, _), label in zip(images, labels.tolist(), strict=True)}) == count
+        classes.append(frozenset(red for red, _, _ in train_colors))
+    flowers, first, second = dict.fromkeys(classes)  # every seed has the same classes
+    assert (flowers, len(first), len(second), len(first | second)) == (frozenset(range(0, 100, 20)), 2, 2, 4)
+    assert not flowers & (first | second)
+
+
+@pytest.mark.parametrize("regime", ["frozen", "thawed"])
+def test_fine_tuning_starts_from_equal_outputs_and_trains_the_parameters_of_its_regime(
+    finetuning, tmp_path, monkeypatch, regime
+):
+    (images, labels), _ = finetuning.load_images(tmp_path / "images.pt", "flowers", 0, False)
+    batches, enlarge = [], finetuning.enlarge
+    monkeypatch.setattr(finetuning, "enlarge", lambda *args: batches.append(enlarge(*args)) or batches[-1])
+    inputs, outputs = {}, {}
+    for block in finetuning.BLOCKS:
+        model = finetuning.build_network(block, regime, 0, 5, tmp_path / "net.pth")
+        with torch.no_grad():
+            outputs[block] = model.eval()(enlarge(images[:4]))
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        batches.clear()
+        finetuning.train(model, images, labels, seed=0, steps=2, learning_rate=1e-3)
+        inputs[block] = list(batches)
+        changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+        new = {key for key in before if "inserted" in key or key.startswith("classifier.")}
+        backbone = before.keys() - new
+        assert {"classifier.weight", "classifier.bias"} <= changed
+        assert any("inserted" in key for key in changed) == (block != "plain")
+        if regime == "frozen":
+            assert not changed & backbone
+        else:
+            assert {key for key in backbone if key.endswith(("running_mean", "conv_pw.weight"))} <= changed
+    loaded, original = model.state_dict(), torch.load(tmp_path / "net.pth", weights_only=True)
+    assert torch.equal(before["conv_stem.weight"], original["conv_stem.weight"])
+    assert loaded.keys() >= original.keys()
+    for block in finetuning.BLOCKS:
+        assert torch.equal(outputs[block], outputs["plain"])
+        assert len(inputs[block]) == 2
+        assert all(map(torch.equal, inputs[block], inputs["plain"]))
+
+
+def test_fine_tuning_selects_the_learning_rate_on_held_out_images(finetuning, tmp_path, monkeypatch):
+    calls = []
+
+    def trials(run, variants, *, seeds, output, **options):
+        rates = {name: variant["rate"] for name, variant in variants.items()}
+        calls.append((options["data_set"], options["held_out"], set(rates.values())))
+        return {name: {"10": {"top-1 %": 50 - abs(rate - 1e-3)}} for name, rate in rates.items()}
+
+    monkeypatch.setattr(finetuning, "trials", trials)
+    arguments = ["--weights", str(tmp_path / "net.pth"), "--output", str(tmp_path)]
+    finetuning.main([*arguments, "--regimes", "thawed", "--jobs", "1"])
+    assert calls[0] == ("first-20", True, {3e-4, 1e-3, 3e-3})
+    assert calls[1:] == [(data_set, False, {1e-3}) for data_set in finetuning.SETS]
+
+
+def test_fine_tuning_writes_a_comparison_of_each_data_set(finetuning, tmp_path, monkeypatch):
+    monkeypatch.setattr(finetuning, "LEARNING_RATES", {"frozen": (1e-3,)})
+    arguments = [*EXAMPLES["finetuning.py"], "--weights", str(tmp_path / "net.pth"), "--output", str(tmp_path / "runs")]
+    finetuning.main([*arguments, "--data", str(tmp_path / "data")])
+    for data_set, classes in zip(finetuning.SETS, (5, 2, 2), strict=True):
+        folder = tmp_path / "runs" / f"frozen-{data_set}"
+        results = json.loads((folder / "runs.json").read_text())["runs"]
+        trained = {name: by_seed["0"]["trained parameters"] for name, by_seed in results.items()}
+        assert trained == {"plain": 1281 * classes, "attention": 1281 * classes + 50_960}
+        assert "learning rate 0.001" in (folder / "comparison.md").read_text()

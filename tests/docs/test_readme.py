@@ -1,0 +1,295 @@
+"""The documentation is correct: its code runs and prints the output on the page, and links and commands are valid."""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import io
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import speed
+import tyro
+
+import vision_attn
+from vision_attn.attention.implementations import IMPLEMENTATIONS
+from vision_attn.attention.patterns import resolve_pattern
+from vision_attn.networks import convert
+from vision_attn.networks.capture import figures
+from vision_attn.networks.convert import equations
+from vision_attn.networks.convert.conversion import CONVERSIONS
+from vision_attn.tools import cli
+from vision_attn.tools.cli import flags
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(page for folder in ("docs", "examples", "weights") for page in (ROOT / folder).rglob("*.md")),
+]
+WEIGHTS = sorted((ROOT / "weights").rglob("*.safetensors"))
+#: Imports of packages in the extra `integrations`. A page with such imports runs in a separate process, because some of
+#: the packages change the state of their process.
+INTEGRATIONS = r"^(?:from|import) (diffusers|segmentation_models_pytorch|torchao|transformers|ultralytics)\b"
+#: Environment of these processes: no downloads, no installation and little output.
+QUIET = dict.fromkeys(("HF_HUB_OFFLINE", "YOLO_OFFLINE", "OMP_NUM_THREADS"), "1")
+QUIET |= dict.fromkeys(("YOLO_AUTOINSTALL", "YOLO_VERBOSE"), "0")
+
+#: Networks of different families, for which the quick start of the README runs.
+FAMILIES = ["convnext_atto", "edgenext_xx_small", "mobilenetv3_small_050", "nf_regnet_b0", "resnet18"]
+SLOW = ["densenet121", "dla46_c", "ghostnet_050", "poolformerv2_s12", "regnetx_002", "repghostnet_050"]
+FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, "tf_efficientnet_lite0")]
+
+
+def page(name):
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def blocks(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def without_blocks(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_quick_start_of_the_readme_works_for_other_networks(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = (one for one in blocks(README, "python") if "create_model" in one)
+    assert '"resnet50"' in code
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(code.replace('"resnet50"', repr(name)), space := {})
+    model = space["model"]
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    vision_attn.remove_(model)
+    model.get_classifier().reset_parameters()
+    vision_attn.load_adapter_(model, "blocks.safetensors")
+    assert all(value.equal(expected[key]) for key, value in model.state_dict().items())
+
+
+def code_and_output(text):
+    """Return the Python blocks with their output, which is the text block that follows immediately."""
+    return re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def split_numbers(text):
+    """Return a text without its decimal fractions, and the fractions: their last digits depend on the machine."""
+    fraction = r"[+-]?\d+\.\d+"
+    return re.sub(fraction, "…", text), [float(number) for number in re.findall(fraction, text)]
+
+
+def integrations(path):
+    return set(re.findall(INTEGRATIONS, "".join(blocks(path.read_text(), "python")), flags=re.MULTILINE))
+
+
+def run_here(codes):
+    for code in codes:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(code, vars(sys.modules["page"]))
+        yield out.getvalue()
+
+
+def run_in_process(codes):
+    between = "— the next block —"
+    program = f"\nprint({between!r})\n".join(["import socket; socket.getaddrinfo = None  # no network", *codes])
+    environment = os.environ | QUIET | {"YOLO_CONFIG_DIR": os.getcwd()}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split(between + "\n")[1:]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[] if path.name == "README.md" else [pytest.mark.slow], id=relative(path))
+        for path in DOCS
+        if blocks(path.read_text(), "python") and path.name != "recipes.md"  # tests/test_recipes.py
+    ],
+)
+def test_the_code_runs_and_prints_the_output_on_the_page(path, tmp_path, monkeypatch, image_folder):
+    if missing := [name for name in integrations(path) if importlib.util.find_spec(name) is None]:
+        pytest.skip(f'{" and ".join(missing)} not installed: pip install ".[integrations]"')
+    monkeypatch.chdir(tmp_path)
+    Path("flowers").symlink_to(image_folder)  # the images of the quickstart
+    monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))
+    for table in (IMPLEMENTATIONS, CONVERSIONS):  # the page for contributors adds entries
+        for name in ("matmul", "page.Theirs"):
+            monkeypatch.setitem(table, name, None)
+            del table[name]
+    codes, outputs = zip(*code_and_output(path.read_text()), strict=True)
+    for printed, expected in zip((run_in_process if integrations(path) else run_here)(codes), outputs, strict=True):
+        (words, numbers), (shown, shown_numbers) = split_numbers(printed), split_numbers(expected)
+        assert words == shown
+        assert numbers == pytest.approx(shown_numbers, rel=1e-3)
+
+
+def first_cells(text, table):
+    """Return the words in backquotes in the first column of the table whose header starts with this text."""
+    body = text.partition(table)[2].partition("\n\n")[0]
+    return [
+        word for cell in re.findall(r"^\| ([^|]*`.*?) \|", body, re.MULTILINE) for word in re.findall(r"`(.+?)`", cell)
+    ]
+
+
+def test_the_two_implementations_on_the_page_are_the_code_that_runs():
+    shown = blocks(page("implementations"), "py")
+    for column, impl in enumerate(("einx", "bmm")):
+        steps = [step for step in vars(IMPLEMENTATIONS[impl]).values() if step is not None]
+        assert sorted(shown[column::2]) == sorted(map(inspect.getsource, steps))
+
+
+def test_the_tables_of_patterns_positions_and_arguments_match_the_code():
+    rows = re.findall(r"^\| `([^`]+)` \| `(b n d [^`]+)` \| `(maps[^`]+)` \|", page("patterns"), flags=re.MULTILINE)
+    assert len(rows) == 6
+    for pattern, einx_line, torch_line in rows:
+        line = resolve_pattern(eval(pattern, {"va": vision_attn})).expand_to_rank(2).rearrangement
+        assert (line.einx, line.torch) == (einx_line, torch_line)
+    encodings = [word for word in first_cells(page("patterns"), "| `position=` |") if word.startswith("va.")]
+    assert len(encodings) == 6
+    for encoding in encodings:
+        vision_attn.Attention2d(16, 2, position=eval(encoding, {"va": vision_attn}))
+    options = first_cells(page("patterns"), "| argument of `va.Attention2d` |")
+    names = {word.partition("(")[0] for word in options} - {"forward"}
+    assert len(names) >= 10
+    assert names <= set(inspect.signature(vision_attn.Attention2d).parameters)
+
+
+def test_the_tables_of_implementations_and_of_the_benchmark_are_complete():
+    names = [f'"{name}"' for name in ("auto", *vision_attn.IMPLS)]
+    assert sorted(first_cells(page("implementations"), "| `impl` |")) == sorted(names)
+    assert sorted(first_cells(page("performance"), "| `--rows` |")) == sorted([*speed.ROWS, "all"])
+
+
+def test_the_table_and_the_diagram_contain_every_module():
+    package = ROOT / "vision_attn"
+    layers = {path.name: path for path in package.iterdir() if (path / "__init__.py").exists()}
+    modules = {
+        path.stem
+        for layer in layers.values()
+        for path in layer.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    } - {"__init__"}
+    shared = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
+    text = page("CONTRIBUTING")
+    assert sorted(first_cells(text, "| module |")) == sorted(modules)
+    assert set(re.findall(r"^\| \*\*(\w+)\*\* \|", text, flags=re.MULTILINE)) == set(layers)
+    drawn = re.findall(r'class="module"[^>]*>(\w+)<', (ROOT / "docs/package-layout.svg").read_text())
+    assert sorted(drawn) == sorted([*modules, *shared])
+
+
+def commands(text):
+    """Return the commands on a page: lines of its code blocks, and code in its prose."""
+    lines = [line for block in blocks(text, "(?:text|sh)") for line in re.split(r"\n|&&", block.replace("\\\n", ""))]
+    lines += re.findall(r"`([^`\n]+)`", without_blocks(text))
+    found = [shlex.split(line) for line in lines if re.match("vision-attn |python ", line)]
+    return [words for words in found if "…" not in words]
+
+
+def parse(name, *words):
+    """Parse a command line without running it; raise SystemExit or an error if it is wrong."""
+    if name in cli.PLAIN:
+        tyro.cli(functools.wraps(cli.PLAIN[name])(lambda *arguments, **flags: None), args=words)
+    else:
+        _, given = flags.parse(getattr(flags, name.title()), [*words], name)
+        flags.merge_settings(None, given)
+
+
+def test_the_commands_can_be_parsed():
+    for path in PAGES:
+        for program, *arguments in commands(path.read_text()):
+            if program == "python":
+                assert (ROOT / arguments[0]).exists(), (path, arguments)
+                if arguments[0] == "benchmarks/speed.py":
+                    speed.build_parser().parse_args(arguments[1:])
+            elif arguments[1:] in ([], ["--help"]):
+                assert arguments[0] in cli.COMMANDS, path
+            else:
+                parse(*arguments)
+
+
+def test_the_train_command_of_the_readme_is_that_of_its_output():
+    """All parameters were trained, for which the README expects no gain, and the output was of another network."""
+    (words,) = (words for words in commands(README) if words[:2] == ["vision-attn", "train"] and len(words) > 2)
+    assert "--freeze-backbone" in words
+    (output,) = (block for block in blocks(README, "text") if "before epoch 1" in block)
+    assert output.startswith(f"{words[words.index('--model') + 1]}: ")
+    assert f"epoch 1/{words[words.index('--epochs') + 1]}: " in output
+
+
+def anchors(text):
+    """Return the targets of links into a page: its headings, as renderers of Markdown name them, and its anchors."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(text), flags=re.MULTILINE)
+    names = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return names | set(re.findall(r'<a id="([\w-]+)">', text))
+
+
+def broken_links(path):
+    for found in re.findall(r"\]\(([^)]+)\)|<img src=\"([^\"]+)\"", path.read_text()):
+        target = "".join(found)
+        file, _, anchor = target.partition("#")
+        linked = path.parent / file if file else path
+        there = linked.exists() and (not anchor or anchor in anchors(linked.read_text()))
+        if not there and not target.startswith("https://"):
+            yield target
+
+
+def test_links_have_targets():
+    assert {relative(path): found for path in PAGES if (found := list(broken_links(path)))} == {}
+
+
+def navigation():
+    """Return the titles of the navigation by page; None where the site takes the heading of the page."""
+    found = re.findall(r"^ +- (?:(.+): )?(\S+\.md)$", (ROOT / "docs/mkdocs.yml").read_text(), flags=re.MULTILINE)
+    return {path: title.strip('"') or None for title, path in found}
+
+
+def test_every_page_is_linked_and_in_the_navigation():
+    linked = {
+        (path.parent / target.partition("#")[0]).resolve()
+        for path in DOCS
+        for target in re.findall(r"\]\(([^)]+\.md[^)]*)\)", path.read_text())
+    }
+    assert set(DOCS[1:]) <= linked
+    assert {relative(path) for path in (ROOT / "docs").rglob("*.md")} <= set(navigation())
+    notebooks = {relative(path.with_suffix(".md")) for path in (ROOT / "examples/notebooks").glob("*.ipynb")}
+    assert {path for path in navigation() if not (ROOT / path).exists()} == notebooks
+
+
+def test_titles_are_those_of_the_navigation():
+    for path, title in navigation().items():
+        if title not in (None, "Home") and (heading := re.match("# (.*)", (ROOT / path).read_text())):
+            assert heading[1].replace("`", "") == title, path
+
+
+def test_the_api_reference_is_complete_and_current():
+    pytest.importorskip("griffe")
+    reference = runpy.run_path(str(ROOT / "docs/api_reference.py"))
+    paths = [path for of_page in reference["PATHS"].values() for path in of_page]
+    assert len(paths) == len(set(paths))
+    owners = (path.rpartition(".") for path in paths)
+    found = [getattr(importlib.import_module(owner), name) for owner, _, name in owners]
+    public = [getattr(owner, name) for owner in (vision_attn, convert, equations, figures) for name in owner.__all__]
+    assert {value for value in public if inspect.isfunction(value) or inspect.isclass(value)} <= set(found)
+    written = {path.name: path.read_text() for path in (ROOT / "docs/api").glob("*.md")}
+    assert written == reference["generate"](), "python docs/api_reference.py updates the pages"
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=lambda path: path.parent.name)
+def test_a_model_card_contains_the_hash_of_its_weights(weights):
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert f"`{digest}`" in (weights.parent / "README.md").read_text()

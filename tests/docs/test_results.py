@@ -1,0 +1,198 @@
+"""Compare the tables of docs/results.md with recorded runs, and numbers of the README with that page."""
+
+import importlib
+import json
+import re
+import shutil
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+from scipy.stats import sem, t, tukey_hsd
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "examples/results").glob("*.json"))
+RESULTS = (ROOT / "docs/results.md").read_text()
+OVERVIEW, *SECTIONS = RESULTS.split("\n## ")
+SECTIONS = {section.partition("\n")[0]: section for section in SECTIONS}
+RECORDED = [title for title, section in SECTIONS.items() if "/results/" in section]
+SEEDS = r"\d+\.\d+(?:, \d+\.\d+)+"
+MEAN, INTERVAL = r"\d+\.\d+ ± \d+\.\d+", r"−?\d+\.\d+ to −?\d+\.\d+"
+
+#: Sections in whose tables a row has several variants, one per column.
+SEVERAL_VARIANTS_PER_ROW = {"Fine-tuning from ImageNet weights", "Adapters on a frozen network"}
+
+
+def comparisons(file):
+    """Yield the scores by variant and seed, the differences, and the decimals on the page for each comparison."""
+    recorded = json.loads(file.read_text())
+    if "variants" in recorded:
+        yield {name: variant["scores"] for name, variant in recorded["variants"].items()}, recorded["differences"], 1
+        return
+    for title, differences in recorded["differences"].items():
+        scores = {}
+        if "options" in recorded:  # counts, such as steps, have no decimals
+            for name, runs in recorded["runs"].items():
+                scores[name] = {seed: run[title] for seed, run in runs.items()}
+            yield scores, differences, 1 if title.endswith("%") else 2 if title[-2:] in ("px", "dB") else 0
+            continue
+        sigma, images = title.split(", ")
+        for name, run in recorded["runs"].items():
+            if f", {sigma}," in name:
+                scores.setdefault(name.partition(",")[0], {})[name.split(", ")[2]] = run[images]
+        yield scores, differences, 2
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_differences_of_a_file_follow_from_its_scores(file):
+    for scores, differences, _ in comparisons(file):
+        compared = {difference["variants"][0] for difference in differences}
+        assert {name for difference in differences for name in difference["variants"]} == {*scores}
+        assert len(differences) == (len(scores) - 1 if len(compared) == 1 else 2 * 4), "adapters has two stages"
+        for difference in differences:
+            one, other = (scores[name] for name in difference["variants"])
+            count, low, high = len(differences) // len(compared), difference["low"], difference["high"]
+            assert difference["mean"] == pytest.approx(mean(one.values()) - mean(other.values()))
+            if one.keys() == other.keys():
+                paired = [one[seed] - other[seed] for seed in one]
+                if stdev(paired) < 1e-9:  # both take all steps
+                    assert (low, high, difference["p"]) == (None, None, None)
+                    continue
+                expected = t.interval(1 - 0.05 / count, len(paired) - 1, mean(paired), sem(paired))
+                p = 2 * t.sf(abs(mean(paired)) / sem(paired), len(paired) - 1)
+            else:  # Games and Howell's interval of a pair is Welch's
+                found = tukey_hsd([*one.values()], [*other.values()], equal_var=False)
+                interval = found.confidence_interval(1 - 0.05 / count)
+                expected, p = (interval.low[0, 1], interval.high[0, 1]), found.pvalue[0, 1]
+            assert (low, high) == pytest.approx(expected, rel=2e-3, abs=1e-6)
+            assert difference["p"] == pytest.approx(min(1, count * p), rel=1e-2, abs=1e-6)
+            better, worse = ("worse", "better") if difference.get("lower_is_better", False) else ("better", "worse")
+            assert difference["verdict"] == (better if low > 0 else worse if high < 0 else "no significant difference")
+
+
+def format_interval(low, high, decimals):
+    if any(limit and round(limit, decimals) == 0 for limit in (low, high)):
+        decimals += 1
+    return f"{low:.{decimals}f} to {high:.{decimals}f}".replace("-", "−")
+
+
+def format_mean(scores, decimals):
+    return f"{mean(scores):.{decimals}f} ± {stdev(scores):.{decimals}f}"
+
+
+class Numbers:
+    """Numbers of recorded runs as the page prints them.
+
+    A table has intervals of the last variant minus another variant. The text may have the interval of any difference,
+    with either sign.
+    """
+
+    def __init__(self, files):
+        self.means, self.seeds, self.any_interval = set(), set(), set()
+        self.by_variant = {}  # means and intervals by variant
+        for file in files:
+            for scores, differences, decimals in comparisons(file):
+                if decimals:
+                    self._add(scores, differences, decimals)
+        self.table_intervals = {found for row in self.by_variant.values() for found in row} - self.means
+
+    def _add(self, scores, differences, decimals):
+        for name, variant_scores in scores.items():
+            values = [*variant_scores.values()]
+            self.seeds.add(", ".join(f"{score:.{decimals}f}" for score in values))
+            self.means.add(format_mean(values, decimals))
+            self.by_variant.setdefault(name, set()).add(format_mean(values, decimals))
+        for difference in differences:
+            low, high = difference["low"], difference["high"]
+            interval = format_interval(low, high, decimals)
+            self.any_interval |= {interval, format_interval(-high, -low, decimals)}
+            self.by_variant[difference["variants"][1]].add(interval)
+
+
+def rows_and_text(section):
+    lines = section.splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    return rows, " ".join(line for line in lines if not line.startswith("|"))
+
+
+def linked_files(section):
+    return [ROOT / name for name in re.findall(r"examples/results/[\w-]+\.json", section)]
+
+
+@pytest.mark.parametrize("title", RECORDED)
+def test_tables_equal_the_recorded_runs(title):
+    section = SECTIONS[title]
+    rows, text = rows_and_text(section)
+    table = "\n".join(rows)
+    recorded = Numbers(linked_files(section))
+    assert set(re.findall(MEAN, table)) == recorded.means
+    assert set(re.findall(SEEDS, table)) <= recorded.seeds
+    assert set(re.findall(INTERVAL, table)) <= recorded.table_intervals
+    assert set(re.findall(INTERVAL, text)) <= recorded.any_interval
+    if title not in SEVERAL_VARIANTS_PER_ROW:
+        for row in rows:
+            numbers = set(re.findall(MEAN, row) + re.findall(INTERVAL, row))
+            assert any(numbers <= found for found in recorded.by_variant.values()), row
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_file_is_linked(file):
+    assert f"examples/results/{file.name}" in RESULTS
+
+
+def test_means_follow_from_the_seeds_of_their_row():
+    found = 0
+    for row in rows_and_text(RESULTS)[0]:
+        for seeds, shown in re.findall(rf"({SEEDS}) \| \**({MEAN})", row):
+            scores = [float(score) for score in seeds.split(", ")]
+            digits = len(seeds.rpartition(".")[2])
+            expected = [float(number) for number in shown.split(" ± ")]
+            assert [mean(scores), stdev(scores)] == pytest.approx(expected, abs=1.1 * 10**-digits), row
+            found += 1
+    assert found > 10
+
+
+def verdicts(files, one, other):
+    """Yield the recorded verdicts on two variants, which are given by their means on the page."""
+    for file in files:
+        for scores, differences, decimals in comparisons(file):
+            shown = {name: format_mean([*found.values()], decimals) for name, found in scores.items()}
+            for difference in differences:
+                if [shown[name] for name in difference["variants"]] == [one, other]:
+                    yield difference["verdict"]
+
+
+def test_the_overview_repeats_means_and_verdicts_of_its_sections():
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-"): title for title in SECTIONS}
+    rows = [row for row in rows_and_text(OVERVIEW)[0] if "](#" in row]
+    assert len(rows) > 10
+    for row in rows:
+        (anchor,) = re.findall(r"\]\(#([\w-]+)\)", row)
+        section = SECTIONS[anchors[anchor]]
+        plain, *others, attention = re.findall(MEAN, row)
+        assert {plain, *others, attention} <= set(re.findall(MEAN, "\n".join(rows_and_text(section)[0]))), row
+        verdict = row.split(" | ")[-1].replace("not significant", "no significant difference")
+        expected = set(verdicts(linked_files(section), attention, others[0] if others else plain))
+        assert len(expected) == 1
+        assert verdict.startswith(expected.pop()), row
+
+
+def test_the_readme_repeats_numbers_of_the_results():
+    claims = (ROOT / "README.md").read_text().partition("## When attention helps")[2].partition("\n## ")[0]
+    claims = " ".join(claims.split())
+    assert set() != set(re.findall(MEAN, claims)) <= set(re.findall(MEAN, RESULTS))
+    assert set(re.findall(INTERVAL, claims)) <= set(re.findall(INTERVAL, RESULTS)), "with its sign"
+
+
+def test_one_command_reproduces_files_and_page(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    tables = importlib.import_module("result_tables")
+    for name, value in {"FOLDER": tmp_path / "results", "PAGE": tmp_path / "results.md"}.items():
+        shutil.copytree(getattr(tables, name), value) if name == "FOLDER" else shutil.copyfile(tables.PAGE, value)
+        monkeypatch.setattr(tables, name, value)
+    page = re.sub(rf"\| {INTERVAL} \|", "| 0.0 to 0.0 |", RESULTS, count=1)  # the first interval of a table
+    assert page != RESULTS
+    tables.PAGE.write_text(page)
+    tables.main()
+    assert tables.PAGE.read_text() == RESULTS
+    assert all((tmp_path / "results" / file.name).read_text() == file.read_text() for file in FILES)

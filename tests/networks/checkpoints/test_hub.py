@@ -1,0 +1,145 @@
+"""Names of the Hugging Face Hub are downloaded from a small local server, and read offline from the cache."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import huggingface_hub.constants as hub
+import pytest
+import timm
+import torch
+from small_networks import assert_same, randomize_
+from torch import nn
+
+import vision_attn as va
+from vision_attn.networks.checkpoints.hub import resolve_source
+from vision_attn.tools.cli import main
+from vision_attn.tools.training.network import build_network
+from vision_attn.tools.training.settings import Settings
+
+COMMIT = "0123456789" * 4
+SIZE = (1, 3, 32, 32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Write a repository with a network, its adapter, and a pickle, and return its folder."""
+    folder = tmp_path_factory.mktemp("hub") / "net"
+    model = timm.create_model("tiny", num_classes=3)
+    va.insert_(model, names="layer2", num_heads=4, example_input=SIZE)
+    va.save_model(randomize_(model).eval(), folder, classes=["a", "b", "c"])
+    va.save_adapter(model, folder / "adapter.safetensors")
+    torch.save(model.state_dict(), folder / "net.pth")
+    return folder
+
+
+@pytest.fixture
+def requests(folder, tmp_path, monkeypatch):
+    """Serve the folder as user/net, and return the paths of the requests."""
+    requests = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append(self.path)
+            kind, _, rest = self.path.partition("?")[0].removeprefix("/").partition("user/net/")
+            parts, content = rest.split("/"), None
+            if kind == "api/models/":
+                files = [
+                    {"rfilename": f.name, "path": f.name, "type": "file", "size": 1, "oid": ""}
+                    for f in folder.iterdir()
+                ]
+                answer = files if parts[0] == "tree" else {"id": "user/net", "sha": COMMIT, "siblings": files}
+                content = json.dumps(answer).encode()
+            elif (kind, parts[0]) == ("", "resolve") and (folder / parts[-1]).is_file():
+                content = (folder / parts[-1]).read_bytes()
+            self.send_response(200 if content is not None else 404)
+            for name, value in {
+                "ETag": f'"{parts[-1]}"',
+                "X-Repo-Commit": COMMIT,
+                "Content-Length": len(content or b""),
+            }.items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content or b"")
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(hub, "ENDPOINT", endpoint)
+    monkeypatch.setattr(hub, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield requests
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_network_is_loaded_without_other_files_and_again_offline(folder, requests, monkeypatch, capsys, image_folder):
+    expected, names = va.load_model(folder), ("hf-hub:user/net", "hf-hub:user/net@main")
+    for name in names:
+        assert_same(va.load_model(name).state_dict(), expected.state_dict())
+    assert not [path for path in requests if path.endswith((".pth", ".md"))]
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    del requests[:]
+    network = va.load_model(names[0])
+    assert network.classes == ("a", "b", "c")
+    image = str(image_folder / "val" / "red" / "0.png")
+    assert main(["predict", names[0], image, "--top", "1"]) == 0
+    assert main(["explore", image, "--model", names[0], "-o", str(folder.parent / "page.html")]) == 0
+    assert "random" not in capsys.readouterr().out
+    bare = timm.create_model("tiny", num_classes=3)
+    bare.load_state_dict({key: value for key, value in expected.state_dict().items() if "inserted" not in key})
+    va.load_adapter_(bare, "hf-hub:user/net/adapter.safetensors")
+    assert_same(dict(sorted(bare.state_dict().items())), dict(sorted(expected.state_dict().items())))
+    assert requests == []
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"hf-hub:user/other cannot be read from the Hugging Face Hub \("
+    ):
+        va.load_model("hf-hub:user/other")
+
+
+def test_a_file_is_loaded_at_a_revision(folder, requests, monkeypatch):
+    model = va.load_model(folder)
+    randomize_(model)
+    assert va.load_checkpoint_(model, "hf-hub:user/net@v1/net.pth").loaded
+    assert_same(model.state_dict(), va.load_model(folder).state_dict())
+    assert any(path.endswith("/v1/net.pth") for path in requests)
+    with pytest.raises(va.errors.CheckpointError, match=r"user/net/missing.pth cannot be read"):
+        va.load_checkpoint_(model, "hf-hub:user/net/missing.pth")
+    monkeypatch.setattr("vision_attn.networks.checkpoints.hub.PATTERNS", ["*.json"])
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"contains no \.safetensors file.* hf-hub:user/net/pytorch_model.bin"
+    ):
+        va.load_checkpoint_(model, "hf-hub:user/net")
+
+
+def test_training_starts_from_a_network_of_the_hub_with_a_new_classifier_for_other_classes(folder, requests):
+    given = {"model": "hf-hub:user/net", "img_size": 32}
+    for classes in ("abc", "abcde"):
+        source = SimpleNamespace(name="images", classes=tuple(classes), pixels=None)
+        setup = build_network(Settings(**given, pretrained=True), source, print)
+        state, expected = setup.model.state_dict(), va.load_model(folder).state_dict()
+        if len(classes) != 3:
+            assert setup.new_head == ("fc.*",)
+            assert not state.pop("fc.weight").any()
+            assert state.pop("fc.bias").shape == (5,)
+        assert_same(state, {key: expected[key] for key in state})
+        assert list(va.inserted_blocks(setup.model)) == ["layer2.2"]
+    for options in ({}, {"pretrained": True, "drop_path": 0.1}):
+        with pytest.raises(ValueError, match=r"^model=hf-hub:user/net requires pretrained=True"):
+            build_network(Settings(**given, **options), source, print)
+
+
+@pytest.mark.parametrize("name", ["hf-hub:net", "hf-hub:user/net@", "hf-hub:user/../net", "hf-hub:"])
+def test_other_names_are_rejected(name):
+    with pytest.raises(
+        (ValueError, va.errors.CheckpointError), match=r"owner/name\[@revision\]\[/file\], got|cannot be read"
+    ):
+        va.load_checkpoint_(nn.Linear(1, 1), name)
+    assert resolve_source("net.pth").name == "net.pth"

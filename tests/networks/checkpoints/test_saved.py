@@ -1,0 +1,654 @@
+"""Adapters and saved networks are restored bitwise identically, only from files of the current format."""
+
+import copy
+import json
+import math
+import os
+import re
+import threading
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from crafted import read_entry, rewrite
+from PIL import Image
+from safetensors.torch import save_file
+from small_networks import assert_same, copied
+from tiny import Tiny
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrizations
+
+import vision_attn as va
+import vision_attn.networks.models
+from vision_attn.networks.checkpoints import load_adapter_, save_adapter
+from vision_attn.networks.checkpoints.option_code import check_saved_arguments, from_code, to_code
+from vision_attn.networks.insertion import inserted_keys, records
+from vision_attn.tools.comparison.controls import ConvBlock2d
+
+#: Some feature maps of the small networks in these tests are 2×2.
+pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
+
+IMAGES = (1, 3, 32, 32)
+
+
+def small_network(classes=3):
+    """Return a network of four residual blocks and a classifier, with the same weights at every call."""
+    torch.manual_seed(0)
+    how = {"channels": (8,) * 4, "num_classes": classes, "zero_init_last": False}
+    return timm.models.ResNet(timm.models.resnet.BasicBlock, [1, 1, 1, 1], **how).eval()
+
+
+def train(model, also=()):
+    """Set random values for all tensors of the blocks, and for additional keys."""
+    torch.manual_seed(1)
+    state = model.state_dict()
+    for key in [*sorted(inserted_keys(model)), *also]:
+        if state[key].is_floating_point():
+            nn.init.normal_(state[key], std=0.3)
+
+
+def network_with_block(at="after"):
+    model = small_network()
+    va.insert_(model, names="layer3.0", at=at, num_heads=2, example_input=IMAGES)
+    train(model)
+    return model
+
+
+PLACES = {
+    "before": lambda model: va.insert_(model, names="layer3.0", at="before", num_heads=2, example_input=IMAGES),
+    "branch": lambda model: va.insert_(model, names="layer3.0", at="branch", num_heads=2, example_input=IMAGES),
+    "instead": lambda model: va.replace_(model, names="layer[23].0.conv2", num_heads=2, example_input=IMAGES),
+    "several at once": lambda model: (
+        va.replace_(model, names="layer4.0.conv1", num_heads=4, example_input=IMAGES),
+        va.insert_(model, va.TransformerBlock2d, names=["layer1", "layer3"], num_heads=2, example_input=IMAGES),
+        va.insert_(model, names="layer2", num_heads=1, gate_init=0.5, example_input=(2, 3, 64, 32)),
+        va.insert_(model, names="conv1", pattern=va.Window(2), position=va.RelPosTable(), example_input=IMAGES),
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_blocks_are_restored_and_completely_removed(place, tmp_path):
+    model = small_network()
+    PLACES[place](model)
+    train(model)
+    save_adapter(model, tmp_path / "adapter.safetensors")
+
+    other = small_network()
+    before = copied(other)
+    random = torch.get_rng_state()
+    report = load_adapter_(other, tmp_path / "adapter.safetensors")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert_same(other.state_dict(), model.state_dict())
+    assert records(other) == records(model)
+    assert set(report.loaded) == inserted_keys(model)
+    assert not report.changed_tensors
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(other(x), model(x))
+    assert not torch.equal(other(x), small_network()(x))
+    with pytest.raises(ValueError, match=r"got blocks at '.*'\. Call va.remove_\(model\)"):
+        load_adapter_(other, tmp_path / "adapter.safetensors")
+    va.remove_(other)
+    assert_same(other.state_dict(), before)
+
+
+@pytest.fixture
+def model():
+    return network_with_block()
+
+
+@pytest.fixture
+def adapter(model, tmp_path):
+    return save_adapter(model, tmp_path / "adapter.safetensors")
+
+
+def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
+    train(model, also=["fc.weight", "fc.bias"])
+    path = save_adapter(model, tmp_path / "adapter.safetensors", also="fc.*")
+    named = save_adapter(model, tmp_path / "head.safetensors", also="head")
+    assert named.read_bytes() == path.read_bytes()
+    other = small_network()
+    nn.init.zeros_(other.fc.weight)  # the new head is not part of the fingerprint
+    load_adapter_(other, path)
+    assert_same(other.state_dict(), model.state_dict())
+    with pytest.raises(
+        va.errors.CheckpointError, match=r"another network: .*fc.weight \(model \(5, 8\), adapter \(3, 8"
+    ):
+        load_adapter_(small_network(classes=5), path)
+    with pytest.raises(ValueError, match=r"also='head.*' .*classifier .*'fc'; pass also=\"head\""):
+        save_adapter(model, path, also=["fc.*", "head.*"])
+
+
+def test_an_adapter_is_loaded_completely_or_not_at_all(model, tmp_path):
+    train(model, also=["fc.weight"])
+    path, other = save_adapter(model, tmp_path / "a.safetensors", also="fc.weight"), small_network()
+    other.fc.weight = nn.Parameter(torch.ones(1, 8).expand(3, 8))
+    with pytest.raises(va.errors.CheckpointError, match=r"fc\.weight cannot be written, because it is expanded"):
+        load_adapter_(other, path)
+    assert not va.inserted_blocks(other)
+
+
+def test_blocks_loaded_in_inference_mode_can_be_trained(adapter, saved):
+    network = small_network()
+    with torch.inference_mode():
+        load_adapter_(network, adapter.parent)
+        networks = network, va.load_model(saved[0])
+    for one in networks:
+        one(torch.randn(IMAGES)).sum().backward()
+        assert all(p.grad is not None for block in va.inserted_blocks(one).values() for p in block.parameters())
+
+
+@pytest.mark.parametrize("what", ["names", "values", "types"])
+def test_another_network_is_rejected_before_it_is_changed(what, adapter):
+    model, message, differing = small_network(), "67 of 67 tensors.*bfloat16 in the model, float32 in the adapter", 67
+    if what == "names":
+        model.classifier, message, differing = model.fc, "another network: .*fc.weight .*classifier.weight ", 0
+        del model.fc
+    elif what == "values":
+        message, differing = r"2 of 67 tensors.* bn1.running_mean, layer2.0.conv1.weight ", 2
+        nn.init.ones_(model.layer2[0].conv1.weight)
+        model.bn1.running_mean.add_(1)
+    else:
+        model.bfloat16()
+    before = copied(model)
+    for strict in (True, False)[: 1 if differing else 2]:
+        with pytest.raises(va.errors.CheckpointError, match=message):
+            load_adapter_(model, adapter, strict=strict)
+        assert_same(model.state_dict(), before)
+        assert not va.inserted_blocks(model)
+    if differing:
+        report = load_adapter_(model, adapter, strict=False)
+        assert (len(report.changed_tensors), report.num_compared) == (differing, 67)
+        assert f"{differing} of 67 tensors" in str(report)
+        assert va.inserted_blocks(model)["layer3.0"].gate.dtype == model.conv1.weight.dtype
+        va.remove_(model)
+        assert_same(model.state_dict(), before)
+
+
+def test_counters_of_batches_and_the_memory_format_are_not_compared(adapter):
+    model = small_network().to(memory_format=torch.channels_last)
+    model.bn1.num_batches_tracked.add_(7)
+    assert not load_adapter_(model, adapter).changed_tensors
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_late_failure_leaves_the_model_unchanged(error, tmp_path, monkeypatch):
+    model = small_network()
+    PLACES["several at once"](model)
+    train(model, also=["fc.weight"])
+    path = save_adapter(model, tmp_path / "adapter.safetensors", also="fc.*")
+
+    def fail(*arguments):
+        raise error("late")
+
+    monkeypatch.setattr("vision_attn.networks.checkpoints.adapter.records", fail)
+    other = small_network()
+    modules, before = dict(other.named_modules()), copied(other)
+    with pytest.raises(va.errors.CheckpointError if error is RuntimeError else error, match="late"):
+        load_adapter_(other, path)
+    assert dict(other.named_modules()) == modules
+    assert_same(other.state_dict(), before)
+
+
+def test_other_and_damaged_files_are_rejected(adapter, tmp_path):
+    model, other = small_network(), tmp_path / "other.safetensors"
+    save_file({"weight": torch.zeros(1)}, other)
+    with pytest.raises(va.errors.CheckpointError, match=r"is not an adapter\. .*load_checkpoint_ .*load_model"):
+        load_adapter_(model, other)
+    for number in (1, 4, 6):
+        with pytest.raises(va.errors.CheckpointError, match=rf"expected 5, got {number}\. .* vision_attn 9\.0"):
+            load_adapter_(model, rewrite(adapter, other, library="9.0", format=number))
+    (block,) = read_entry(adapter)["blocks"]
+    code = {"options": {"c": "os.system('d')"}}
+    wrong = [{**block, **change} for change in (code, {"layout": 3}, {"element": [1]}, {"more": 1})]
+    for changes in (
+        *({"blocks": [record]} for record in (*wrong, {})),
+        *({"blocks": 3}, {"also": ["fc.weight"]}, {"base": [1]}, {"arguments": {"a": 3}}),
+    ):
+        with pytest.raises(va.errors.CheckpointError, match="is damaged"):
+            load_adapter_(model, rewrite(adapter, other, **changes))
+    with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors"):
+        load_adapter_(model, tmp_path / "nothing.safetensors")
+    with pytest.raises(va.errors.CheckpointError, match=r"is an adapter\. .*load_adapter_"):
+        va.load_checkpoint_(model, adapter)
+    assert not va.inserted_blocks(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"at": "nowhere"}, "'nowhere'"),
+        ({"site": "no.such"}, "no.such"),
+        ({"block_path": "no.such.inserted"}, "no module 'no.such'"),
+        ({"channels": 10**6}, r"differ in .*\(3000000, 1000000, 1, 1\)"),
+        ({"site": "layer1", "block_path": "layer1.inserted"}, "differ in layer1.inserted"),
+        ({"site": "layer1"}, "record of the block is invalid"),
+        ({}, r"differ in fc\.bias"),
+    ],
+)
+def test_a_file_can_insert_blocks_only_at_sites(change, message, adapter, tmp_path):
+    (block,) = read_entry(adapter)["blocks"]
+    model = small_network()
+    modules, before = dict(model.named_modules()), copied(model)
+    more = {} if change else {"fc.bias": torch.ones(3)}  # fc.bias is not listed in ``also``
+    other = rewrite(adapter, tmp_path / "other.safetensors", more, blocks=[{**block, **change}])
+    with pytest.raises(va.errors.CheckpointError, match=message):
+        load_adapter_(model, other)
+    assert dict(model.named_modules()) == modules
+    assert_same(model.state_dict(), before)
+
+
+def test_a_custom_block_needs_its_class(tmp_path):
+    model = small_network()
+    va.insert_(model, nn.BatchNorm2d, stages=[-2, -1], momentum=0.5, example_input=IMAGES)
+    train(model)
+    path = save_adapter(model, tmp_path / "own.safetensors")
+    other = small_network()
+    with pytest.raises(va.errors.CheckpointError, match=r"contains BatchNorm2d.*block=BatchNorm2d"):
+        load_adapter_(other, path)
+    load_adapter_(other, path, block=nn.BatchNorm2d)
+    assert_same(other.state_dict(), model.state_dict())
+    with pytest.raises(va.errors.CheckpointError, match="momentum"):
+        load_adapter_(small_network(), path, block=va.AttentionBlock2d)
+    with pytest.raises(va.errors.CheckpointError, match=r"differ in weight \(8, 8, 3, 3\)"):
+        load_adapter_(small_network(), path, block=lambda channels, momentum, **how: nn.Conv2d(channels, 8, 3, **how))
+
+
+def test_a_block_whose_class_refuses_its_options_is_not_saved(tmp_path):
+    def AttentionBlock2d(channels, num_heads):  # noqa: N802 - the name of a class of this library
+        return va.AttentionBlock2d(channels, 2)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 1))
+    va.insert_(model, AttentionBlock2d, names="0", num_heads=3, example_input=(1, 3, 8, 8))
+    with pytest.raises(ValueError, match=r"^the AttentionBlock2d at '0' cannot be saved: it was built by a function"):
+        save_adapter(model, tmp_path / "adapter.safetensors")
+
+
+def test_blocks_that_cannot_be_saved_are_rejected_by_name(tmp_path):
+    model = small_network()
+    with pytest.raises(ValueError, match="no inserted blocks to save"):
+        save_adapter(model, tmp_path / "adapter.safetensors")
+    va.insert_(model, nn.BatchNorm2d, stages=-2, momentum=torch.tensor(2.0), example_input=IMAGES)
+    with pytest.raises(ValueError, match=r"momentum=tensor\(2.\)"):
+        save_adapter(model, tmp_path / "adapter.safetensors")
+    with pytest.raises(ValueError, match=r"adapter.pth"):
+        save_adapter(model, tmp_path / "adapter.pth")
+    with pytest.raises(ValueError, match="model has tensors without values"):
+        save_adapter(copy.deepcopy(model).to("meta"), tmp_path / "adapter.safetensors")
+    model = small_network()
+    va.insert_(model, lambda channels, **how: va.AttentionBlock2d(channels, 4, **how), stages=-2, example_input=IMAGES)
+    with pytest.raises(ValueError, match=r"AttentionBlock2d at 'layer3.0' .*function"):
+        save_adapter(model, tmp_path / "adapter.safetensors")
+    model = small_network()
+    va.insert_(model, "cbam", names="layer3.0", example_input=IMAGES)
+    layers = va.inserted_blocks(model)["layer3.0"].modules()
+    parametrizations.spectral_norm(next(layer for layer in layers if isinstance(layer, nn.Conv2d)))
+    with pytest.raises(ValueError, match=r"cbam at 'layer3.0' .*parametrization"):
+        save_adapter(model, tmp_path / "adapter.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def compile_layer(model):
+    model.layer3 = torch.compile(model.layer3)
+    return model
+
+
+def checkpoint_layer(model):
+    model.layer3[0] = checkpoint_wrapper(model.layer3[0])
+    return model
+
+
+@pytest.mark.parametrize("at", ["after", "branch"])
+def test_adapters_fit_networks_with_and_without_wrappers(at, tmp_path):
+    """torch.compile and activation checkpointing add parts to the keys: ``layer3._orig_mod.0.bn1``."""
+    model = network_with_block(at)
+    path, again = save_adapter(model, tmp_path / "plain.safetensors"), tmp_path / "copy.safetensors"
+    va.set_impl_(model, "einsum")  # the implementation is not saved
+    for wrap in (nn.DataParallel, torch.compile, compile_layer, checkpoint_layer):
+        assert save_adapter(wrap(network_with_block(at)), again).read_bytes() == path.read_bytes()
+        other = wrap(small_network())
+        report = load_adapter_(other, path)
+        assert (set(report.loaded), report.changed_tensors) == (inserted_keys(model), ())
+        plain = {re.sub(r"_orig_mod\.|^module\.", "", key): value for key, value in other.state_dict().items()}
+        assert_same(plain, model.state_dict())
+        assert save_adapter(other, again).read_bytes() == path.read_bytes()
+
+
+def test_blocks_inserted_into_a_compiled_layer_fit_the_network_without_it(tmp_path):
+    model = compile_layer(small_network())
+    va.insert_(model, names="layer3", num_heads=2, example_input=IMAGES)
+    train(model)
+    path = save_adapter(model, tmp_path / "adapter.safetensors")
+    (block,) = read_entry(path)["blocks"]
+    assert (block["site"], block["block_path"]) == ("layer3.0", "layer3.0.inserted")
+    other, images = small_network(), torch.randn(2, 3, 32, 32)
+    load_adapter_(other, path)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        assert torch.equal(other(images), model(images))
+    assert records(other)[0].site == "layer3.0"
+
+    model = timm.create_model("resnet20_a", num_classes=3).eval()
+    va.insert_(model, stages=-1, num_heads=4)
+    va.save_model(model, tmp_path / "plain")
+    va.save_model(compile_layer(model), tmp_path / "net")
+    assert_same(va.load_model(tmp_path / "net").state_dict(), va.load_model(tmp_path / "plain").state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("norm", [parametrizations.spectral_norm, nn.utils.spectral_norm, nn.utils.weight_norm])
+def test_blocks_with_a_parametrization_are_rejected_by_name(norm, model, tmp_path):
+    """In Self-Attention-GAN#31, all layers have spectral norms."""
+    norm(va.inserted_blocks(model)["layer3.0"].attn.proj)
+    with pytest.raises(ValueError, match=r"'layer3.0' .*parametrization, .*attn\.proj\."):
+        save_adapter(model, tmp_path / "adapter.safetensors")
+
+
+def test_a_block_whose_parametrization_was_removed_is_saved(model, tmp_path):
+    block = va.inserted_blocks(model)["layer3.0"]
+    parametrizations.spectral_norm(block.attn.proj)
+    nn.utils.parametrize.remove_parametrizations(block.attn.proj, "weight")
+    block.attn = torch.compile(block.attn)
+    other = small_network()
+    load_adapter_(other, save_adapter(model, tmp_path / "again.safetensors"))
+    state = {key.replace("_orig_mod.", ""): value for key, value in model.state_dict().items()}
+    assert_same(dict(sorted(other.state_dict().items())), dict(sorted(state.items())))
+
+
+def replace_block(model):
+    va.remove_(model)
+    va.insert_(model, names="stage1", num_heads=2, pattern="rows")
+
+
+NETWORKS = {
+    "branch": ("resnet20", {"in_chans": 1}, lambda m: va.insert_(m, names="layer2.0", at="branch", num_heads=2)),
+    "instead": ("resnet20", {}, lambda m: va.replace_(m, names="layer3.0.conv2", num_heads=2)),
+    "control": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, ConvBlock2d, stages=-1)),
+    "tokens": ("test_vit", {"img_size": 64}, lambda m: va.insert_(m, names="blocks.1", num_heads=2)),
+    "none": ("test_efficientnet", {"global_pool": "max"}, lambda m: None),
+    "another block": ("recall_attention", {}, replace_block),
+}
+#: With older versions of timm, ``save_model`` requires ``model_args=``.
+notes_arguments = pytest.mark.skipif(
+    tuple(map(int, timm.__version__.split(".")[:3])) < (1, 0, 31), reason="timm does not record the arguments"
+)
+
+
+@notes_arguments
+@pytest.mark.parametrize("case", NETWORKS)
+def test_networks_with_any_blocks_are_restored_bitwise(case, tmp_path):
+    name, given, insert = NETWORKS[case]
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=3, **given)
+    insert(model)
+    train(model.eval())
+    state = torch.get_rng_state()
+    assert va.save_model(model, tmp_path / "net", classes=["a", "b", "c"]) == tmp_path / "net"
+    how = {"block": ConvBlock2d} if case == "control" else {}
+    if how:
+        with pytest.raises(va.errors.CheckpointError, match="block=ConvBlock2d"):
+            va.load_model(tmp_path / "net")
+    again = va.load_model(tmp_path / "net", **how)
+    assert torch.equal(torch.get_rng_state(), state)
+    blocks = records(model)
+    images = torch.randn(2, *(blocks[0].input_shape[1:] if blocks else again.pretrained_cfg["input_size"]))
+    assert torch.equal(again(images), model(images))
+    assert records(again) == blocks
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert (again.classes, again.training) == (("a", "b", "c"), False)
+    assert {file.name for file in tmp_path.rglob("*")} == {"net", "README.md", "config.json", "model.safetensors"}
+    va.save_model(again, tmp_path / "again")
+    assert va.load_model(tmp_path / "again", **how).classes == again.classes
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a folder and the network that was saved to it."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet", num_classes=3)
+    va.insert_(model, stages=-2, num_heads=4, example_input=IMAGES)
+    train(model.eval())
+    return va.save_model(model, tmp_path_factory.mktemp("saved") / "net", classes=["a", "b", "c"]), model
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "steps"),
+    [
+        ({"crop_pct": 0.5, "interpolation": "bicubic"}, (3, 24, 24), "size=48, interpolation=bicubic"),
+        ({"mean": (0.3,), "std": (0.2,)}, (1, 8, 44), "Grayscale"),
+    ],
+)
+def test_the_transform_follows_the_configuration(change, size, steps, tmp_path):
+    model = timm.create_model("resnet20", num_classes=3, in_chans=size[0])
+    model.pretrained_cfg |= {**change, "input_size": size}
+    (tmp_path / "run").mkdir()
+    va.save_model(model, tmp_path / "run" / "model", model_args={"in_chans": size[0]})
+    again = va.load_model(tmp_path / "run")  # the folder of a training run
+    assert again.classes is None
+    assert {name: again.pretrained_cfg[name] for name in change} == change
+    assert re.search(steps, str(again.transform))
+    for mode in ("RGB", "LA", "P", "1", "CMYK"):
+        assert again.transform(Image.new(mode, (60, 40))).shape == size, mode
+
+
+def tiny_network(seed, pattern="full"):
+    """Return a small network with different weights for each seed."""
+    torch.manual_seed(seed)
+    model = timm.create_model("tiny", num_classes=3).eval()
+    va.insert_(model, names="layer1", num_heads=2, pattern=pattern)
+    train(model)
+    nn.init.constant_(model.fc.bias, seed)
+    return model
+
+
+@notes_arguments
+@pytest.mark.parametrize("killed_at", range(4))
+def test_if_the_writer_is_killed_the_folder_has_the_old_or_the_new_network(killed_at, tmp_path):
+    """The process is killed at each call of ``os.replace`` in turn."""
+    models = [tiny_network(0), tiny_network(1, "rows")]
+    va.save_model(models[0], tmp_path / "net", classes=["a", "b", "c"])
+    if not os.fork():
+        real, left = os.replace, iter(range(killed_at))
+        os.replace = lambda *paths: real(*paths) if next(left, None) is not None else os._exit(0)
+        va.save_model(models[1], tmp_path / "net", classes=["d", "e", "f"])
+        os._exit(0)
+    os.wait()
+    images = torch.rand(2, 3, 32, 32)
+    # Three calls: the temporary weights, the final weights, config.json.
+    mixed = pytest.warns(UserWarning, match=r"config.json and model.safetensors are from different saves")
+    with mixed if killed_at == 2 else nullcontext() as warned:
+        again = va.load_model(tmp_path / "net")
+    assert not warned or warned[0].filename == __file__
+    assert again.classes == (("a", "b", "c") if killed_at < 2 else ("d", "e", "f"))
+    assert torch.equal(again(images), models[killed_at >= 2](images))
+    assert [file.name for file in tmp_path.iterdir()] == ["net"]
+    va.save_model(models[1], tmp_path / "net", classes=["d", "e", "f"])
+    names = {file.name for file in (tmp_path / "net").iterdir() if not file.name.startswith(".vision_attn-")}
+    assert names == {"README.md", "config.json", "model.safetensors"}
+    # Users can edit the configuration.
+    path = tmp_path / "net" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "label_names": [*"xyz"]}))
+    assert va.load_model(tmp_path / "net").classes == ("x", "y", "z")
+
+
+@notes_arguments
+def test_saves_at_the_same_time_all_succeed_and_leave_one_of_the_networks(tmp_path):
+    models, folder, failed = [tiny_network(seed).train() for seed in range(3)], tmp_path / "net", []
+
+    def save(seed):
+        try:
+            va.save_model(models[seed], folder, classes=[f"{seed} {one}" for one in "abc"])
+        except Exception as error:
+            failed.append(error)
+
+    for seed in range(3):
+        if not os.fork():
+            for _ in range(3):
+                save(seed)
+            os._exit(len(failed))
+    threads = [threading.Thread(target=save, args=(seed,)) for seed in (0, 1, 2, 0, 1, 2)]
+    for call in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            call(thread)
+    assert ([os.wait()[1] for _ in range(3)], failed) == ([0, 0, 0], [])
+    assert all(module.training for model in models for module in model.modules())
+    images = torch.rand(2, 3, 32, 32)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "config.json and model.safetensors are from different saves")
+        again = va.load_model(folder)
+    assert torch.equal(again(images), models[int(again.classes[0][0])].eval()(images))
+    assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "model.safetensors"}
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_only_files_of_the_library_change(saved, tmp_path):
+    """Open log files, README.md, links, permissions and the dtype of the network are kept."""
+    folder, model = tmp_path / "net", copy.deepcopy(saved[1]).bfloat16()
+    folder.mkdir()
+    for name in ("README.md", "config.json"):
+        (folder / name).write_text("mine")
+    (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    (folder / "config.json").chmod(0o600)
+    inode = folder.stat().st_ino
+    with open(folder / "log.txt", "a", buffering=1) as log:
+        for epoch in range(2):
+            log.write(f"epoch {epoch}\n")
+            va.save_model(nn.DataParallel(model), folder)
+    assert (folder / "log.txt").read_text() == "epoch 0\nepoch 1\n"
+    assert (folder / "README.md").read_text() == "mine"
+    assert (folder.stat().st_ino, (folder / "config.json").stat().st_mode & 0o777) == (inode, 0o600)
+    assert (folder / "model.safetensors").is_symlink()
+    assert {p.dtype for p in va.load_model(folder).parameters()} == {torch.bfloat16}
+
+
+def test_errors_name_folders_that_cannot_be_written(saved, tmp_path, monkeypatch):
+    """Test the current folder, the longest possible name, links, and paths that cannot be folders."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        va.load_model(tmp_path)
+    Path("x" * 250).mkdir()
+    Path("file").touch()
+    Path("dangling").symlink_to(Path("x" * 250) / "new")
+    for name in ("x" * 250, "dangling", "."):
+        assert va.save_model(saved[1], name) == Path(name)
+        va.load_model(name)
+    assert not list(tmp_path.glob(".*"))
+    for folder in (tmp_path / "file", Path("/proc/nothing")):
+        with pytest.raises(OSError, match=r"exists|directory") as caught:
+            va.save_model(saved[1], folder)
+        assert caught.value.filename == str(folder)
+
+
+def test_a_network_that_diverged_is_saved_with_a_warning(tmp_path):
+    model = timm.create_model("test_resnet", num_classes=3)
+    nn.init.constant_(model.fc.bias, math.nan)
+    with pytest.warns(UserWarning, match="not finite"):
+        va.save_model(model, tmp_path / "net")
+    states = [net.state_dict() for net in (va.load_model(tmp_path / "net"), model)]
+    assert_same(*({key: value.nan_to_num(7) for key, value in state.items()} for state in states))
+
+
+@notes_arguments
+def test_a_warning_of_the_network_appears_once(tmp_path, monkeypatch):
+    """``load_model`` builds the network twice, first on the meta device."""
+    va.save_model(tiny_network(0), tmp_path / "net")
+    init = Tiny.__init__
+    monkeypatch.setattr(
+        Tiny, "__init__", lambda *given, **options: warnings.warn("old", stacklevel=2) or init(*given, **options)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        va.load_model(tmp_path / "net")
+    assert [str(warning.message) for warning in caught] == ["old"]
+
+
+def test_networks_that_timm_does_not_build_are_not_written(saved, tmp_path):
+    _, model = saved
+    with pytest.raises(ValueError, match=r"architecture .*got None"):
+        va.save_model(nn.Sequential(nn.Conv2d(3, 8, 1)), tmp_path / "net")
+    other = timm.create_model("test_resnet", num_classes=3)
+    other.act1 = nn.Sigmoid()
+    with pytest.raises(ValueError, match=r"'test_resnet' is not this network \(its output differs\)"):
+        va.save_model(other, tmp_path / "net")
+    with pytest.raises(ValueError, match=r"classes .* 3 .*got 2"):
+        va.save_model(model, tmp_path / "net", classes=["a", "b"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architecture": "hf-hub:timm/resnet18.a1_in1k"}, "architecture"),
+        ({"model_args": {"pretrained": True}}, r"model_args .*\['pretrained'\]"),
+        ({"model_args": {"layers": [10**9, 1, 1, 1]}}, "model_args .* too large"),
+        ({"model_args": {"drop_rate": 10**6, "drop_path_rate": -(10**6)}}, "model_args .* too large"),
+        ({"model_args": {"no_such": 1}}, "no_such"),
+        ({"model_args": {"num_classes": 4}, "label_names": None}, "do not match the network .*: fc.weight, fc.bias"),
+        ({"label_names": [1, 2, 3]}, "label_names .* 3 classes"),
+        ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size"),
+        ({"vision_attn": {"format": 6, "library": "9"}}, r"expected 5, got 6\. .* vision_attn 9"),
+    ],
+)
+def test_the_configuration_of_a_folder_is_checked_and_downloads_nothing(saved, change, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("timm.models._builder.load_pretrained", lambda *_, **options: pytest.fail("a download"))
+    config = {**json.loads((saved[0] / "config.json").read_text()), **change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((saved[0] / "model.safetensors").read_bytes())
+    with pytest.raises(va.errors.CheckpointError, match=message):
+        va.load_model(tmp_path)
+    for text in ("", "3"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(va.errors.CheckpointError, match=r"config\.json is damaged"):
+            va.load_model(tmp_path)
+
+
+CONFIG_CLASSES = [
+    *(va.Window((4, 8), 3), va.Grid((2, 3, 4)), va.Halo(8, 3), va.Neighborhood(7), va.Neighborhood(7, (3, 5), 2, True)),
+    *(va.AbsPos(7), va.RelPosDecomposed(), va.RelPosTable((7, 9)), va.Rope(1e4, (2, 4)), va.SinCos(2.5)),
+    va.Rope(100.0, normalized=True),
+    *(va.ConditionalPos(3), va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7)),
+]
+PLAIN = [
+    None,
+    True,
+    -7,
+    1j,
+    b"bytes",
+    {1, 2},
+    10**30,
+    1e-300,
+    -0.5,
+    "é'\"\\\n\0",
+    (),
+    (1,),
+    [[]],
+    {"a": {}, -1: (None, [2.5])},
+]
+
+
+def test_values_are_restored_from_their_code_and_others_refused_by_name():
+    for value in (*CONFIG_CLASSES, *PLAIN, {"pattern": CONFIG_CLASSES, "more": tuple(PLAIN)}):
+        again = from_code(to_code("option", value))
+        assert (again, repr(again), type(again)) == (value, repr(value), type(value))
+    assert from_code("Rope2d(temperature=10.0, feat_size=(2, 4))") == va.Rope(10.0, (2, 4))  # the name before 0.1.0
+    saved = {"attn": {"position": "Rope2d(temperature=10.0, feat_size=None)"}}
+    assert check_saved_arguments(saved) == {"attn": {"position": repr(va.Rope(10.0))}}
+    numbers = (float("nan"), torch.float32, torch.zeros(2), torch.Size((2, 2)))
+    for value in (*numbers, nn.GELU, len, {1, nn}, type("Window", (va.Window,), {})(7)):
+        with pytest.raises(ValueError, match=r"^activation="):
+            to_code("activation", value)
+
+
+CODE = ["__import__('os').system('touch witness')", "Window(__import__('os').getpid())", "Window.__init__(1)", "7 + 7"]
+CODE += ["(lambda: 1)()", "Window(*(7,))", "SinCos(**{})", "{**{1: 2}}", "Window", "f'{7}'", "Window(0)", "{[]: 1}", ""]
+
+
+@pytest.mark.parametrize("code", [*CODE, "(" * 500 + ")" * 500, "-" * 50_000 + "1"])
+def test_nothing_else_is_evaluated(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is not a valid value"):
+        from_code(code)
+    assert not list(tmp_path.iterdir())

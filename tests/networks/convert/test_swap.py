@@ -1,0 +1,723 @@
+"""``swap_`` of complete models: outputs, gradients, parameters and hooks do not change."""
+
+import copy
+import inspect
+import pickle
+import re
+import warnings
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pkgutil import resolve_name
+
+import families
+import pytest
+import timm
+import torch
+from small_networks import assert_same
+from stand_ins import diffusers_attention, layer_of, transformers_layer
+from timm.layers import Attention as TimmAttention, AttentionPool2d
+from timm.layers.attention2d import MultiQueryAttention2d
+from timm.models.convit import GPSA
+from timm.models.maxxvit import MaxxVit, model_cfgs
+from timm.models.mobilenetv3 import _gen_mobilenet_v4
+from torch import nn
+from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
+
+import vision_attn as va
+from vision_attn.networks.convert.swap import Swapped
+
+
+def maxxvit(name, size=64, **options):
+    cfg = model_cfgs[name]
+    types = cfg.block_type if cfg.block_type[-1] == "M" else ("C", "C", "T", "T")
+    small = {"embed_dim": (8, 8, 16, 16), "depths": (1, 1, 1, 1), "stem_width": (8, 8), "head_hidden_size": None}
+    heads = replace(cfg.transformer_cfg, dim_head=4, rel_pos_dim=8, **options)
+    return MaxxVit(replace(cfg, **small, block_type=types, transformer_cfg=heads), img_size=size, num_classes=5)
+
+
+def small(name, **options):
+    return timm.create_model(name, num_classes=5, **{"img_size": 32, "embed_dim": 16, "num_heads": 4, **options})
+
+
+def timm_swin(size=32, **options):
+    options = {"window_size": 4, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 4), **options}
+    return small("swin_tiny_patch4_window7_224", img_size=size, strict_img_size=False, **options)
+
+
+#: Name -> model, image sizes, number of swapped modules, number of modules that are not swapped.
+MODELS = {
+    "vit": (lambda: small("test_vit", depth=2, dynamic_img_size=True), [(32, 32), (32, 64)], 2, 0),
+    "deit": (lambda: timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1), [(32, 32)], 1, 0),
+    "coatnet": (lambda: maxxvit("coatnet_nano_rw"), [(64, 64)], 2, 0),
+    "maxvit, tf": (lambda: maxxvit("maxvit_tiny_tf"), [(64, 64)], 8, 0),
+    "mobilenetv4": (lambda: _gen_mobilenet_v4("mobilenetv4_hybrid_medium", 0.25, num_classes=5), [(64, 32)], 4, 4),
+    "swin": (lambda: SwinTransformer([4, 4], 8, [2, 2], [2, 4], [4, 4], 4, 0, 0, 0, 5), [(64, 64), (68, 40)], 4, 0),
+    "timm swin": (timm_swin, [(32, 32), (40, 52)], 4, 0),
+    "torchvision maxvit": (lambda: MaxVit((48, 48), 8, 3, [8, 16], [1, 1], 4, 0.0, num_classes=5), [(48, 48)], 4, 0),
+    "torchvision vit": (lambda: VisionTransformer(32, 16, 2, 4, 16, 32, num_classes=5), [(32, 32)], 2, 0),
+}
+
+
+randn = partial(torch.randn, dtype=torch.float64)
+
+
+def perturbed(model, scale=0.1):
+    """Return the model in evaluation mode with perturbed weights, because layers of zeros would hide differences."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=scale)
+    return model.eval()
+
+
+def create(name):
+    torch.manual_seed(0)
+    return perturbed(MODELS[name][0]().double())
+
+
+def swapped_modules(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, Swapped)}
+
+
+@contextmanager
+def calls_counted(model):
+    """Yield a list with one entry per call of a block, because the original forward would have the same output."""
+    calls, blocks = [], [module.running_block for module in swapped_modules(model).values()]
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block.register_forward_hook(lambda *_: calls.append(1)))
+        yield calls
+
+
+def captured(model, *inputs, **options):
+    with va.capture(model, **options) as maps, torch.no_grad():
+        model(*inputs)
+    return maps
+
+
+def results(model, x):
+    """Return the output, and the gradients of the image and all parameters."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(0)
+    y = model(x)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), [x, *model.parameters()], materialize_grads=True)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_swapped_models_have_the_same_outputs_and_gradients(name):
+    _, sizes, swapped, left = MODELS[name]
+    model = create(name)
+    images = [randn(2, 3, *size) for size in sizes]
+    before = [results(model, x) for x in images]
+    state, parameters = copy.deepcopy(model.state_dict()), [*map(id, model.parameters())]
+
+    def parts():
+        objects = [*model.named_modules(), *model.state_dict(keep_vars=True).items()]
+        return [(name, id(x), type(x)) for name, x in objects]
+
+    objects = parts()
+    report = va.swap_(model)
+    assert (len(report.swapped), len(report.skipped)) == (swapped, left)
+    assert [*map(id, model.parameters())] == parameters  # existing optimizers still update them
+    model.load_state_dict(state, strict=True)
+    with calls_counted(model) as calls:
+        for x, expected in zip(images, before, strict=True):
+            for got, wanted in zip(results(model, x), expected, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10 * max(1, wanted.abs().max().item()))
+        assert len(calls) == swapped * len(images)
+    assert_same(model.state_dict(), state)
+    assert len(va.unswap_(model).swapped) == swapped
+    assert parts() == objects
+    assert not any("swapped" in vars(module) for module in model.modules())
+    assert torch.equal(model(images[0]), before[0][0])
+
+
+def test_copies_and_pickles_use_their_own_weights():
+    model, x = create("swin"), randn(1, 3, 36, 40)
+    va.swap_(model)
+    y = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with calls_counted(other) as calls:
+            assert torch.equal(other(x), y)
+        assert len(calls) == 4
+        with torch.no_grad():
+            other.features[1][0].attn.qkv.weight.mul_(2)
+        assert not torch.equal(other(x), y)
+        assert torch.equal(model(x), y)
+        assert len(va.unswap_(other).swapped) == 4
+        assert not torch.equal(other(x), y)
+
+
+def test_the_model_follows_its_mode_type_and_hooks():
+    model, x = create("torchvision vit"), torch.randn(1, 3, 32, 32, dtype=torch.bfloat16)
+    attention, seen = model.encoder.layers[0].self_attention, []
+    attention.register_forward_hook(lambda module, args, output: seen.append(output[0].dtype))
+    va.swap_(model)
+    attention.register_forward_pre_hook(lambda module, args: seen.append("before"))
+    model.to(torch.bfloat16).train()
+    assert all(module.running_block.training for module in swapped_modules(model).values())
+    with calls_counted(model) as calls:
+        model(x)
+    assert len(calls) == 2
+    va.unswap_(model)
+    assert (type(attention), attention.training) == (nn.MultiheadAttention, True)
+    model(x)
+    assert seen == ["before", torch.bfloat16] * 2
+
+
+def test_a_swapped_model_can_be_compiled_exported_and_traced():
+    model = nn.Sequential(nn.Linear(8, 8), TimmAttention(8, 2)).eval()
+    x = torch.randn(2, 5, 8)
+    y = model(x)
+    va.swap_(model)
+    with calls_counted(model) as calls, torch.no_grad():
+        torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), y)
+    assert calls
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), y)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0", "1"]
+    torch.testing.assert_close(traced(x), y)
+    with warnings.catch_warnings(action="ignore"):  # torch.jit.trace is deprecated
+        torch.testing.assert_close(torch.jit.trace(model, x)(x), y)
+
+
+def test_swapped_modules_support_implementations_and_capture():
+    model, x = create("swin"), randn(1, 3, 36, 40)
+    y = model(x)
+    va.swap_(model)
+    assert va.set_impl_(model, "bmm") == 4
+    with va.use_impl(model, "einsum"):
+        torch.testing.assert_close(model(x), y)
+    with va.capture(model) as maps:
+        torch.testing.assert_close(model(x), y)
+    # Feature maps of 9×10 (padded to 12×12) and 5×5 (padded to 8×8); attention to the padding is not included.
+    assert [tuple(one.weights.shape) for one in maps.values()] == [(1, 2, 90, 9, 10)] * 2 + [(1, 4, 25, 5, 5)] * 2
+    total = maps["features.1.0.attn"].weights.sum((-2, -1)).unflatten(2, (9, 10))
+    torch.testing.assert_close(total[:, :, :8, :8], torch.ones_like(total[:, :, :8, :8]))
+    assert (total[:, :, 8:] < 0.9).all()
+
+
+@pytest.mark.parametrize("block", ["0", "1"])
+def test_windows_of_volumes_are_captured_at_their_positions(block):
+    """The second block shifts its windows; both pad a volume of 16×8×8 to 18×9×9."""
+    unetr = pytest.importorskip("monai.networks.nets.swin_unetr")
+    torch.manual_seed(0)
+    model = unetr.SwinUNETR(1, 2, depths=(2, 2, 2, 2), feature_size=12, window_size=3)
+    model, images, seen = perturbed(model).double(), randn(1, 1, 64, 32, 32), []
+    layer = getattr(model.swinViT.layers2[0].blocks, block)
+    hook = layer.attn.softmax.register_forward_hook(lambda module, args, y: seen.append(y))
+    with torch.no_grad():
+        expected = model(images)
+    hook.remove()
+    assert len(va.swap_(model).swapped) == 8
+    with torch.no_grad(), va.capture(model, names=f"swinViT.layers2.0.blocks.{block}.attn") as maps:
+        torch.testing.assert_close(model(images), expected)
+    number = torch.full((1, 18, 9, 9, 1), 1024)
+    number[:, :16, :8, :8, 0] = torch.arange(1024).view(16, 8, 8)
+    if any(layer.shift_size):
+        number = number.roll([-1] * 3, (1, 2, 3))
+    index = unetr.window_partition(number, (3, 3, 3))[..., 0]
+    weights = torch.zeros(6, 1025, 1025, dtype=torch.float64)
+    for tokens, part in zip(index, seen[0], strict=True):
+        weights[:, tokens[:, None], tokens] = part
+    (attention,) = maps.values()
+    torch.testing.assert_close(attention.weights[0].flatten(2), weights[:, :1024, :1024])
+
+
+ROTARY = [
+    ("vit_small_patch16_dinov3", {}),
+    ("vit_small_patch16_dinov3", {"qk_norm": True, "norm_layer": partial(timm.layers.RmsNorm, eps=0.1)}),
+    ("eva02_tiny_patch14_224", {}),
+    ("eva02_tiny_patch14_224", {"scale_attn_inner": True, "use_rot_pos_emb": False}),
+    ("vit_small_patch16_rope_224", {}),
+    ("vit_small_patch16_rope_mixed_224", {}),
+]
+
+
+def rotary(name, **options):
+    """Return a network with a rotary embedding, and images."""
+    torch.manual_seed(0)
+    side = 70 if "eva02" in name else 64
+    if "qk_norm" in options and "qk_norm" not in inspect.signature(timm.models.eva.Eva).parameters:
+        pytest.skip("timm 1.0.26 has no norms of queries and keys in eva.py")
+    model = timm.create_model(name, img_size=side, depth=2, num_classes=3, **options)
+    return perturbed(model, 0.02).double(), torch.randn(2, 3, side, side, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("name", "options"), ROTARY)
+def test_rotary_attention_of_timm(name, options):
+    theirs, images = rotary(name, **options)
+    ours = copy.deepcopy(theirs)
+    if "mixed" in name and not hasattr(theirs.blocks[0].attn, "num_kv_heads"):
+        pytest.skip("timm 1.0.26 does not run mixed rotary embeddings in float64")
+    assert len(va.swap_(ours).swapped) == 2
+    (y, *grads), (expected, *expected_grads) = (
+        (y, *torch.autograd.grad(y.square().sum(), [x for x in model.parameters() if x.requires_grad]))
+        for model in (ours, theirs)
+        for y in [model(images)]
+    )
+    torch.testing.assert_close(y, expected, atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(grads, expected_grads, atol=1e-10, rtol=1e-8)
+    for impl in ("bmm", "einx", "einsum", "sdpa"):
+        with va.use_impl(ours, impl), torch.no_grad():
+            torch.testing.assert_close(ours(images), expected.detach(), atol=1e-12, rtol=1e-10)
+    weights = {}
+    for path, module in theirs.named_modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+            module.attn_drop.register_forward_hook(lambda _, x, __, path=path: weights.update({path: x[0].detach()}))
+    theirs(images)
+    maps = captured(ours, images)
+    assert list(maps) == list(weights)
+    for path, found in maps.items():
+        tokens = found.weights.flatten(3).shape[2:]
+        expected_map = weights[path][..., -tokens[0] :, -tokens[1] :]
+        torch.testing.assert_close(found.weights.flatten(3), expected_map, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("impl", ["bmm", "sdpa"])
+def test_rotary_attention_is_compiled_in_its_block(impl):
+    (model, images), functions = rotary("eva02_tiny_patch14_224", scale_attn_inner=True), set()
+    expected = model(images).detach()
+    va.swap_(model)
+    va.set_impl_(model, impl)
+
+    def keep(graph, _):
+        functions.update(getattr(node.target, "__name__", "") for node in graph.graph.nodes)
+        return graph
+
+    y = torch.compile(model, backend=keep, fullgraph=True)(images)
+    torch.testing.assert_close(y, expected, atol=1e-12, rtol=1e-10)
+    # The original layer would use the fused kernel with both implementations.
+    assert ("bmm" in functions, "scaled_dot_product_attention" in functions) == (impl == "bmm", impl == "sdpa")
+
+
+def test_rotary_attention_of_transformers():
+    transformers = pytest.importorskip("transformers", "4.56")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    config = transformers.DINOv3ViTConfig(**sizes, image_size=64, num_register_tokens=4)
+    theirs = perturbed(transformers.DINOv3ViTModel(config), 0.05).double()
+    ours, images = copy.deepcopy(theirs), torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    assert len(va.swap_(ours).swapped) == 2
+    expected = theirs(images).last_hidden_state
+    torch.testing.assert_close(ours(images).last_hidden_state, expected, atol=1e-12, rtol=1e-10)
+    theirs.set_attn_implementation("eager")
+    maps, weights = captured(ours, images), theirs(images, output_attentions=True).attentions
+    for found, given in zip(maps.values(), weights, strict=True):
+        torch.testing.assert_close(found.weights.flatten(3), given[..., -24:, -24:].detach(), atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["maxvit", "swin"])
+def test_maps_of_windows_and_grids_of_timm(kind):
+    """The attention map times the values on the feature map is the output of the attention."""
+    if kind == "maxvit":
+        model, path, names = maxxvit("maxvit_nano_rw", (64, 96)), "stages.0.blocks.0", ("attn_block", "attn_grid")
+        end, layout, axis = "ls1", (2, 3, -1), 4
+    else:
+        model, path, names = timm_swin((64, 96), depths=(2,), num_heads=(2,)), "layers.0.blocks", ("0", "1")  # shifted
+        end, layout, axis = "drop_path1", (3, 2, -1), 3
+    model, given, expected = perturbed(model.double(), 0.3), {}, {}
+    va.swap_(model)
+    parts = {f"{path}.{name}.attn": model.get_submodule(f"{path}.{name}") for name in names}
+    for name, part in parts.items():
+        part.norm1.register_forward_hook(lambda module, args, y, name=name: given.update({name: y}))
+        last = part.get_submodule(end)
+        last.register_forward_pre_hook(lambda module, args, name=name: expected.update({name: args[0]}))
+    maps = captured(model, randn(2, 3, 64, 96))
+    assert len(maps) == len(swapped_modules(model))
+    for name, part in parts.items():
+        v = part.attn.qkv(given[name]).unflatten(3, layout).select(axis, 2).flatten(1, 2).transpose(1, 2)
+        got = part.attn.proj((maps[name].weights.flatten(3) @ v).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(got.view_as(expected[name]), expected[name])
+
+
+def test_maps_of_windows_and_grids_of_torchvision():
+    va.swap_(model := create("torchvision maxvit"))
+    maps = captured(model, randn(1, 3, 48, 48), queries=[(0, 47)])
+    window, grid = ((one.weights[0, 0, 0] > 0).nonzero().tolist() for one in list(maps.values())[:2])
+    assert window == [[row, column] for row in range(3) for column in (9, 10, 11)]
+    assert grid == [[row, column] for row in (0, 4, 8) for column in (3, 7, 11)]
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of diffusers
+def test_a_swapped_network_runs_with_layerwise_casting():
+    """diffusers stores the weights as float8, and casts them in a forward that it assigns to each layer."""
+    kind = pytest.importorskip("diffusers").UNet2DModel
+    options = {"sample_size": 16, "block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 8}
+    options |= {
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    }
+    ours = perturbed(kind(**options, attention_head_dim=4), 0.3)
+    theirs, outputs, images = copy.deepcopy(ours), [], torch.randn(1, 3, 16, 16)
+    assert va.swap_(ours).swapped
+    for model in (ours, theirs):
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+        with torch.no_grad():
+            outputs.append(model(images, torch.tensor([5])).sample)
+    torch.testing.assert_close(*outputs)
+
+
+def test_the_innermost_module_declares_the_tokens():
+    outer = nn.Sequential(create("vit"))
+    outer.reg_token = nn.Parameter(torch.zeros(1, 4, 16))
+    va.swap_(outer)
+    assert {one.prefix.shape[2] for one in captured(outer, randn(1, 3, 32, 32)).values()} == {1}
+    va.swap_(attention := TimmAttention(8, 2))
+    with pytest.raises(ValueError, match="the model: the positions of its 5 tokens on the image are unknown"):
+        captured(attention, torch.randn(1, 5, 8))
+
+
+TRANSFORMER = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "prefix"),
+    [
+        ("Dinov2WithRegistersModel", TRANSFORMER, 5),
+        ("CLIPVisionModel", TRANSFORMER, 1),
+        ("SwinModel", {"embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 4, "patch_size": 4}, 0),
+    ],
+)
+def test_attention_maps_equal_the_weights_of_transformers(kind, options, prefix):
+    kind = getattr(pytest.importorskip("transformers"), kind)
+    configs = (kind.config_class(**options, image_size=32, attn_implementation=how) for how in ("sdpa", "eager"))
+    model, other = (kind(config).eval() for config in configs)
+    other.load_state_dict(perturbed(model, 0.3).state_dict())
+    va.swap_(model)
+    (found,) = captured(model, image := torch.randn(1, 3, 32, 32)).values()
+    with torch.no_grad():
+        expected = other(image, output_attentions=True).attentions[0]
+    if prefix:
+        torch.testing.assert_close(found.weights.flatten(3), expected[:, :, prefix:, prefix:])
+    else:  # compare the last of four windows
+        last = found.weights.unflatten(2, (8, 8))[0, :, 4:, 4:, 4:, 4:].flatten(1, 2).flatten(2)
+        torch.testing.assert_close(last, expected[3])
+
+
+def unet():
+    options = {"block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1, "cross_attention_dim": 6}
+    options |= {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "attention_head_dim": 4}
+    options |= {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "sample_size": 8}
+    return layer_of("diffusers.UNet2DConditionModel", **options), (torch.randn(2, 4, 8, 12), 1, torch.randn(2, 3, 6))
+
+
+def from_timm(name, *size, **options):
+    return lambda: (timm.create_model(name, num_classes=5, **options), (torch.randn(2, 3, *size),))
+
+
+def of_table(name):
+    make, sizes, *_ = MODELS[name]
+    return lambda: (perturbed(make(), 0.3), (torch.randn(2, 3, *sizes[-1]),))
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "size", "keys", "prefix"),
+    [
+        (of_table("vit"), "blocks.0.attn", (2, 4), None, 1),
+        (of_table("deit"), "blocks.0.attn", (2, 2), None, 2),
+        (of_table("torchvision vit"), "encoder.layers.encoder_layer_0.self_attention", (2, 2), None, 1),
+        (unet, "mid_block.attentions.0.transformer_blocks.0.attn1", (4, 6), None, 0),
+        (from_timm("pvt_v2_b0", 64, 96, depths=(1, 1, 1, 1)), "stages.0.blocks.0.attn", (16, 24), (2, 3), 0),
+        (from_timm("twins_svt_small", 64, 96, depths=(2, 1, 1, 1)), "blocks.0.1.attn", (16, 24), (2, 3), 0),
+        (
+            from_timm("efficientformer_l1", 224, 224, depths=(1,) * 4),
+            "stages.3.blocks.1.token_mixer",
+            (7, 7),
+            (7, 7),
+            0,
+        ),
+        (
+            from_timm("crossvit_tiny_240", 240, 240, depth=((1, 1, 0),)),
+            "blocks.0.blocks.1.0.attn",
+            (14, 14),
+            (14, 14),
+            1,
+        ),
+        (from_timm("nextvit_small", 64, 96), "stages.3.blocks.2.e_mhsa", (2, 3), None, 0),
+        (from_timm("tiny_vit_5m_224", 224, 224, depths=(1, 1, 1, 1)), "stages.3.blocks.0.attn", (7, 7), None, 0),
+        (from_timm("test_vit", 32, 32, img_size=32, patch_size=(4, 16), depth=1), "blocks.0.attn", (8, 2), None, 1),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # warnings of diffusers
+def test_maps_are_the_weights_of_the_network(make, path, size, keys, prefix, monkeypatch):
+    """The expected weights are recorded in torch's kernel while the original network runs."""
+    torch.manual_seed(0)
+    model, inputs = make()
+    perturbed(model, 0.03)
+    kernel, weights = torch.nn.functional.scaled_dot_product_attention, []
+
+    def recorded(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
+        logits = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        weights.append(torch.softmax(logits + (0.0 if attn_mask is None else attn_mask), -1))
+        return kernel(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+
+    def recorded_softmax(x, dim, softmax=torch.Tensor.softmax):  # for EfficientFormer
+        weights.append(softmax(x, dim))
+        return weights[-1]
+
+    with monkeypatch.context() as patch:  # with gradients, because nn.MultiheadAttention has another kernel without
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+        patch.setattr(torch.Tensor, "softmax", recorded_softmax)
+        copy.deepcopy(model)(*inputs)
+    va.swap_(model)
+    found = captured(model, *inputs)[path]
+    assert (found.map_size, tuple(found.weights.shape[3:])) == (size, keys or size)
+    assert prefix == (0 if found.prefix is None else found.prefix.shape[2])
+    flat = (torch.cat([found.prefix, found.weights], 2) if prefix else found.weights).flatten(3)
+    same = [w[..., prefix:] for w in weights if w.shape[:3] == flat.shape[:3]]
+    assert any(torch.allclose(w, flat, atol=1e-5) for w in same if w.shape == flat.shape)
+
+
+YOLO, SEGFORMER = {"cfg": "yolo12n.yaml", "verbose": False}, {"depths": [1, 1, 1, 1]}
+MONAI = {"num_layers": 1, "num_heads": 3, "hidden_size": 12, "mlp_dim": 12, "classification": True, "in_channels": 3}
+MONAI |= {"img_size": (16, 16, 8), "patch_size": (4, 4, 4)}
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of other libraries during the import
+@pytest.mark.parametrize(
+    ("path", "options", "size", "maps", "keys", "prefix"),
+    [
+        ("vit_pytorch.ViT", families.PYTORCH, (64, 64), {(4, 4)}, None, 1),
+        ("vit_pytorch.SimpleViT", families.PYTORCH, (64, 64), {(4, 4)}, None, None),
+        ("transformers.SegformerModel", SEGFORMER, (96, 64), {(24, 16), (12, 8), (6, 4), (3, 2)}, (3, 2), None),
+        ("ultralytics.nn.tasks.DetectionModel", YOLO, (128, 160), {(8, 10), (4, 5)}, None, None),
+        ("monai.networks.nets.ViT", MONAI, (16, 16, 8), {(4, 4, 2)}, None, 1),
+    ],
+)
+def test_maps_of_other_libraries(path, options, size, maps, keys, prefix):
+    pytest.importorskip(path.partition(".")[0])
+    kind = resolve_name(path)
+    model = (kind(kind.config_class(**options)) if "transformers" in path else kind(**options)).eval()
+    va.swap_(model)
+    found = captured(model, torch.randn(1, 3, *size)).values()
+    assert {(one.map_size, tuple(one.weights.shape[3:])) for one in found} == {(one, keys or one) for one in maps}
+    assert {None if one.prefix is None else one.prefix.shape[2] for one in found} == {prefix}
+    if prefix is None:
+        total = torch.cat([one.weights.flatten(3).sum(3).flatten() for one in found])
+        torch.testing.assert_close(total, torch.ones_like(total))
+
+
+def test_an_area_of_yolo12_consists_of_rows_of_the_feature_map():
+    layer = layer_of("ultralytics.nn.modules.block.AAttn", 32, num_heads=1, area=2).eval()
+    model = nn.Sequential(nn.Conv2d(3, 32, 1), layer)
+    va.swap_(model)
+    first, last = captured(model, torch.randn(2, 3, 6, 4), queries=[(0, 0), (5, 3)])["1"].weights[1, 0] > 0
+    inside = (torch.arange(6) < 3)[:, None].expand(6, 4)
+    assert torch.equal(first, inside)
+    assert torch.equal(last, ~inside)
+    with pytest.raises(ValueError, match="1: the positions of its 10 tokens on the image are unknown"):
+        captured(model, torch.randn(2, 3, 5, 4))
+
+
+def test_errors_name_attention_that_is_not_captured():
+    attention = type("SelfAttn", (nn.Conv2d,), {})(8, 8, 1)
+    x, mixed = torch.randn(1, 3, 8, 8), nn.Sequential(nn.Conv2d(3, 8, 1), attention, va.AttentionBlock2d(8, 2))
+    with pytest.raises(KeyError, match=r"captured: '2.attn'\): it belongs to another library"):
+        captured(mixed, x)["1"]
+    for model, sites in ((mixed, "1"), (mixed[:2], None)):
+        with pytest.raises(ValueError, match=r"1 \(SelfAttn\): it belongs to another library"):
+            captured(model, x, names=sites)
+    cait = timm.create_model("cait_xxs24_224", img_size=32, depth=1).eval()
+    va.swap_(cait)
+    with pytest.raises(ValueError, match=r"blocks.0.attn \(TalkingHeadAttn\)"):
+        captured(cait, torch.randn(1, 3, 32, 32))
+
+
+def test_a_dry_run_reports_and_changes_nothing():
+    model = nn.Sequential(*(MultiQueryAttention2d(8, num_heads=2, kv_stride=stride) for stride in (1, 2, 2)))
+    report = va.swap_(model, dry_run=True)
+    assert {type(module) for module in model} == {MultiQueryAttention2d}
+    _, _, row, left = str(report).splitlines()
+    assert row.startswith("0     MultiQueryAttention2d  Attention2d, pattern='full'  ")
+    assert left.startswith("not swapped: 2 MultiQueryAttention2d (1, 2): MultiQueryAttention2d.kv_stride ")
+
+
+def gpsa():
+    return nn.Sequential(GPSA(8, 2), nn.ModuleDict({"pool": AttentionPool2d(8, 4, num_heads=2), "gpsa": GPSA(8, 2)}))
+
+
+@pytest.mark.parametrize(
+    ("make", "headline", "reasons"),
+    [
+        (lambda: nn.Conv2d(3, 8, 1), "no attention modules found", []),
+        (
+            gpsa,
+            "3 attention modules found",
+            [
+                r"2 GPSA \(0, 1.gpsa\): timm.models.convit.GPSA is not supported: it adds two softmaxes.*",
+                r"1 AttentionPool2d \(1.pool\): .* is not supported: .*",
+            ],
+        ),
+        (
+            lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True),
+            "1 attention module found",
+            [r"1 MultiheadAttention \(the model\): MultiheadAttention.bias_k is not supported \(got .*\): .*"],
+        ),
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 8, 1), va.AttentionBlock2d(8, 2)),
+            "1 attention module found",
+            [r"1 Attention2d \(1.attn\): already a vision_attn block"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_report_states_why_nothing_was_swapped(make, headline, reasons, dry_run):
+    report = va.swap_(make(), dry_run=dry_run)
+    first, *lines, last = str(report).splitlines()
+    assert first == f"0 modules {'would be ' * dry_run}swapped; {headline}"
+    assert last == "See docs/convert.md for the supported layers, or call va.insert_ to add attention blocks."
+    for line, reason in zip(lines, reasons, strict=True):
+        assert re.fullmatch(f"not swapped: {reason}", line)
+    assert not report.swapped
+
+
+def test_a_second_swap_and_a_missing_swap_are_reported():
+    model = nn.Sequential(TimmAttention(8, 2))
+    assert str(va.unswap_(model)) == "0 modules unswapped; no swapped modules found"
+    va.swap_(model)
+    lines = str(va.swap_(model)).splitlines()
+    assert lines[:2] == ["0 modules swapped; 1 attention module found", "not swapped: 1 Attention (0): already swapped"]
+    with pytest.raises(
+        va.errors.SiteError, match=r"^names: no attention module matches. Attention modules of the model: 0$"
+    ):
+        va.swap_(nn.Sequential(TimmAttention(8, 2), nn.ReLU()), names="1")
+
+
+def test_modules_are_chosen_by_name_or_by_a_function():
+    model = create("swin")
+    chosen = va.swap_(model, names="features.3")
+    assert [one.site for one in chosen.swapped] == ["features.3.0.attn", "features.3.1.attn"]
+    (chosen,) = va.swap_(model, names="features.1.**", where=lambda name, _: name.endswith("1.attn")).modules
+    assert chosen.site == "features.1.1.attn"
+    report = va.swap_(model)
+    assert [one.site for one in report.swapped] == ["features.1.0.attn"]
+    assert {one.reason for one in report.skipped} == {"already swapped"}
+    with pytest.raises(va.errors.SiteError, match=r"features\.1\.0\.attn"):
+        va.swap_(model, names="head")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "bias_k"),
+        (lambda: nn.MultiheadAttention(8, 2, kdim=5, vdim=3), "Sizes of tensors must match"),
+        (lambda: nn.MultiheadAttention(8, 2, device="meta"), "cannot be copied"),
+        (lambda: type("Other", (TimmAttention,), {"forward": lambda self, x: x})(8, 2), "subclass of Attention"),
+        (lambda: GPSA(8, 2), "timm.models.convit.GPSA is not supported: it adds two softmaxes"),
+        (lambda: AttentionPool2d(8, 4, num_heads=2), "AttentionPool2d is not supported: it pools"),
+    ],
+)
+def test_an_unsupported_module_is_not_swapped_and_has_a_reason(make, reason):
+    kind = type(module := make())
+    (left,) = va.swap_(nn.ModuleList([module])).modules
+    assert reason in left.reason
+    assert type(module) is kind
+
+
+def assert_same_calls(layer, calls):
+    expected = [layer(*args, **options) for args, options, _ in calls]
+    assert len(va.swap_(layer).swapped) == 1
+    for (args, options, runs), wanted in zip(calls, expected, strict=True):
+        with calls_counted(layer) as counted:
+            got = layer(*args, **options)
+        assert len(counted) == runs
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_multihead_attention_runs_calls_that_the_block_does_not_support(batch_first):
+    attention = nn.MultiheadAttention(8, 2, batch_first=batch_first, dtype=torch.float64)
+    query, key = randn(2, 5, 5, 8)
+    hidden, causal = torch.arange(25).view(5, 5) == 1, torch.ones(5, 5, dtype=torch.bool).triu(1)
+    alone = {"need_weights": False}
+    calls = [
+        ((query, key, key), alone, 1),
+        ((query, query, query, None, False), {}, 1),
+        ((query, query, query), {**alone, "attn_mask": causal, "is_causal": True}, 0),
+        ((query, key, key, hidden), alone, 0),
+        ((query, key, key), {}, 0),
+        ((query, key, key.clone()), alone, 0),
+        ((query[:, 0], key[:, 0], key[:, 0]), alone, 0),
+    ]
+    assert_same_calls(attention, calls)
+
+
+VIT, SWIN = "vit.modeling_vit.ViTAttention", "swin.modeling_swin.SwinAttention"
+
+
+@pytest.mark.parametrize(("path", "given", "tokens"), [(VIT, (), 5), (SWIN, (8, 2, 2), 4)])
+def test_layers_of_transformers_run_calls_that_the_block_does_not_support(path, given, tokens):
+    layer = transformers_layer(path, *given, hidden_size=8, num_attention_heads=2).double().eval()
+    x, hidden = randn(4, tokens, 8), torch.rand(4, tokens, tokens) < 0.5
+    hidden.diagonal(dim1=1, dim2=2).fill_(False)
+    bias = torch.zeros(4, tokens, tokens, dtype=torch.float64).masked_fill(hidden, -100.0)
+    masks = [bias[:2]] if given else [bias[:, None], ~hidden[:, None], hidden[:1, None].double()]
+    original = copy.deepcopy(layer)
+    options = [{}, {"output_attentions": False}, *({"attention_mask": mask} for mask in masks)]
+    calls = [*((one, 1) for one in options), ({"output_attentions": True}, 0), ({"is_causal": True}, 0)]
+    assert_same_calls(layer, [((), {"hidden_states": x, **one}, runs) for one, runs in calls])
+    for each in (layer, original):  # the eager implementation returns weights
+        each.config._attn_implementation = "eager"
+    for got, wanted in zip(layer(x), original(x), strict=True):
+        assert torch.equal(got, wanted)
+    (left,) = va.swap_(original).skipped
+    assert f"{left.kind}.config._attn_implementation is not supported (got 'eager')" in left.reason
+
+
+def test_masks_of_monai_causal_calls_and_later_processors_of_diffusers_run_the_layer():
+    x, mask = torch.randn(2, 5, 8), torch.tensor([[1, 1, 0, 1, 1], [1, 0, 1, 1, 0]])
+    assert_same_calls(TimmAttention(8, 2), [((x,), {}, 1), ((x,), {"is_causal": True}, 0)])
+    layer = diffusers_attention(8, heads=2, dim_head=4)
+    va.swap_(layer)
+    layer.set_processor(lambda attn, hidden_states, **others: 2 * hidden_states)
+    torch.testing.assert_close(layer(x), 2 * x)
+    layer = layer_of("monai.networks.blocks.selfattention.SABlock", 8, 2).eval()
+    assert_same_calls(layer, [((x,), {}, 1), ((x,), {"attn_mask": mask}, 0), ((x, mask), {}, 0)])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "qkv", nn.Sequential(layer.qkv, nn.ReLU())),  # similar to LoRA
+        lambda layer: layer.qkv.register_forward_hook(lambda module, args, output: 2 * output),
+        lambda layer: setattr(layer.train().attn_drop, "p", 0.5),
+        lambda layer: setattr(layer.proj_drop.train(), "p", 0.5),
+        lambda layer: vars(layer).update(num_heads=4, head_dim=2),
+    ],
+)
+def test_a_module_that_was_changed_after_the_swap_runs_its_original_forward(change):
+    attention = TimmAttention(8, 2).double().eval()
+    original, x, results = copy.deepcopy(attention), randn(2, 5, 8), []
+    va.swap_(attention)
+    with calls_counted(attention) as calls:
+        for each in (attention, original):
+            change(each)
+            torch.manual_seed(0)
+            results.append(each(x))
+    assert not calls
+    assert torch.equal(*results)
+
+
+def test_a_forward_uses_the_current_weights():
+    attention, x = timm.models.maxxvit.AttentionCl(8, dim_head=4), torch.randn(2, 3, 4, 8)  # its rows are reordered
+    original = copy.deepcopy(attention)
+    va.swap_(attention)
+    state = {key: torch.randn_like(value) for key, value in attention.state_dict().items()}
+    for change in (
+        lambda module: module.qkv.weight.data.mul_(2),  # does not change the version of the tensor
+        lambda module: setattr(module.qkv, "weight", nn.Parameter(module.qkv.weight.detach().flip(1))),
+        lambda module: module.load_state_dict({k: 2 * v for k, v in state.items()}, assign=True),
+        lambda module: module.double(),
+    ):
+        change(attention)
+        change(original)
+        like = x.to(attention.qkv.weight.dtype)
+        with torch.inference_mode(), calls_counted(attention) as calls:
+            torch.testing.assert_close(attention(like), original(like))
+        assert calls
+    other = {key: 2 * value for key, value in attention.state_dict().items()}
+    with torch.no_grad():
+        torch.testing.assert_close(*(torch.func.functional_call(each, other, like) for each in (attention, original)))

@@ -1,0 +1,180 @@
+"""Dry runs of an insertion: counts equal measurements, and proposals can be executed."""
+
+from functools import cache, partial
+
+import pytest
+import timm
+import torch
+import torchvision
+from small_networks import assert_same, copied
+from torch import nn
+
+import vision_attn as va
+import vision_attn.networks.models
+from vision_attn.attention import dispatch
+from vision_attn.attention.blocks import AttentionBlock2d, use_impl
+from vision_attn.networks.insertion.costs import count_saved_bytes
+
+
+@cache
+def look(name, size=None, **options):
+    """Return the report of a dry run, which is cached for several tests."""
+    example = {} if size is None else {"example_input": (1, 3, size, size)}
+    return va.insert_(timm.create_model(name), dry_run=True, **example, **options)
+
+
+def bytes_really_saved(block, x, impl):
+    """Return the bytes that autograd saves in a forward pass on the CPU, without parameters and buffers."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
+    storages = {}
+
+    def hold(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+        return tensor
+
+    with use_impl(block, impl), torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        block(x)
+    return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in own)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pattern": va.Window(5)},  # This window needs padding.
+        {"pattern": va.Neighborhood(3)},
+        {"kv_stride": 2},
+        {"position": va.RelPosDecomposed(feat_size=(12, 12))},
+        {"position": va.RelPosTable(feat_size=(12, 12)), "attn_drop": 0.1},
+    ],
+    ids=str,
+)
+def test_counted_bytes_equal_those_that_autograd_saves(options, monkeypatch):
+    """Compare the counts with a GPU's, which adds relative positions to queries and keys; a CPU computes chunks."""
+    monkeypatch.setattr(dispatch, "can_chunk", lambda q: False)
+    for dtype in (torch.float32, torch.bfloat16):
+        block = AttentionBlock2d(32, 4, dtype=dtype, **options)
+        x = torch.randn(2, 32, 12, 12, dtype=dtype, requires_grad=True)
+        for impl, counted_as in (("bmm", "bmm"), ("einsum", "bmm"), ("einx", "bmm"), ("sdpa", "sdpa")):
+            with use_impl(block, counted_as):
+                counted = count_saved_bytes(block, tuple(x.shape), dtype)
+            assert counted == pytest.approx(bytes_really_saved(block, x, impl), rel=0.02), impl
+
+
+def test_buffers_saved_by_autograd_are_not_counted():
+    # Autograd saves only the input.
+    assert count_saved_bytes(nn.BatchNorm2d(512).eval(), (2, 512, 1, 1)) == 2 * 512 * 4
+
+
+def test_the_network_itself_is_counted():
+    model, products = timm.create_model("resnet20").eval(), []
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            module.register_forward_hook(
+                lambda module, args, out: products.append(out.numel() * module.weight[0].numel())
+            )
+    found = look("resnet20")
+    with torch.no_grad():
+        model(torch.zeros(1, 3, 32, 32))
+    assert found.model_cost == (sum(p.numel() for p in model.parameters()), sum(products))
+    assert [block.site.partition(".")[0] for block in found.blocks] == ["layer1", "layer2", "layer3"]
+
+
+class Gradients(nn.Module):
+    """A network that computes gradients in its forward pass, and attention with values of another width."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(inplace=True))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = self.stem(x)
+            (gradient,) = torch.autograd.grad(y.sum(), x)
+        q = (y.mean() * gradient).detach().flatten(2).mT
+        return nn.functional.scaled_dot_product_attention(q, q, q[..., :2])
+
+
+def test_fused_kernels_and_several_images_are_counted():
+    timms = timm.create_model("vit_tiny_patch16_224", depth=1)
+    torchs = torchvision.models.VisionTransformer(224, 16, 1, 4, 192, 768)
+    # MACs of the patch embedding, of a block (12c² per token and 2c per pair of tokens), and of the head.
+    expected = 196 * 768 * 192 + 197 * 12 * 192**2 + 2 * 192 * 197**2 + 192 * 1000
+    for model, images in ((timms, 1), (torchs, 2)):
+        report = va.insert_(model, dry_run=True, example_input=(images, 3, 224, 224))
+        assert report.model_cost.macs == expected
+    # MACs of a convolution and its gradient, and of the products of queries, keys and values.
+    cost = va.insert_(Gradients(), names="stem.0", example_input=(2, 3, 4, 4)).model_cost
+    assert cost == (3 * 8 + 8, 2 * 16 * 3 * 8 + 16**2 * (3 + 2))
+
+
+def test_the_image_has_the_input_shape_of_the_network():
+    gray_model = timm.create_model("resnet18", in_chans=1)
+    assert va.insert_(gray_model, dry_run=True).blocks[0].input_shape == (1, 1, 224, 224)
+
+
+def test_small_and_large_feature_maps_raise_warnings():
+    (small,) = look("resnet18", 32).warnings
+    assert small.startswith("attention has little effect on small feature maps: 'layer3.1' (2×2), 'layer4.1' (1×1). ")
+    (large,) = look("resnet18").warnings
+    assert large.startswith("full attention at 'act1' (112×112) compares")
+    assert f"warning: {large}" in str(look("resnet18")).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "expected"),
+    [
+        # The last feature map is too small, and the stem has a suitable size but no parameters.
+        ("resnet18", 64, ["stages=[1, 2]"]),
+        ("resnet18", 16, []),
+        ("resnet18", 224, ["stages=[3, 4]", "stages=[1], pattern=va.Window(7)"]),
+        # The network ignores the tokens after the last block.
+        ("vit_tiny_patch16_224", None, ["stages=[9, 10]"]),
+    ],
+)
+def test_proposals_can_be_executed(name, size, expected):
+    found = look(name, size).proposals
+    assert [call.partition(": ")[0] for call in found] == [f"va.insert_(model, {sites})" for sites in expected]
+    for call in found:
+        model = timm.create_model(name)
+        example = "" if size is None else f", example_input=(1, 3, {size}, {size})"
+        code = call.partition(": ")[0].removesuffix(")") + f"{example})"
+        assert eval(code, {"va": va, "model": model}).verb == "inserted"
+
+
+def test_a_dry_run_changes_nothing_and_its_costs_are_those_of_the_insertion():
+    model = timm.create_model("resnet20")
+    modules, state = dict(model.named_modules()), copied(model)
+    dry = va.insert_(model, stages=[0, -1], num_heads=4, dry_run=True)
+    replaced = va.replace_(model, names="layer3.*.conv2", num_heads=4, dry_run=True)
+    assert dict(model.named_modules()) == modules
+    assert_same(model.state_dict(), state)
+    assert not dry.proposals
+    assert all(block.saved_bytes for block in (*dry.blocks, *replaced.blocks))
+    report = va.insert_(model, stages=[0, -1], num_heads=4)
+    assert (report.parameters, report.macs, report.model_cost) == (dry.parameters, dry.macs, dry.model_cost)
+    va.remove_(model)
+    assert va.replace_(model, names="layer3.*.conv2", num_heads=4).macs == replaced.macs
+
+
+def test_stages_with_a_block_are_not_proposed():
+    model = timm.create_model("resnet20")
+    va.insert_(model, stages=-1)
+    report = va.insert_(model, dry_run=True)
+    assert len(report.blocks) == 3
+    assert [call.partition(":")[0] for call in report.proposals] == ["va.insert_(model, stages=[0, 1])"]
+
+
+def test_stages_counted_from_the_end_have_an_effect():
+    # The head of a ViT reads only the class token of the last block.
+    make = partial(timm.create_model, "vit_tiny_patch16_224", depth=3, img_size=64)
+    for stages, sites in (
+        (-1, ["blocks.1"]),
+        ([-2, -1], ["blocks.0", "blocks.1"]),
+        ([0, -1], ["blocks.0", "blocks.1"]),
+    ):
+        assert [block.site for block in va.insert_(make(), stages=stages, num_heads=3).blocks] == sites
+    for selected in ({"names": "blocks.2"}, {"stages": 2}):
+        with pytest.warns(UserWarning, match="does not depend on the feature map at 'blocks.2'"):
+            va.insert_(make(), num_heads=3, **selected)

@@ -1,0 +1,350 @@
+"""Insertion and removal: the output stays the same until training, and removal restores every object."""
+
+import copy
+import functools
+import re
+import warnings
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+import torchvision
+from reach import anatomy, as_after_training
+from small_networks import convolutions
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.overrides import TorchFunctionMode
+
+import vision_attn as va
+import vision_attn.networks.models
+from vision_attn.networks.insertion import CHILD, attach_records_, inserted_keys
+from vision_attn.networks.selection import glob_matches
+
+#: The network is built once, because a failed insertion does not change it.
+resnet18 = functools.cache(torchvision.models.resnet18)
+MAKERS = {"AttentionBlock2d": va.AttentionBlock2d}
+SMALL = {"num_heads": 2, "example_input": (1, 3, 8, 8)}
+
+
+def convolution(channels=16):
+    return nn.Sequential(nn.Conv2d(3, channels, 1))
+
+
+@pytest.mark.parametrize(("name", "size"), [("resnet18", 64), ("resnet14t", 64), ("resnet20", 32)])
+@pytest.mark.filterwarnings("ignore:attention has little effect")
+def test_insertion_preserves_outputs_and_keys_and_is_reversible(name, size):
+    torch.manual_seed(0)
+    model, x = timm.create_model(name).eval(), torch.randn(2, 3, size, size)
+    as_after_training(model)
+    before, expected = anatomy(model), model(x)
+    chosen = ("layer1", "layer2.0", "layer3")
+    report = va.insert_(model, where=lambda name, module: name in chosen, example_input=tuple(x.shape))
+    assert torch.equal(model(x), expected)
+    new = {key for key in model.state_dict() if f".{CHILD}." in key}
+    assert [key for key, *_ in before[1]] == [key for key in model.state_dict() if key not in new]
+    assert new == inserted_keys(model)
+    assert len(new) == 7 * len(report.blocks) == 21
+    assert report.parameters == sum(p.numel() for x in va.inserted_blocks(model).values() for p in x.parameters())
+    assert va.remove_(model).blocks == report.blocks
+    assert anatomy(model) == before
+    assert torch.equal(model(x), expected)
+
+
+def test_the_report_is_a_table_with_the_cost_of_each_block():
+    with torch.device("meta"):
+        report = va.insert_(timm.create_model("resnet50"), stages=[-2, -1])
+    assert report.model_cost == (25_557_032, 4_089_184_256)
+    assert "\ntotal +24.7 % parameters, +16.1 % MACs\n" in str(report)
+    report = va.insert_(copy.deepcopy(resnet18()), stages=[2, -1], num_heads=4)
+    small, large = report.blocks
+    assert (small.site, small.channels, small.map_size, small.tokens) == ("layer2.1", 128, (28, 28), 784)
+    # The attention has 4c² + 4c parameters, the norm 2c and the gate c.
+    assert small.parameters == 4 * 128**2 + 7 * 128
+    # The projections take 4c² MACs per token, and the two products of attention 2c per pair of tokens.
+    assert small.macs == 4 * 128**2 * 784 + 2 * 128 * 784**2
+    lines = str(report).splitlines()
+    assert lines[2].split() == ["layer2.1", "AttentionBlock2d", "128", "28×28", "784", "66,432", "208,732,160"]
+    assert lines[4].split() == ["total", f"{report.parameters:,}", f"{report.macs:,}"]
+    assert large.tokens == 49
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({}, True),
+        pytest.param({"block": va.TransformerBlock2d, "mlp_ratio": 1}, True, marks=pytest.mark.slow),
+        ({"kv_stride": 4}, False),
+        ({"pattern": va.Window(8)}, False),
+    ],
+)
+def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warned):
+    side = 68
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.AvgPool2d(2))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        report = va.insert_(model, names=["0", "1", "2"], num_heads=2, example_input=(1, 3, side, side), **options)
+    macs = sum(block.macs for block in report.blocks[:2]) / 1e9
+    cost = f"{side**2:,} tokens and costs {macs:,.1f} GMACs. "
+    where = f"full attention at '0' ({side}×{side}), '1' ({side}×{side}) compares up to {cost}"
+    assert [str(x.message) for x in caught] == list(report.warnings)
+    assert "warning" not in str(report)  # Warnings are issued separately.
+    assert [x.startswith(where) and "va.Window(7)" in x for x in report.warnings] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("channels", "options", "expected"),
+    [
+        (2048, {}, (8, 64, 64)),
+        (768, {"num_heads": 12}, (12, 40, 40)),  # Rotary positions and kernels prefer a multiple of 8.
+        (1024, {"num_heads": 128}, (128, 4, 4)),
+        (1024, {"key_dim": 32}, (8, 32, 64)),
+        (1024, {"value_dim": 128, "num_heads": 2}, (2, 256, 128)),
+        (1030, {"key_dim": None, "value_dim": None}, (5, 206, 206)),
+        (512, {}, (8, 64, 64)),
+        (640, {"block": va.TransformerBlock2d}, (8, 80, 80)),  # A custom block has other defaults.
+    ],
+)
+def test_a_default_block_has_at_most_512_attention_channels(channels, options, expected):
+    model, block = convolution(channels), options.get("block", va.AttentionBlock2d)
+    (record,) = va.insert_(model, names="0", example_input=(1, 3, 4, 4), **options).blocks
+    attention = va.inserted_blocks(model)["0"].attn
+    assert (attention.num_heads, attention.key_dim, attention.value_dim) == expected
+    # A block is rebuilt with the widths in its record; without them, it attends in all channels.
+    va.remove_(model)
+    for old, key_dim in ((record, expected[1]), (replace(record, options={"num_heads": 2}), channels // 2)):
+        attach_records_(model, [old], {record.block: block})
+        assert va.inserted_blocks(model)["0"].attn.key_dim == key_dim
+        va.remove_(model)
+
+
+def test_the_dry_run_does_not_change_modes_and_statistics():
+    model = copy.deepcopy(resnet18()).train()
+    model.layer1.eval()
+    before = anatomy(model)
+    va.insert_(model, stages=-1, example_input=(1, 3, 128, 128))
+    assert va.inserted_blocks(model)["layer4.1"].training
+    va.remove_(model)
+    assert anatomy(model) == before
+
+
+@pytest.mark.parametrize(
+    ("names", "sites"),
+    [
+        ("layer3", ["layer3.2"]),
+        ("layer[12].0.bn?", ["layer1.0.bn1", "layer1.0.bn2", "layer2.0.bn1", "layer2.0.bn2"]),
+        ("**.2.conv2", ["layer1.2.conv2", "layer2.2.conv2", "layer3.2.conv2"]),
+        (["layer1", "layer1.2"], ["layer1.2"]),
+        (re.compile(r"layer[13]\.2"), ["layer1.2", "layer3.2"]),
+    ],
+)
+def test_names_are_globs_on_module_paths(names, sites):
+    assert [block.site for block in va.insert_(timm.create_model("resnet20"), names=names).blocks] == sites
+
+
+def test_a_glob_of_many_parts_is_matched_in_few_steps():
+    """Match a glob from a file in linear time; with backtracking it would take years."""
+    path = ".".join(map(str, range(40)))
+    globs = {"**." * 200 + "39": True, "**." * 200 + "40": False, "**.3?.**.39.**": True, "39.**": False}
+    assert {glob: glob_matches(glob, path) for glob in globs} == globs
+
+
+def five_channels(channels, device, dtype):
+    return nn.Conv2d(channels, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 9}, "no stage 9. The stages are 0 'relu', 1 'layer1'"),
+        ({"names": re.compile("layr")}, "names: no module matches 'layr'. Top-level modules: conv1, bn1"),
+        ({"where": lambda name, module: False}, "where"),
+        ({"names": "unused"}, "'unused' is not called"),
+        ({"names": "unused", "at": "branch"}, "'unused' is not called"),
+        ({"names": "fc"}, r"'fc' returns \(1, 1000\)"),
+        ({"names": "fc", "at": "before"}, r"'fc' receives \(1, 512\)"),
+        ({"names": "layer1.0.bn1", "at": "branch"}, "'layer1.0.bn1' has no residual branch"),
+        ({"stages": 1, "at": "beside"}, "at must be .* 'after', 'before', 'branch'"),
+        ({"names": ["layer1", "layer2"], "num_heads": 128}, r"'layer1\.1' cannot be built for 64 channels: num_heads"),
+        ({"block": five_channels, "stages": 1}, r"\(1, 64, 16, 16\) at 'layer1.1'; Conv2d returns \(1, 5, 16, 16\)"),
+        ({"stages": 1, "block": lambda channels, **_: None}, "block"),
+        ({"stages": 1, "names": "fc"}, "exactly one of stages, names and where, got stages and names"),
+        ({}, "exactly one of stages, names and where, got none"),
+        ({"names": []}, "names"),
+        ({"names": 5}, "names"),
+        ({"stages": 1, "example_input": (3, 32, 32)}, "example_input"),
+        ({"stages": 1, "example_input": 64}, "example_input must be .* got 64"),
+        ({"stages": 1, "example_input": (1, 3, 0, 32)}, r"example_input must be .*\(1, 3, 0, 32\)"),
+    ],
+)
+def test_an_error_names_its_cause_and_does_not_change_the_model(options, message):
+    model = copy.deepcopy(resnet18())
+    model.unused = nn.Conv2d(3, 3, 1)
+    before = anatomy(model)
+    with pytest.raises(ValueError, match=message):
+        va.insert_(model, **{"example_input": (1, 3, 64, 64), **options})
+    assert anatomy(model) == before
+    wrapped = type("DistributedDataParallel", (nn.Sequential,), {})(model)
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        va.insert_(wrapped, stages=1)
+
+
+def test_insertion_does_not_change_random_numbers_of_the_network():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1))
+    model[0].register_forward_pre_hook(lambda module, args: args[0] + torch.randn_like(args[0]))
+    state = torch.random.get_rng_state()
+    va.stage_names(model, (1, 3, 8, 8))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert len(va.insert_(model, names="0", **SMALL).blocks) == 1
+
+
+def test_the_layout_with_equal_channels_and_rows_is_inferred():
+    with torch.device("meta"):
+        (block,) = va.insert_(convolution(), names="0", example_input=(1, 3, 16, 16)).blocks
+        assert (block.channels, block.layout) == (16, "b c h w")
+        # 96 channels on 96×96 positions are ambiguous; the other feature maps of the network decide.
+        swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=384)
+        (block,) = va.insert_(swin, names="layers.0", example_input=(1, 3, 384, 384), pattern="rows").blocks
+    assert (block.channels, block.map_size, block.layout) == (96, (96, 96), "b h w c")
+
+
+def test_a_model_that_ran_compiled_runs_its_new_blocks():
+    model, x = convolutions(3, 8, 8), torch.randn(2, 3, 12, 16)
+    compiled = torch.compile(model, backend="eager")
+    expected = compiled(x)
+    va.insert_(compiled, names="2", num_heads=2, gate_init=1.0, example_input=x)
+    assert not torch.equal(compiled(x), expected)
+    va.remove_(compiled)
+    assert torch.equal(compiled(x), expected)
+
+
+def test_an_attribute_named_inserted_is_kept():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Identity())
+    model[1].inserted, model[1].other = 5, nn.ReLU()
+    va.insert_(model, names="1", **SMALL)
+    assert model[1].inserted == 5
+    va.remove_(model)
+    assert not model.state_dict().keys() - {"0.weight", "0.bias"}
+    model[1].other.inserted_1 = 5  # Now the module inside has an attribute of this name, too.
+    with pytest.raises(va.errors.SiteError, match="'1' cannot have a child 'inserted'"):
+        va.insert_(model, names="1", **SMALL)
+
+
+def test_blocks_are_attached_from_records_without_a_forward_pass():
+    model, other = (timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2).eval() for _ in range(2))
+    report = va.insert_(model, stages=[0], num_heads=4, gate_init=0.5, example_input=(1, 3, 64, 64))
+    other.forward = None  # never called
+    assert attach_records_(other, report.blocks, MAKERS) == report.blocks
+    del other.forward
+    other.load_state_dict(model.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(other(images), model(images), rtol=0, atol=0)
+    with pytest.raises(va.errors.SiteError, match="already"):
+        attach_records_(other, report.blocks, MAKERS)
+
+
+@pytest.mark.parametrize("wrong", [{"site": "7"}, {"block_path": "missing.inserted"}, {"at": "instead of"}])
+def test_invalid_records_do_not_change_the_model(wrong):
+    model = convolution()
+    record = va.insert_(copy.deepcopy(model), names="0", **SMALL).blocks[0]
+    before = anatomy(model)
+    with pytest.raises(va.errors.SiteError):
+        attach_records_(model, [record, replace(record, **wrong)], MAKERS)
+    assert anatomy(model) == before
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+
+
+def hooked():
+    model = plain()
+    model[0].register_forward_hook(lambda module, args, y: 2 * y)
+    model[2].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    model[2].register_forward_hook(lambda module, args, kwargs, y: y - 1, with_kwargs=True, always_call=True)
+    return model
+
+
+KINDS = {
+    "hooks": hooked,
+    "shared module": lambda: nn.Sequential(*(model := plain()), model[2]),
+    "spectral norm": lambda: nn.Sequential(*(model := plain())[:2], parametrizations.spectral_norm(model[2])),
+    "pruned": lambda: nn.Sequential(*(model := plain())[:2], prune.random_unstructured(model[2], "weight", 0.5)),
+    "dropout": lambda: nn.Sequential(*plain(), nn.Dropout2d(0.5), nn.BatchNorm2d(8, momentum=None)),
+    "traced by fx": lambda: torch.fx.symbolic_trace(plain()),
+}
+CHANGES = {
+    "insert_": lambda model: va.insert_(model, names=["0", "2"], **SMALL),
+    "insert_ before": lambda model: va.insert_(model, names="2", at="before", **SMALL),
+    "replace_": lambda model: va.replace_(model, names="2", **SMALL),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_inserted_into_and_removed_from_many_networks(kind, change):
+    model, x = KINDS[kind]().eval(), torch.randn(1, 3, 8, 8)
+    before, expected = anatomy(model), model(x)
+    CHANGES[change](model)
+    assert torch.equal(model(x), expected) == (change != "replace_")
+    model(x).square().sum().backward()
+    assert any(p.grad is not None for block in va.inserted_blocks(model).values() for p in block.parameters())
+    va.remove_(model)
+    assert anatomy(model) == before
+    assert torch.equal(model(x), expected)
+
+
+class Failing(TorchFunctionMode):
+    """Make one call of a torch function fail, by its number."""
+
+    def __init__(self, number=None):
+        super().__init__()
+        self.number, self.count = number, 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch._C._set_grad_enabled:  # Contexts call it when they exit.
+            self.count += 1
+            if self.count == self.number:
+                raise FloatingPointError(f"call {self.number}")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_failure_at_any_step_does_not_change_the_network(change):
+    with Failing() as counting:
+        CHANGES[change](hooked())
+    model = hooked()
+    before = anatomy(model)
+    for number in range(1, counting.count, max(1, counting.count // 15)):
+        try:
+            with Failing(number):
+                CHANGES[change](model)
+            va.remove_(model)  # The failed call was not necessary.
+        except (FloatingPointError, ValueError, RuntimeError):
+            pass
+        assert anatomy(model) == before
+        assert torch.is_grad_enabled()
+
+
+class Minding(nn.Module):
+    """A convolution whose output depends on a count of the module's children or parameters."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.conv, self.count = nn.Conv2d(3, 8, 3, padding=1), count
+
+    def forward(self, x):
+        return self.conv(x) / len([*self.count(self)])
+
+
+def test_a_module_that_counts_its_children_has_a_nested_block_or_is_rejected():
+    model, x = nn.Sequential(Minding(nn.Module.children)), torch.randn(2, 3, 8, 8)
+    before = model(x)
+    va.insert_(model, names="0", **SMALL)
+    assert torch.equal(model(x), before)
+    assert list(model[0].conv._modules) == [f"{CHILD}_0"]
+    model = nn.Sequential(Minding(nn.Module.parameters))
+    before = anatomy(model)
+    with pytest.raises(va.errors.SiteError, match="'0' cannot have a block as its child"):
+        va.insert_(model, names="0", **SMALL)
+    assert anatomy(model) == before

@@ -1,0 +1,140 @@
+"""Attention in place of modules of a backbone: shapes, state-dict keys, and restoring the modules."""
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import timm
+import torch
+import torchvision
+from reach import as_after_training
+from small_networks import assert_same
+from torch import nn
+from torchvision.models.resnet import Bottleneck
+
+import vision_attn as va
+import vision_attn.networks.models
+from vision_attn.networks.insertion import inserted_keys, records, replaced_modules
+
+resnet18 = torchvision.models.resnet18
+bottlenecks = partial(torchvision.models.ResNet, Bottleneck, [1, 1, 1, 2])
+dilated = partial(bottlenecks, replace_stride_with_dilation=[False, False, True])
+
+#: Networks, their convolutions, and the channels and strides of the convolutions.
+CONVOLUTIONS = {
+    "bottlenecks, stride 2 in the first": (bottlenecks, "layer4.*.conv2", [(512, 512, 2), (512, 512, 1)]),
+    "a group for each channel": (
+        lambda: timm.create_model("convnext_atto"), "stages.3.blocks.*.conv_dw", [(320, 320, 1)] * 2
+    ),
+    "dilated": (dilated, "layer4.1.conv2", [(512, 512, 1)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+@torch.no_grad()
+def test_a_convolution_is_replaced_with_its_stride_and_channels(case):
+    make, names, shapes = CONVOLUTIONS[case]
+    torch.manual_seed(0)
+    model, x = make().eval(), torch.randn(1, 3, 96, 96)
+    before, modules, state = model(x), dict(model.named_modules()), model.state_dict()
+    report = va.replace_(model, names=names, num_heads=4, example_input=x)
+    new = va.inserted_blocks(model)
+    assert [(b.attn.channels, b.attn.out_channels, b.stride) for b in new.values()] == shapes
+    assert [b.attn.groups for b in new.values()] == [modules[site].groups for site in new]
+    assert {block.at for block in report.blocks} == {"replace"}
+    assert report.added.parameters == sum(p.numel() for p in model.parameters()) - report.model_cost.parameters
+    assert records(model) == report.blocks
+    assert replaced_modules(model) == {site: modules[site] for site in new}
+    gone = {f"{site}.{key}" for site in new for key in modules[site].state_dict()}
+    assert [key for key in model.state_dict() if key not in inserted_keys(model)] == [x for x in state if x not in gone]
+    replaced = model(x)
+    assert replaced.shape == before.shape
+    assert not torch.equal(replaced, before)
+    for copied in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))) * (case == "dilated"):
+        other = copied(model)
+        assert torch.equal(other(x), replaced)
+        va.remove_(other)
+        assert torch.equal(other(x), before)
+    assert va.remove_(model).blocks == report.blocks
+    assert dict(model.named_modules()) == modules
+    assert_same(model.state_dict(), state)
+    assert torch.equal(model(x), before)
+
+
+@torch.no_grad()
+def test_squeeze_and_excitation_becomes_a_gated_block():
+    model, x = torchvision.models.mobilenet_v3_small().eval(), torch.randn(1, 3, 96, 96)
+    as_after_training(model)
+    before = model(x)
+    assert len(va.replace_(model, names="features.[89].block.2", example_input=x).blocks) == 2
+    # The block is an identity at initialization, so the output is that of the network without squeeze and excitation.
+    without = model(x)
+    assert not torch.equal(without, before)
+    for site, block in va.inserted_blocks(model).items():
+        assert type(block) is va.AttentionBlock2d
+        model.set_submodule(site, nn.Identity())
+    torch.testing.assert_close(without, model(x))
+
+
+def test_restored_modules_have_the_dtype_and_mode_of_the_model():
+    model, x = timm.create_model("resnet20"), torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    norm = model.layer3[1].bn2.eval()  # A norm that is frozen by its mode keeps the mode.
+
+    def convolution(channels, stride, out_channels, device, dtype):
+        return nn.Conv2d(channels, out_channels, 1, stride)
+
+    va.replace_(model, convolution, names="layer3.2.conv2")
+    va.replace_(model, lambda channels, device, dtype: nn.Identity(), names="layer3.1")
+    va.remove_(model.double())
+    assert model.layer3[2].conv2.weight.dtype == torch.float64
+    assert model.layer3[2].conv2.training
+    assert not norm.training
+    va.replace_(model, names="layer3.2.conv2")
+    va.remove_(model.eval())
+    assert not model.layer3[2].conv2.training
+    assert model(x).dtype == torch.float64
+
+
+def test_blocks_are_inserted_after_replaced_modules():
+    torch.manual_seed(0)
+    model, x = timm.create_model("resnet20").eval(), torch.randn(1, 3, 32, 32)
+    plain = model(x)
+    va.replace_(model, names="layer3.2.conv2")
+    before = model(x)
+    va.insert_(model, names="layer3")
+    assert torch.equal(model(x), before)
+    with pytest.raises(
+        va.errors.SiteError, match=r"'layer3.2.conv2' cannot be replaced: it is or contains an inserted block"
+    ):
+        va.replace_(model, names="layer3.2.conv?")
+    assert sorted(va.inserted_blocks(model)) == ["layer3.2", "layer3.2.conv2"]
+    assert len(va.remove_(model).blocks) == 2
+    assert torch.equal(model(x), plain)
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "message"),
+    [
+        (resnet18, "layer2", r"Sequential returns \(1, 128, 28, 28\)"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a feature map"),
+        (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' cannot be replaced: .* another selected module"),
+        (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # The feature map is in a list.
+    ],
+)
+def test_unsupported_replacements_are_rejected_by_name_without_changes(make, names, message):
+    with torch.device("meta"):
+        model = make()
+    modules = dict(model.named_modules())
+    with pytest.raises(ValueError, match=message):
+        va.replace_(model, names=names, num_heads=1)
+    assert dict(model.named_modules()) == modules
+
+
+def test_replaced_modules_are_unfrozen_with_the_model():
+    model = resnet18()
+    va.freeze_backbone_(model, also_train="fc.*")
+    va.replace_(model, names="layer3.1.conv2", example_input=(1, 3, 64, 64))
+    va.unfreeze_backbone_(model)
+    va.remove_(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -1,0 +1,386 @@
+"""Sites: feature maps in any layout and container; before, after and inside modules; in any state of a model."""
+
+import collections
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from reach import tensors
+from small_networks import convolutions
+from timm.models.mlp_mixer import MlpMixer
+from torch import nn
+from torchvision.models import DenseNet, detection, get_model, resnet18
+
+import vision_attn as va
+import vision_attn.networks.models
+from vision_attn.networks.insertion import inserted_keys, records
+
+Pair = collections.namedtuple("Pair", ["skip", "features"])
+
+
+def tiny_vit(**options):
+    return timm.create_model("vit_tiny_patch16_224", **{"depth": 2, "img_size": 96, **options}).eval()
+
+
+def train_(model):
+    """Set random weights, so that the blocks change the output."""
+    for block in va.inserted_blocks(model).values():
+        nn.init.normal_(block.attn.proj.weight, std=0.1)
+
+
+def tokens(y, prefix=0):
+    return torch.cat([y.new_zeros(len(y), prefix, 8), y.flatten(2).transpose(1, 2)], 1)
+
+
+#: A container or layout, and the position and layout of the feature map in it.
+FORMS = {
+    "tuple": (lambda y: (y, None), 0, "b c h w"),
+    "list": (lambda y: [3, y], 1, "b c h w"),
+    "namedtuple": (lambda y: Pair(None, y), 1, "b c h w"),
+    "dictionary": (lambda y: {"scale": torch.ones(3), "map": y}, "map", "b c h w"),
+    "channels last": (lambda y: y.permute(0, 2, 3, 1), None, "b h w c"),
+    "tokens": (tokens, None, "b (h w) c"),
+    "tokens after two others": (lambda y: tokens(y, 2), None, "b (2 + h w) c"),
+}
+
+
+class Give(nn.Module):
+    """Return a feature map in a container or layout."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.conv, self.form = nn.Conv2d(3, 8, 1), FORMS[form][0]
+
+    def forward(self, x):
+        return self.form(self.conv(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_feature_map_is_found_in_any_container_and_other_items_are_kept(form):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Give(form)), torch.randn(2, 3, 6, 10)
+    before = model(x)
+    # With attention along rows, rows and columns are not interchangeable.
+    options = {"gate_init": 1.0, "num_heads": 2, "pattern": "rows"}
+    (block,) = va.insert_(model, names="0", example_input=(2, 3, 6, 10), **options).blocks
+    assert (block.element, block.layout) == FORMS[form][1:]
+    assert (block.channels, block.map_size) == (8, (6, 10))
+    after = model(x)
+    assert type(after) is type(before)
+    if form == "tokens":
+        with pytest.raises(ValueError, match=r"'0' expects a grid of 6×10 tokens, got 36 tokens"):
+            model(torch.randn(1, 3, 6, 6))
+    expected = tensors(model[0].form(va.inserted_blocks(model)["0"](model[0].conv(x))))
+    for new, wanted in zip(tensors(after), expected, strict=True):
+        torch.testing.assert_close(new, wanted)
+    assert not all(map(torch.equal, tensors(before), tensors(after)))
+    va.remove_(model)
+    assert all(map(torch.equal, tensors(before), tensors(model(x))))
+
+
+@pytest.mark.filterwarnings("ignore:attention has little effect", "ignore:the output of the network")
+@pytest.mark.parametrize(
+    ("name", "options", "layout"),
+    [
+        ("swin_tiny_patch4_window7_224", {"embed_dim": 24, "depths": (1, 1, 2, 1), "img_size": 96}, "b h w c"),
+        ("vit_tiny_patch16_224", {"depth": 2, "img_size": 96}, "b (1 + h w) c"),
+        ("deit_tiny_distilled_patch16_224", {"depth": 2, "img_size": 96}, "b (2 + h w) c"),
+        ("cait_xxs24_224", {"depth": 2, "img_size": 96}, "b (h w) c"),  # The class token is added later.
+        ("densenet121", {"growth_rate": 8, "block_config": (2, 2, 2, 2)}, "b c h w"),
+    ],
+)
+@torch.no_grad()
+def test_layouts_and_modules_that_iterate_over_children(name, options, layout):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5, **options).eval()
+    for head in (module for module in model.modules() if isinstance(module, nn.Linear)):
+        nn.init.normal_(head.weight, std=0.1)  # Some heads are initialized to zero.
+    x = torch.randn(2, 3, *[64 if "b c h w" in layout else 96] * 2)
+    keys, before = list(model.state_dict()), model(x)
+    va.insert_(model, names=va.stage_names(model, x)[-2:], num_heads=3 if "tiny" in name else 4, example_input=x)
+    assert [record.layout for record in records(model)] == [layout] * 2
+    assert torch.equal(model(x), before)
+    assert [key for key in model.state_dict() if key not in inserted_keys(model)] == keys
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        train_(other)
+        assert not torch.equal(other(x), before)
+        assert torch.equal(model(x), before)
+        va.remove_(other)
+        assert torch.equal(other(x), before)
+        assert list(other.state_dict()) == keys
+
+
+def test_a_block_after_a_dense_block_is_nested():
+    model, x = DenseNet(8, (2, 2), 16).eval(), torch.randn(1, 3, 64, 64)
+    before = model(x)
+    va.insert_(model, names="features.denseblock?", num_heads=4, example_input=x)
+    assert list(model.features.denseblock1._modules) == ["denselayer1", "denselayer2"]
+    assert {key.rpartition(".gate")[0] for key in inserted_keys(model) if key.endswith(".gate")} == {
+        f"features.denseblock{i}.denselayer1.inserted_features_denseblock{i}" for i in (1, 2)
+    }
+    assert torch.equal(model(x), before)
+    # A copy of a part contains the block.
+    part, y = copy.deepcopy(model.features.denseblock1), torch.randn(1, 16, 8, 8)
+    assert torch.equal(part(y), model.features.denseblock1(y))
+    assert any(".gate" in key for key, _ in part.named_parameters())
+
+
+def test_a_module_that_has_two_names_is_one_site():
+    model = timm.create_model("resnet20")
+    model.alias = model.layer3[2]
+    assert len(va.insert_(model, names=["alias", "layer3"]).blocks) == 1
+
+
+def test_before_applies_the_block_to_the_input():
+    model = resnet18()
+    (block,) = va.insert_(model, names="layer3", at="before", example_input=(2, 3, 64, 64)).blocks
+    assert (block.site, block.at, block.channels, block.map_size) == ("layer3.0", "before", 128, (8, 8))
+
+
+def test_before_a_module_with_keyword_arguments():
+    model, x = nn.Sequential(), torch.randn(1, 3, 6, 8)
+    model.conv, model.inner = nn.Conv2d(3, 8, 1), nn.Identity()
+    model.inner.forward = lambda scale, *, features: scale * features
+    model.forward = lambda x: model.inner(2.0, features=model.conv(x))
+    before = model(x)
+    (block,) = va.insert_(model, names="inner", at="before", gate_init=1.0, num_heads=2, example_input=x).blocks
+    assert block.element == "features"
+    assert torch.equal(model(x), 2 * va.inserted_blocks(model)["inner"](model.conv(x)))
+    va.remove_(model)
+    assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize(
+    ("make", "site", "end"),
+    [
+        (lambda: timm.create_model("convnext_atto"), "stages.1.blocks.1", "drop_path"),
+        (lambda: timm.create_model("resnetv2_18"), "stages.1.blocks.1", "drop_path"),  # pre-activation
+        (lambda: timm.create_model("resnet20_a"), "layer2.0", "bn2"),  # padded shortcut
+        (lambda: tiny_vit(depth=3, img_size=64), "blocks.1", "drop_path2"),
+    ],
+)
+def test_branch_inserts_before_the_residual_addition(make, site, end):
+    heads = 3 if site == "blocks.1" else 4
+    (block,) = va.insert_(make(), names=site, at="branch", num_heads=heads, example_input=(1, 3, 64, 64)).blocks
+    assert (block.site, block.at) == (f"{site}.{end}", "after")
+
+
+def test_stages_are_those_declared_by_a_network_or_a_part_of_it():
+    stages = [f"stages.{index}" for index in range(4)]
+    with torch.device("meta"):
+        assert va.stage_names(timm.create_model("pvt_v2_b0")) == stages  # with pooled keys inside of the first
+        part = nn.Sequential(timm.create_model("convnext_atto"), nn.Identity())
+    assert va.stage_names(part) == [f"0.{name}" for name in stages]
+
+
+def diffusers_encoder(name):
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    return getattr(pytest.importorskip("diffusers"), name)(block_out_channels=(32, 32), **kinds)
+
+
+def of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(**{"num_hidden_layers": 2} if name == "ViT" else {})
+    return getattr(transformers, f"{name}ForImageClassification")(config)
+
+
+def paths(form, *indices):
+    return [form.format(index) for index in indices]
+
+
+#: A network, two sizes of its images, the smaller one pooled to one position before the head, and its stages for both.
+TRUNKS = {
+    "maxvit_t": (get_model, 224, 224, ["stem", *paths("blocks.{}", *range(4))]),
+    "vit_b_16": (get_model, 224, 224, paths("encoder.layers.encoder_layer_{}", *range(12))),
+    "vgg11": (get_model, 32, 64, paths("features.{}", 1, 4, 9, 14, 19, 20)),
+    "mobilenet_v2": (get_model, 32, 64, paths("features.{}", 1, 3, 6, 13, 18)),
+    "convnext_tiny": (get_model, 32, 64, paths("features.{}", 1, 3, 5, 7)),
+    "swin_t": (get_model, 32, 64, paths("features.{}", 1, 3, 5, 7)),
+    "shufflenet_v2_x0_5": (get_model, 32, 64, ["conv1", "maxpool", "stage2", "stage3", "conv5"]),
+    "mnasnet0_5": (get_model, 32, 64, paths("layers.{}", 7, 8, 9, 11, 16)),
+    "r2plus1d_18": (get_model, (4, 16, 16), (4, 32, 32), paths("layer{}", 1, 2, 3, 4)),
+    "swin3d_t": (get_model, (2, 32, 32), (4, 64, 64), paths("features.{}", 0, 2, 4, 6)),
+    "mvit_v2_s": (get_model, (16, 224, 224), (16, 224, 224), paths("blocks.{}", *range(16))),
+    "VQModel": (diffusers_encoder, 8, 32, [*paths("encoder.down_blocks.{}", 0, 1), "encoder.mid_block"]),
+    "ConvNext": (of_transformers, 32, 224, paths("convnext.encoder.stages.{}", *range(4))),
+    "Segformer": (of_transformers, 32, 224, paths("segformer.stages.{}", *range(4))),
+    "ViT": (of_transformers, 224, 224, paths("vit.layers.{}", 0, 1)),
+}
+if timm.is_model("gemma4_vit_167m"):  # The metadata of this model contains no modules.
+    TRUNKS["gemma4_vit_167m"] = timm.create_model, 128, 128, paths("encoder.blocks.{}", *range(16))
+
+
+@pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", TRUNKS)
+def test_inferred_stages_match_the_table_for_all_sizes(name, size):
+    make, *sizes, stages = TRUNKS[name]
+    side = sizes[size == "large"]
+    with torch.device("meta"):
+        model = make(name)
+    assert va.stage_names(model, (1, 3, *(side if isinstance(side, tuple) else (side, side)))) == stages
+
+
+def monai_unet():
+    return pytest.importorskip("monai.networks.nets").UNet(2, 3, 2, (8, 16, 32), (2, 2), num_res_units=1)
+
+
+UP = (nn.Conv2d(3, 8, 1, 2), nn.Conv2d(8, 8, 1, 2), nn.Upsample(scale_factor=2), nn.Conv2d(8, 8, 1))
+POOLED = (*(nn.Conv2d(3, 3, 3, 2, padding=1) for _ in range(5)), nn.AdaptiveAvgPool2d(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Sequential(*UP), r"get larger.*names=, for example '0' \(16×16\), '1' \(8×8\), '3' \(16"),
+        # One module contains a downsampling and an upsampling path.
+        (monai_unet, r"larger.*'model.0' \(16×16\), 'model.1.submodule.1' \(8×8\), .*'model.2.1' \(32×32\)"),
+        # The last module is a stage of one position, or pooling.
+        (lambda: nn.Sequential(*POOLED), r"larger example_input= or use names=, for example '0' .*, '3' \(2×2\)$"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), nn.Linear(64, 64), nn.Linear(64, 64)),
+            r"tokens.* '0' \(8×8\)",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_errors_for_ambiguous_stages_suggest_modules(make, message):
+    with pytest.raises(va.errors.SiteError, match=message):
+        va.stage_names(make(), (1, 3, 32, 32))
+
+
+def test_several_parts_with_declared_stages_are_ambiguous():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"one": timm.create_model("resnet18"), "other": timm.create_model("resnet18")})
+    model.forward = lambda x: model.one(x) + model.other(x)
+    with pytest.raises(va.errors.SiteError, match="several parts of the model have stages: one, other"):
+        va.insert_(model, stages=-1)
+    assert va.insert_(model, names="other.layer4").blocks[0].site == "other.layer4.1"
+
+
+def test_an_invalid_metadata_entry_does_not_affect_others():
+    with torch.device("meta"):
+        model = timm.create_model("resnet18")
+    model.feature_info[2]["module"] = "nowhere"
+    assert [block.site for block in va.insert_(model, stages=[1, 3]).blocks] == ["layer1.1", "layer3.1"]
+    with pytest.raises(va.errors.SiteError, match="'nowhere'"):
+        va.insert_(model, stages=2)
+
+
+@pytest.mark.parametrize("state", ["half precision", "channels last", "compiled in place", "data parallel"])
+@torch.no_grad()
+def test_the_state_of_a_model_is_kept(state):
+    model, x = convolutions(3, 8, 16), torch.randn(2, 3, 32, 32)
+    if state == "half precision":
+        model, x = model.half(), x.half()
+    elif state == "channels last":
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    elif state == "compiled in place":
+        model[2].compile(backend="eager")
+    else:
+        model = nn.DataParallel(model)
+    before = model(x)
+    va.insert_(model, stages=-1, num_heads=2, example_input=x)
+    assert {p.dtype for block in va.inserted_blocks(model).values() for p in block.parameters()} == {x.dtype}
+    assert torch.equal(model(x), before)
+    assert state != "channels last" or model(x).is_contiguous(memory_format=torch.channels_last)
+    va.remove_(model)
+    assert torch.equal(model(x), before)
+
+
+def test_an_unused_feature_map_raises_a_warning():
+    torch.manual_seed(0)
+    model = tiny_vit(num_classes=3)
+    with pytest.warns(UserWarning, match="does not depend on the feature map at 'blocks.1'"):
+        report = va.insert_(model, stages=[0, 1], num_heads=3, gate_init=1.0)
+    assert [block.used for block in report.blocks] == [True, False]
+    assert report.blocks[0].input_shape == (1, 3, 96, 96)
+    model(torch.randn(1, 3, 96, 96)).sum().backward()
+    assert [bool(block.gate.grad.any()) for block in va.inserted_blocks(model).values()] == [True, False]
+
+
+@pytest.mark.parametrize(("both", "element"), [(False, 1), (True, 0)])
+def test_the_used_or_declared_of_several_feature_maps_is_selected(both, element):
+    """Test a stage that returns two feature maps, of which the network uses one or both."""
+    model, options = nn.Sequential(), {"num_heads": 2, "example_input": (1, 3, 6, 8)}
+    model.stem, model.stage = nn.Conv2d(3, 8, 1), nn.Identity()
+    model.stage.forward = lambda x: (x[:, :6], 2 * x)
+    model.forward = lambda x: sum(y.mean() for y in model.stage(model.stem(x))[0 if both else 1 :])
+    model.feature_info = [{"module": "stem", "num_chs": 8}, {"module": "stage", "num_chs": 6}]
+    assert va.stage_names(model, (1, 3, 6, 8)) == ["stem", "stage"]
+    (block,) = va.insert_(model, stages=-1, **options).blocks
+    assert (block.element, block.channels) == (element, 6 if both else 8)
+    va.remove_(model)
+    model.feature_info = []
+    if both:
+        with pytest.raises(va.errors.SiteError, match="'stage' returns 2 feature maps"):
+            va.insert_(model, names="stage", **options)
+
+
+def test_a_network_inside_another_keeps_its_blocks():
+    backbone, x = DenseNet(8, (2, 2), 16, num_classes=4).eval(), torch.randn(1, 3, 64, 64)
+    before = backbone(x)
+    va.insert_(backbone, names=["features.denseblock1", "features.norm5"], num_heads=4, gate_init=1.0, example_input=x)
+    model, sites = nn.Sequential(backbone, nn.Identity()), ["0.features.denseblock1", "0.features.norm5"]
+    assert [record.site for record in records(model)] == sites
+    assert {key.split(".")[0] for key in inserted_keys(model)} == {"0"}
+    assert not torch.equal(model(x), before)
+    assert [block.site for block in va.remove_(model).blocks] == sites
+    assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize(
+    ("make", "site", "message"),
+    [
+        # Tokens of windows, channels in place of tokens, and tokens that are not in raster order.
+        (lambda: timm.create_model("swin_tiny_patch4_window7_224"), "layers.0.blocks.0.attn.proj", "64, 49, 96"),
+        (lambda: MlpMixer(patch_size=16, num_blocks=1, embed_dim=512), "blocks.0.mlp_tokens.fc1", "1, 512, 256"),
+        (lambda: timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1)), "blocks.1", r"1, 784, 192\) .* mask units"),
+    ],
+)
+def test_tensors_that_only_resemble_feature_maps_are_rejected(make, site, message):
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(va.errors.SiteError, match=rf"'{site}' returns \({message}"):
+        va.insert_(model, names=site, num_heads=1)
+    assert va.inserted_blocks(model) == {}
+
+
+def test_the_same_number_of_tokens_in_another_grid_is_rejected():
+    model, images = tiny_vit(img_size=224, dynamic_img_size=True), torch.randn(1, 3, 112, 448)
+    before = model(images)
+    va.insert_(model, names="blocks.0", num_heads=3)
+    for name in ("forward", "forward_features", "forward_intermediates", "get_intermediate_layers"):
+        with pytest.raises(ValueError, match=r"a grid of 14×14 tokens, got 7×28 for images of 112×448"):
+            getattr(copy.deepcopy(model), name)(images)
+    model(torch.randn(2, 3, 224, 224))
+    va.remove_(model)
+    assert torch.equal(model(images), before)
+    assert va.insert_(model, names="blocks.0", num_heads=3, example_input=images).blocks[0].size == "7×28"
+    assert torch.equal(model(images), before)
+
+
+def test_the_user_declares_a_layout_and_excludes_sites():
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()), torch.randn(2, 3, 8, 8)
+    options = {"num_heads": 2, "example_input": x}
+    (block,) = va.insert_(model, names="*", exclude="1", layout="b h w c", **options).blocks
+    assert (block.site, block.layout, block.channels) == ("0", "b h w c", 8)
+    for exclude, layout, message in (
+        (None, "b (h w) c", "no feature map was found"),
+        ("layr", None, "exclude: no module matches 'layr'"),
+        ("*", None, "no module is selected: exclude"),
+    ):
+        with pytest.raises(va.errors.SiteError, match=message):
+            va.insert_(model, names="1", exclude=exclude, layout=layout, **options)
+
+
+@pytest.mark.filterwarnings("ignore:the model pads images")
+def test_a_feature_map_used_only_by_a_detector_is_supported():
+    torch.manual_seed(0)
+    backbone = detection.backbone_utils.resnet_fpn_backbone(backbone_name="resnet18", weights=None, returned_layers=[4])
+    anchors = detection.rpn.AnchorGenerator(((32,), (64,)), ((1.0,),) * 2)
+    model = detection.FasterRCNN(backbone, 5, min_size=64, max_size=96, rpn_anchor_generator=anchors).eval()
+    images = [torch.rand(3, 48, 64)]
+    (block,) = va.insert_(model, names="backbone.body", example_input=images).blocks
+    assert (block.element, block.used) == ("0", True)

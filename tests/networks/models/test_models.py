@@ -1,0 +1,230 @@
+"""Networks of this library: sizes, keys, pretrained weights and published accuracies."""
+
+import hashlib
+import runpy
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import Compose, Normalize, ToTensor
+
+import vision_attn as va
+from vision_attn.attention.blocks import StridedAttention2d
+from vision_attn.networks import models
+from vision_attn.networks.models import CifarResNet, create_model
+from vision_attn.networks.models.registry import weights_folder
+from vision_attn.tools.comparison.recall import PAIRS, accuracy
+
+ROOT = Path(__file__).parents[3]
+
+
+def millions(model):
+    return sum(p.numel() for p in model.parameters()) / 1e6
+
+
+def on_meta(name, **options):
+    with torch.device("meta"):
+        return timm.create_model(name, **options)
+
+
+SIZES = {
+    "resnet20_a": 0.27, "resnet32_a": 0.46, "resnet44_a": 0.66, "resnet56_a": 0.85, "aa_resnet50": 25.8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_networks_have_the_sizes_of_their_papers(name):
+    """He et al., table 6, for option A; Bello et al., table 2."""
+    assert round(millions(on_meta(name)), 2 if name.startswith("resnet") else 1) == SIZES[name]
+
+
+def test_cifar_resnets_have_the_keys_of_model_zoos():
+    plain, projected = (on_meta(name).state_dict().keys() for name in ("resnet20_a", "resnet20"))
+    assert plain - projected == {"linear.weight", "linear.bias"}
+    added = {key.rpartition(".")[0] for key in projected - plain} - {"fc"}
+    assert added == {f"layer{stage}.0.downsample.{part}" for stage in (2, 3) for part in (0, 1)}
+
+
+def test_a_padded_shortcut_has_stride_2_and_pads_channels_with_zeros():
+    x = torch.randn(2, 16, 6, 6)
+    y, zeros = timm.create_model("resnet20_a").layer2[0].downsample(x), torch.zeros(2, 8, 3, 3)
+    assert torch.equal(y, torch.cat([zeros, x[:, :, ::2, ::2], zeros], 1))
+
+
+def test_dropout_applies_to_features_and_drop_path_to_residual_branches():
+    model = timm.create_model("resnet20", drop_rate=0.5, drop_path_rate=0.2)
+    y = torch.ones(2, model.num_features, 2, 2)
+    assert 0 < (model.forward_head(y, pre_logits=True) == 0).sum() < 2 * model.num_features
+    first, *drops = [block.drop_path for layer in (model.layer1, model.layer2, model.layer3) for block in layer]
+    assert first is None
+    assert [drop.drop_prob for drop in drops] == pytest.approx([0.2 * n / len(drops) for n in range(1, len(drops) + 1)])
+    drops[-1].drop_prob = 1.0
+    assert torch.equal(model.layer3[-1](y), y)
+
+
+@pytest.mark.parametrize("make", [lambda: CifarResNet(21), lambda: CifarResNet(20, "C")])
+def test_bad_arguments_are_rejected(make):
+    with pytest.raises(ValueError, match=r"^(depth|option) must be .*, got (21|'C')$"):
+        make()
+
+
+def test_errors_name_the_model_and_the_reason():
+    with pytest.raises(ValueError, match=r"^model: 'resnet21' does not exist\. Did you mean 'resnet"):
+        create_model("resnet21")
+    with pytest.raises(ValueError, match=r"^model: 'botnet50' cannot be created \(.*pretrained"):
+        create_model("botnet50", pretrained=True)
+    with pytest.raises(ValueError, match=r"^model: 'resnet20' cannot be created \(.*blok"):
+        create_model("resnet20", blok=3)
+
+
+def test_layers_are_grouped_by_block_or_by_stage():
+    model = create_model("resnet20")
+    assert model.group_matcher() == model.group_matcher(coarse=False) != model.group_matcher(coarse=True)
+
+
+def test_the_number_of_classes_determines_a_missing_tag():
+    assert create_model("resnet20", num_classes=100).pretrained_cfg["tag"] == "cifar100"
+    cifar10 = create_model("resnet20", num_classes=10).pretrained_cfg
+    assert (cifar10["tag"], cifar10["mean"]) == ("cifar10", (0.4914, 0.4822, 0.4465))
+    assert create_model("resnet20.cifar100", num_classes=3).pretrained_cfg["mean"] == (0.5070, 0.4865, 0.4409)
+    assert create_model("resnet18", num_classes=5).num_classes == 5
+
+
+def test_model_cards_name_their_file_and_are_linked():
+    for folder in filter(Path.is_dir, weights_folder().iterdir()):
+        (file,) = folder.glob("*.safetensors")
+        assert hashlib.sha256(file.read_bytes()).hexdigest() in (folder / "README.md").read_text()
+        assert f"]({folder.name}/README.md)" in (weights_folder() / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["recall_attention", "resnet20_attention.cifar100"])
+def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name):
+    ours = timm.create_model(name, pretrained=True).eval()
+    folder = weights_folder() / name.replace(".", "_")
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    from_hub = torch.hub.load(str(ROOT), name.partition(".")[0], source="local", pretrained=True).eval()
+    x = torch.rand(4, *ours.pretrained_cfg["input_size"])
+    assert torch.equal(ours(x), theirs(x))
+    assert torch.equal(ours(x), from_hub(x))
+    torch.testing.assert_close(va.load_model(folder)(x), ours(x))  # the blocks may have another implementation
+    assert all(block.ratio > 0.01 for block in va.contribution(ours, x).blocks)
+
+
+@torch.no_grad()
+def top1(model, batches):
+    """Return the top-1 accuracy in percent."""
+    model.eval()
+    right = torch.cat([model(images).argmax(1) == labels for images, labels in batches])
+    return round(100 * right.double().mean().item(), 2)
+
+
+def cifar_images(real_data, name, folder, config):
+    with zipfile.ZipFile(real_data / f"{name}-test.zip") as archive:
+        archive.extractall(folder)
+    transform = Compose([ToTensor(), Normalize(config["mean"], config["std"])])
+    return DataLoader(ImageFolder(folder / name / "test", transform), batch_size=500)
+
+
+@pytest.mark.slow
+def test_the_recall_network_has_the_accuracy_on_its_card():
+    model = timm.create_model("recall_attention", pretrained=True)
+    card = (weights_folder() / "recall_attention" / "README.md").read_text()
+    assert "100.0 % of 4 pairs, 99.8 % of 8 and of 16, 99.5 % of 32" in card
+    assert [f"{accuracy(model, pairs, 512):.1f}" for pairs in PAIRS] == ["100.0", "99.8", "99.8", "99.5"]
+
+
+@pytest.mark.thorough
+def test_the_cifar_network_has_the_accuracy_on_its_card(real_data, tmp_path):
+    network = timm.create_model("resnet20_attention.cifar100", pretrained=True)
+    found = top1(network, cifar_images(real_data, "cifar100", tmp_path, network.pretrained_cfg))
+    card = weights_folder() / "resnet20_attention_cifar100" / "README.md"
+    assert f"| {found:.2f} % (seed 0)" in card.read_text()
+
+
+#: Data set, network, checkpoint, and published accuracy in percent.
+ZOO = (
+    ("cifar10", "resnet20_a", "A_cifar10_resnet20-12fca82f.th", 91.73),
+    ("cifar10", "resnet20", "B_cifar10_resnet20.pth", 92.60),
+    ("cifar100", "resnet20", "B_cifar100_resnet20.pth", 68.83),
+    ("cifar100", "resnet56", "B_cifar100_resnet56.pth", 72.63),
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("data", "name", "weights", "published"), ZOO)
+def test_zoo_checkpoints_have_the_published_accuracy_before_and_after_insertion(
+    data, name, weights, published, real_data, tmp_path
+):
+    network = create_model(name, num_classes=int(data.removeprefix("cifar")))
+    va.load_checkpoint_(network, real_data / "zoo" / weights)
+    assert top1(network, cifar_images(real_data, data, tmp_path, network.pretrained_cfg)) == published
+    images = torch.randn(64, 3, 32, 32)
+    with torch.no_grad():
+        before = network(images)
+        va.insert_(network, names=["layer1", "layer2", "layer3"], num_heads=4, example_input=images)
+        assert torch.equal(network(images), before)
+
+
+def test_pretrained_without_a_tag_loads_the_available_weights():
+    model = timm.create_model("resnet20_attention", pretrained=True)
+    assert (model.num_classes, model.pretrained_cfg["tag"]) == (100, "cifar100")
+    assert list(va.inserted_blocks(model)) == ["layer3.0", "layer3.1", "layer3.2"]
+    for name in ("resnet20_attention.cifar10", "botnet50", "aa_resnet50"):
+        with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name.partition('.')[0]}"):
+            on_meta(name, pretrained=True)
+
+
+def test_botnet_has_the_papers_size():
+    """Srinivas et al.: 20.8 M, without projections after attention."""
+    model = on_meta("botnet50")
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, StridedAttention2d)}
+    projections = sum(block.attn.proj.weight.numel() for block in blocks.values()) / 1e6
+    assert millions(model) - projections == pytest.approx(20.8, abs=0.06)
+    assert [block.stride for block in blocks.values()] == [2, 1, 1]
+    sizes = [block.attn.position.config.feat_size for block in blocks.values()]
+    assert sizes == [(14, 14), (7, 7), (7, 7)]
+    model = on_meta("botnet50", output_stride=16)
+    assert [model.layer4[number].conv2.stride for number in range(3)] == [1, 1, 1]
+
+
+def test_the_augmented_resnet_has_the_papers_widths():
+    model = on_meta("aa_resnet50")
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, va.AugmentedConv2d)}
+    assert [sum(name.startswith(f"layer{stage}.") for name in blocks) for stage in range(1, 5)] == [0, 4, 6, 3]
+    first = [block.attn for name, block in blocks.items() if name.endswith(".0.conv2")]
+    assert [(attn.key_dim, attn.out_channels) for attn in first] == [(20, 16), (20, 24), (20, 48)]
+    assert [attn.position.config.feat_size for attn in first] == [(28, 28), (14, 14), (7, 7)]
+    with pytest.raises(ValueError, match="output_stride must be 32"):
+        on_meta("aa_resnet50", output_stride=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["botnet50", "aa_resnet50"])
+def test_features_of_timm_work(name, tmp_path):
+    torch.manual_seed(0)
+    given = {"img_size": (40, 56), "layers": (1, 1, 1, 2)}
+    model = timm.create_model(name, num_classes=3, drop_path_rate=0.1, **given).eval()
+    x = torch.randn(1, 3, 40, 56)
+    with torch.no_grad(), va.capture(model, queries=[(0, 0)]) as maps:
+        y = model(x)
+        sizes = {path: tuple(found.weights.shape[3:]) for path, found in maps.items()}
+    assert sizes["layer4.1.conv2.attn"] == (2, 2)
+    for path, size in sizes.items():
+        assert model.get_submodule(path).position.config.feat_size == size
+    folder = va.save_model(model, tmp_path / "saved", architecture=name, model_args=given)
+    again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    with torch.no_grad():
+        assert torch.equal(again(x), y)
+    features = on_meta(name, features_only=True, out_indices=(3, 4))
+    assert [f.shape[1:] for f in features(torch.empty(1, 3, 64, 64, device="meta"))] == [(1024, 4, 4), (2048, 2, 2)]
+
+
+def test_torch_hub_lists_every_network():
+    hubconf = SimpleNamespace(**runpy.run_path(str(ROOT / "hubconf.py")))
+    functions = {name for name in models.__all__ if name[0].islower() and name != "create_model"}
+    assert {name for name in vars(hubconf) if timm.is_model(name)} == functions

@@ -1,0 +1,272 @@
+"""Fine-tuning a network with blocks: gates, a frozen backbone, and learning rates by layer."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from reach import anatomy, as_after_training
+from small_networks import copied
+from timm.layers import BatchNormAct2d
+from timm.optim import create_optimizer_v2
+from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
+from torch import nn
+
+import vision_attn as va
+import vision_attn.networks.models
+from vision_attn.attention.position import PositionEncoding
+from vision_attn.networks.insertion import inserted_keys
+
+BLOCK = {"num_heads": 4, "example_input": (1, 3, 64, 64)}
+
+
+def network(name="resnet20", stages=None, **options):
+    """Return a backbone with random statistics, with inserted blocks."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5)
+    as_after_training(model)
+    stages = stages or ([-2, -1] if name == "resnet20" else [-3, -2])
+    va.insert_(model, stages=stages, **BLOCK, **options)
+    return model
+
+
+def images(seed=1):
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def learn(model, epochs=2):
+    """Train for a few epochs, with ``model.train()`` at the start of each epoch and evaluation at the end."""
+    optimizer = torch.optim.SGD(va.parameter_groups(model, 0.1, weight_decay=0.1), momentum=0.9)
+    for epoch in range(epochs):
+        model.train()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images(epoch)), torch.arange(4)).backward()
+        optimizer.step()
+        model.eval()
+
+
+def changed(model, before, blocks=False):
+    """Return the keys of the backbone, or of the blocks, whose values have changed."""
+    now, own = model.state_dict(), inserted_keys(model)
+    return {key for key, value in before.items() if (key in own) == blocks and not torch.equal(now[key], value)}
+
+
+@pytest.mark.parametrize("name", ["resnet20", "regnetx_002"])
+def test_a_frozen_backbone_is_bitwise_unchanged_while_its_blocks_train(name):
+    model, x = network(name), images()
+    sites = list(va.inserted_blocks(model))
+    va.freeze_backbone_(model)
+    before, plain = copied(model), copy.deepcopy(model)
+    va.remove_(plain)
+    expected = plain.eval()(x)
+    model.train()  # A frozen norm in training equals torch's norm in evaluation; all other modules follow the mode.
+    assert torch.equal(model(x), copy.deepcopy(model).eval()(x))
+    assert all(block.training for block in va.inserted_blocks(model).values())
+    learn(model)
+    assert changed(model, before) == set()
+    assert changed(model, before, blocks=True)
+    assert not torch.equal(model.eval()(x), expected)
+    assert list(va.inserted_blocks(model)) == sites
+    va.remove_(model)
+    va.unfreeze_backbone_(model)
+    assert torch.equal(model.eval()(x), expected)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.InstanceNorm2d(8, track_running_stats=True), lambda: BatchNormAct2d(8, drop_layer=nn.Dropout)]
+)
+def test_every_norm_with_running_statistics_is_frozen(make):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), make(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    va.insert_(model, names="0", **BLOCK)
+    va.freeze_backbone_(model)
+    before = copied(model)
+    learn(model, epochs=1)
+    assert changed(model, before) == set()
+    model.train()(images())
+    assert (model[1].training, getattr(model[1], "drop", model[0]).training) == (False, True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+def test_a_frozen_model_is_copied_pickled_and_compiled():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    va.insert_(model, names="2", **BLOCK)
+    before, x = copied(model), images()
+    va.freeze_backbone_(model)
+    assert list(model.state_dict()) == list(before)
+    expected = copy.deepcopy(model).eval()(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other.train()(x), expected)
+        assert changed(other, before) == set()
+        # Unfreezing a copy does not affect the original model.
+        va.unfreeze_backbone_(other)
+        for network in (other, model):
+            network.train()(x)
+        assert (other[1].training, model[1].training) == (True, False)
+        assert (other[0].weight.requires_grad, model[0].weight.requires_grad) == (True, False)
+    torch.compiler.reset()
+    y = torch.compile(model, fullgraph=True, backend="eager").train()(x)
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    assert changed(model, before) == set()
+    assert {key for key, p in model.named_parameters() if p.grad is not None} == inserted_keys(model)
+
+
+def test_unfreezing_restores_the_model():
+    model = network().train()
+    model.conv1.weight.requires_grad_(False)
+
+    def state():
+        attributes = {name: sorted(vars(module)) for name, module in model.named_modules()}
+        return anatomy(model), attributes, [p.requires_grad for p in model.parameters()]
+
+    before = state()
+    for also_train in ((), "fc.*", ()):
+        va.freeze_backbone_(model, also_train=also_train)
+    assert state() != before
+    for _ in range(2):
+        va.unfreeze_backbone_(model)
+        assert state() == before
+    # A norm is restored in the mode that was set most recently.
+    va.freeze_backbone_(model)
+    model.eval()
+    va.unfreeze_backbone_(model)
+    assert not any(module.training for module in model.modules())
+
+
+def test_additional_trained_parameters_are_selected_by_globs():
+    model = network()
+    blocks = sum(p.numel() for block in va.inserted_blocks(model).values() for p in block.parameters())
+    assert va.freeze_backbone_(model) == blocks
+    assert va.freeze_backbone_(model, also_train="fc.*") == blocks + 5 * 65
+    before = copied(model)
+    learn(model)
+    assert changed(model, before) == {"fc.weight", "fc.bias"}
+    # The statistics of a norm are trained only if their keys match, not with the scales of the norm.
+    va.freeze_backbone_(model, also_train=["layer3.*"])
+    model.train()(images())
+    assert model.layer3[0].bn1.training
+    va.freeze_backbone_(model, also_train=["layer3.0.bn1.weight", "layer3.0.bn1.bias"])
+    model.train()(images())
+    assert not model.layer3[0].bn1.training
+    assert model.layer3[0].bn1.weight.requires_grad
+    everything = sum(p.numel() for p in model.parameters())
+    assert va.unfreeze_backbone_(model) == everything
+    with pytest.raises(ValueError, match=r"also_train='head\.\*' matches no parameter"):
+        va.freeze_backbone_(model, also_train=("fc.*", "head.*"))
+    va.remove_(model)
+    with pytest.raises(ValueError, match="nothing to train"):
+        va.freeze_backbone_(model)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def by_parameter(model, groups, lr=1.0):
+    """Return the learning rate and weight decay of each parameter."""
+    keys = {id(parameter): key for key, parameter in model.named_parameters()}
+    found = [
+        (keys[id(parameter)], (group.get("lr_scale", 1.0) * group.get("lr", lr), group["weight_decay"]))
+        for group in groups
+        for parameter in group["params"]
+    ]
+    assert len(dict(found)) == len(found), "each parameter once"
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", ["resnet20", "convnext_atto", "swin_tiny_patch4_window7_224"])
+def test_parameter_groups_equal_those_of_timm(name):
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=5)
+    names = getattr(model, "no_weight_decay", set)()
+    theirs = by_parameter(model, param_groups_weight_decay(model, 0.05, no_weight_decay_list=names), lr=0.3)
+    assert by_parameter(model, va.parameter_groups(model, 0.3, weight_decay=0.05)) == theirs
+    theirs = by_parameter(model, param_groups_layer_decay(model, 0.05, names, layer_decay=0.75), lr=0.3)
+    found = by_parameter(model, va.parameter_groups(model, 0.3, weight_decay=0.05, layer_decay=0.75))
+    assert found == {key: (pytest.approx(rate), decay) for key, (rate, decay) in theirs.items()}
+
+
+def test_blocks_have_a_separate_learning_rate_and_the_backbone_keeps_its_rates():
+    model = timm.create_model("convnext_atto", num_classes=5)
+    options = {"weight_decay": 0.05, "layer_decay": 0.75}
+    before = by_parameter(model, va.parameter_groups(model, 0.3, **options))
+    va.insert_(model, stages=[0, 1, 2], **BLOCK, position=va.RelPosDecomposed(feat_size=8))
+    groups, blocks = va.parameter_groups(model, 0.3, attention_lr=2.0, **options), inserted_keys(model)
+    found = by_parameter(model, groups)
+    assert {key: value for key, value in found.items() if key not in blocks} == before
+    assert {key: rate for key, (rate, _) in found.items() if key in blocks} == dict.fromkeys(blocks, 2.0)
+    # Only the two projections of a block have weight decay, not the norm, gate, biases and position tables.
+    assert {key.partition("attn.")[2] for key in blocks if found[key][1]} == {"qkv.weight", "proj.weight"}
+    found = by_parameter(model, va.parameter_groups(model, 0.3, **options))
+    assert all(found[key][0] == 0.3 for key in blocks)
+    # The order is from the stem to the head, followed by the blocks.
+    rates = [group["lr"] for group in groups]
+    assert rates == sorted(rates)
+    assert [group["name"] for group in groups[-2:]] == ["attention, decay", "attention, no decay"]
+
+
+def test_scales_and_positions_of_any_shape_have_no_weight_decay():
+    # torchvision's LayerScale is (c, 1, 1), a norm may have the shape (c, h, w), and positions may be convolutions.
+    attention = va.Attention2d(8, 2, position=va.ConditionalPos(3))
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.LayerNorm([8, 4, 4]), attention)
+    model.gamma_1, model.gamma_net = nn.Parameter(torch.ones(1, 8, 1)), nn.Linear(2, 2)
+    model.layer_scale = nn.Parameter(torch.ones(8, 1, 1))
+    found = by_parameter(model, va.parameter_groups(model, 1.0, weight_decay=0.1))
+    decayed = {"0.weight", "2.qkv.weight", "2.proj.weight", "gamma_net.weight"}
+    assert {key for key, (_, decay) in found.items() if decay} == decayed
+    assert any("position" in key for key in found)
+
+
+OPTIONS = [
+    {"qk_norm": True}, {"qk_norm": "cosine"}, {"qk_norm": "match"}, {"output_gate": True}, {"num_kv_heads": 1},
+    {"kv_stride": 2}, {"groups": 2}, {"position": va.SinCos()},
+    {"position": va.ConditionalPos(3)}, {"position": va.AbsPos(8)}, {"position": va.RelPosTable(8)},
+    {"position": va.RelPosDecomposed(8)}, {"position": va.RelPosTable(), "pattern": va.Window(4)},
+    {"gate_init": 0.1, "output_gate": True, "qk_norm": "cosine"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("block", "options"),
+    [
+        *(("attention", options) for options in OPTIONS),
+        *((name, {}) for name in ("TransformerBlock2d", "LinearAttention2d", "se", "gc", "eca", "cbam")),
+        ("TransformerBlock2d", {"qk_norm": "cosine", "position": va.RelPosTable(8)}),
+        ("attention", {"position": va.Rope(), "num_heads": 2}),
+    ],
+)
+def test_only_weights_of_projections_are_decayed_in_every_block(block, options):
+    model = nn.Sequential(nn.Conv2d(3, 16, 1))
+    va.insert_(model, block, names="0", example_input=(1, 3, 8, 8), **options)
+    found = by_parameter(model, va.parameter_groups(model, 1.0, weight_decay=0.1))
+    positions = [path for path, part in model.named_modules() if isinstance(part, PositionEncoding)]
+    layers = {
+        path: part for path, part in model.named_modules() if isinstance(part, (nn.Linear, nn.modules.conv._ConvNd))
+    }
+    decayed = {f"{path}.weight" for path in layers if not path.startswith(tuple(positions) or ("no position",))}
+    assert {key for key, (_, decay) in found.items() if decay} == decayed & found.keys()
+    assert found.keys() == dict(model.named_parameters()).keys()
+
+
+def test_timm_optimizers_accept_the_groups_and_their_state_fits_a_rebuilt_model():
+    options = {"weight_decay": 0.01, "attention_lr": 0.3, "layer_decay": 0.5}
+    model = network()
+    optimizer = create_optimizer_v2(va.parameter_groups(model, 0.1, **options), "lamb")
+    model(images()).sum().backward()
+    optimizer.step()
+    other = create_optimizer_v2(va.parameter_groups(network(), 0.1, **options), "lamb")
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [group["name"] for group in other.param_groups] == [group["name"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("trained", "options", "message"),
+    [
+        (True, {"lr": 0.0}, "lr .* above 0, got 0.0"),
+        (False, {}, "unfreeze_backbone_"),
+        (True, {"attention_lr": 0.2}, "attention_lr"),
+        (True, {"layer_decay": 0.5}, "layer_decay .*Linear"),
+    ],
+)
+def test_invalid_parameter_groups_are_rejected(trained, options, message):
+    with pytest.raises(ValueError, match=message):
+        va.parameter_groups(nn.Linear(3, 3).requires_grad_(trained), **{"lr": 0.1, **options})
