@@ -210,7 +210,12 @@ class DecodedImages:
             raise DataError(f"{died}{reason.removeprefix('vision_attn.errors.DataError: ')}") from error
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes, also if the traceback of an exception refers to them.
+
+        They ignore SIGTERM, by which multiprocessing ends them at exit, so that a program would wait for them forever.
+        """
+        if self.loader is not None and self.loader._iterator is not None:
+            self.loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
         self.loader = None
 
 
