@@ -28,13 +28,16 @@ NETWORKS = {
     "mobilenet": (torchvision.models.mobilenet_v2, "features.17", "features.6"),
     "features only": (lambda: timm.create_model("resnet18", features_only=True), "layer4", "layer2"),
 }
+SIMILAR_NETWORKS = ("torchvision resnet18", "regnet", "swin", "pvt")
 
 
 def tensors(output):
     return output if isinstance(output, (list, tuple)) else [output]
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SIMILAR_NETWORKS)) for name in NETWORKS]
+)
 def test_blocks_read_another_module_of_the_same_forward_pass(name):
     torch.manual_seed(0)
     make, names, context = NETWORKS[name]
@@ -172,13 +175,13 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpointed_segment_contains_both_modules(use_reentrant):
-    gradients = []
+    gradients, images = [], IMAGE[..., ::4, ::4]
     for segments in (0, 1, 2):
         torch.manual_seed(0)
         model = Checkpointed(0, use_reentrant)
-        va.insert_(model, names="second", context="first", num_heads=2, gate_init=1.0, example_input=IMAGE)
+        va.insert_(model, names="second", context="first", num_heads=2, gate_init=1.0, example_input=images)
         model.segments = segments
-        x = IMAGE.clone().requires_grad_()
+        x = images.clone().requires_grad_()
         loss = model(x).square().sum()
         if segments == 2:
             with pytest.raises(va.errors.SiteError, match="checkpoint both modules in one segment"):
@@ -192,12 +195,13 @@ def test_a_checkpointed_segment_contains_both_modules(use_reentrant):
 
 def test_a_block_with_a_context_is_compiled_and_exported():
     torch.manual_seed(0)
+    images = IMAGE[..., ::4, ::4]
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()).eval()
-    va.insert_(model, names="3", context="1", num_heads=2, gate_init=0.5, example_input=IMAGE)
+    va.insert_(model, names="3", context="1", num_heads=2, gate_init=0.5, example_input=images)
     with torch.no_grad():
-        expected = model(IMAGE)
-        torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(IMAGE), expected)
-        torch.testing.assert_close(torch.export.export(model, (IMAGE,)).module()(IMAGE), expected)
+        expected = model(images)
+        torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(images), expected)
+        torch.testing.assert_close(torch.export.export(model, (images,)).module()(images), expected)
 
 
 @pytest.mark.parametrize(

@@ -335,7 +335,7 @@ def test_damaged_images_are_skipped_and_reported(capsys, image_folder, tmp_path)
     broken.write_bytes(b"no image")
     code, out, err = run(capsys, "predict", RUN, broken, good, "--batch-size", 3, "-o", tmp_path / "found.csv")
     assert (code, out.count("\n")) == (1, 8)
-    assert err.splitlines()[0].startswith(f"vision-attn: warning: {broken} cannot be read as an image (cannot identify")
+    assert err.splitlines()[0].startswith(f"vision-attn: warning: {broken} cannot be read as an image (")
     assert err.splitlines()[1:] == ["vision-attn: error: 1 of 9 images cannot be read and were skipped"]
     assert run(capsys, "predict", RUN, good, "--batch-size", 1, "-o", tmp_path / "single.csv")[0] == 0
     tables = [list(csv.DictReader((tmp_path / name).read_text().splitlines())) for name in ("found.csv", "single.csv")]

@@ -198,7 +198,7 @@ def test_swapped_modules_support_implementations_and_capture():
     assert (total[:, :, 8:] < 0.9).all()
 
 
-@pytest.mark.parametrize("block", ["0", "1"])
+@pytest.mark.parametrize("block", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_windows_of_volumes_are_captured_at_their_positions(block):
     """The second block shifts its windows; both pad a volume of 16×8×8 to 18×9×9."""
     unetr = pytest.importorskip("monai.networks.nets.swin_unetr")

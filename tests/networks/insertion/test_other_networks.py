@@ -94,7 +94,7 @@ def run(model, example):
 
 
 @pytest.mark.filterwarnings("ignore:the model pads images")
-@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x == "a list of images")) for x in SMALL])
 def test_blocks_at_every_selected_module_preserve_the_output_and_train(case, tmp_path):
     make, example, shape, names, stages = SMALL[case]
     torch.manual_seed(0)

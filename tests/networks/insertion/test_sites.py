@@ -212,8 +212,13 @@ if timm.is_model("gemma4_vit_167m"):  # The metadata of this model contains no m
     TRUNKS["gemma4_vit_167m"] = timm.create_model, 128, 128, paths("encoder.blocks.{}", *range(16))
 
 
+LARGE_TRUNKS = ("gemma4_vit_167m", "maxvit_t", "mvit_v2_s", "swin3d_t", "vit_b_16")
+
+
 @pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", TRUNKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE_TRUNKS)) for name in TRUNKS]
+)
 def test_inferred_stages_match_the_table_for_all_sizes(name, size):
     make, *sizes, stages = TRUNKS[name]
     side = sizes[size == "large"]
