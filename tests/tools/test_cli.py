@@ -405,7 +405,7 @@ def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
     flags = "--img-size", 16, 32, "--num-heads", 4, "--pattern", "va.Window(4)"
     code, out, err = run(capsys, "inspect", "resnet20", *flags)
     assert (code, err) == (0, "")
-    assert out.startswith("3 blocks not inserted, for an input of 3×16×32\n")
+    assert out.startswith("dry run of 3 blocks, for an input of 3×16×32\n")
     assert "layer3.2 AttentionBlock2d 64 4×8 32 " in " ".join(out.split())
     assert " 8×8 " in run(capsys, "inspect", "resnet20", "--img-size", 32)[1]
 

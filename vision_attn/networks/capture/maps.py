@@ -20,8 +20,8 @@ class AttentionMap:
     The measures use weights that are normalized to a sum of one (see ``weights``).
 
     >>> attention = AttentionMap(torch.full((1, 8, 1, 3, 4), 1 / 12), query_positions=((2, 0),), image_size=(48, 64))
-    >>> attention.weights.shape
-    torch.Size([1, 8, 1, 3, 4])
+    >>> attention
+    AttentionMap(weights of shape (1, 8, 1, 3, 4), map_size=(3, 4), image_size=(48, 64))
     """
 
     #: weights of each query over the feature map of the keys, ``(b, heads, queries, h, w)``, or ``(b, heads, queries,
@@ -42,6 +42,10 @@ class AttentionMap:
     def __post_init__(self) -> None:
         object.__setattr__(self, "map_size", tuple(self.map_size or self.weights.shape[3:]))
         object.__setattr__(self, "heads", tuple(self.heads or [f"head {n}" for n in range(self.weights.shape[1])]))
+
+    def __repr__(self) -> str:  # without the values of the weights
+        sizes = f"map_size={self.map_size}, image_size={self.image_size}"
+        return f"AttentionMap(weights of shape {tuple(self.weights.shape)}, {sizes})"
 
     def normalized_weights(self) -> Tensor:
         """Return the weights ``(b, heads, queries, keys)``, normalized to a sum of one; rows of zeros stay zero."""

@@ -287,7 +287,7 @@ def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str]
         learned = next(run.model.get_submodule(path).parameters(), None) is not None
         if learned and record.used and record.site not in occupied:
             proposed.append((index, record))
-    return InsertionReport(tuple(records), "not inserted", run.cost, proposals=tuple(propose(proposed)))
+    return InsertionReport(tuple(records), "dry run", run.cost, proposals=tuple(propose(proposed)))
 
 
 def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> FeatureMap:

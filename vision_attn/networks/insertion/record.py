@@ -141,7 +141,7 @@ class InsertionReport(Report):
 
     #: records in the order of their sites
     blocks: tuple[InsertedBlock, ...]
-    #: ``"inserted"``, ``"inserted by replacement"``, ``"removed"`` or, after a dry run, ``"not inserted"``
+    #: ``"inserted"``, ``"inserted by replacement"``, ``"removed"`` or ``"dry run"``
     verb: str = "inserted"
     #: cost of the network before insertion; None if it was not measured
     model_cost: Cost | None = None
@@ -155,7 +155,7 @@ class InsertionReport(Report):
     proposals: tuple[str, ...] = ()
 
     def parts(self) -> list[str | Table]:
-        count, dry = len(self.blocks), self.verb == "not inserted"
+        count, dry = len(self.blocks), self.verb == "dry run"
         rows = [("site", "block", "channels", "feature map", "tokens", "parameters", "MACs", "saved MiB per image")]
         for block in self.blocks:
             costs = f"{block.parameters:,}", f"{block.macs:,}", f"{block.saved_bytes / 2**20:.1f}"
@@ -164,7 +164,8 @@ class InsertionReport(Report):
             rows.append(("total", "", "", "", "", f"{self.parameters:,}", f"{self.macs:,}", ""))
         table = Table(rows if dry else [row[:-1] for row in rows], left=(0, 1))
         sizes = " and ".join(dict.fromkeys("×".join(map(str, block.input_shape[1:])) for block in self.blocks))
-        heading = f"{count} {'block' if count == 1 else 'blocks'} {self.verb}, for an input of {sizes}"
+        blocks = f"{count} {'block' if count == 1 else 'blocks'}"
+        heading = f"{f'dry run of {blocks}' if dry else f'{blocks} {self.verb}'}, for an input of {sizes}"
         notes = [] if self.model_cost is None else [describe_added(self.added, self.model_cost)]
         kinds = dict.fromkeys((block.block, block.identity_init) for block in self.blocks if block.identity_init)
         notes += [f"{name} is an identity at initialization: {how}" for name, how in kinds if self.verb == "inserted"]
