@@ -3,15 +3,20 @@
 import csv
 import importlib
 import io
+import logging
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import timm
 import torch
+import yaml
+from huggingface_hub.errors import LocalEntryNotFoundError
 from PIL import Image
 
 import vision_attn as va
@@ -22,7 +27,9 @@ from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools import cli
 from vision_attn.tools.cli.flags import Train, merge_settings, parse
 from vision_attn.tools.cli.visualize import open_network
-from vision_attn.tools.training.settings import Settings, write_settings
+from vision_attn.tools.comparison import runs
+from vision_attn.tools.training.run import compare_command
+from vision_attn.tools.training.settings import Settings, make_settings, write_settings
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -96,10 +103,11 @@ def test_without_a_command_all_commands_are_listed(capsys):
     ("arguments", "code", "message"),
     [
         (["train", "--lable-smoothing=0.1"], 2, "--label-smoothing"),
-        (["train", "--names", "layer9"], 2, "error: names: no module matches 'layer9'"),
-        (["train", "--model", "None"], 2, "error: model is required: "),
-        (["train", "--epochs", "0"], 2, "error: epochs: "),
-        (["train", "--weights", "a.pth", "--pretrained"], 2, "error: weights cannot be combined with pretrained"),
+        (["train", "--names", "layer9"], 2, "error: --names: no module matches 'layer9'"),
+        (["train", "--model", "None"], 2, "error: --model is required: "),
+        (["train", "--epochs", "0"], 2, "error: --epochs: "),
+        (["train", "--warmup-epochs", "3"], 2, "error: --warmup-epochs must be less than --epochs=1, got 3"),
+        (["train", "--weights", "a.pth", "--pretrained"], 2, "error: --weights cannot be combined with --pretrained"),
         (["compare", "--data", "empty"], 2, "error: model is required: "),
         (["compare", "--varients", "plain"], 2, "--variants VARIANT"),
         (["train", "--weights", "hostile.pth"], 1, "'posix.system'"),
@@ -217,7 +225,7 @@ def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, m
     [
         (("-o", "net.pth"), 2, r"output must end in \.onnx, .* got 'net\.pth'"),
         (("-o", "net.pte", "--dynamic", "size"), 2, "dynamic: ExecuTorch does not support a dynamic size"),
-        (("-o", "net.onnx", "--img-size", "0"), 2, "img_size must be .* got 0"),
+        (("-o", "net.onnx", "--img-size", "0"), 2, "--img-size must be .* got 0"),
         (("-o", "net.pt2", "--int8", "EMPTY"), 2, r"int8 requires an \.onnx file"),
         (("-o", "net.onnx", "--int8", "EMPTY"), 1, "EMPTY: expected CLASS/IMAGE .* got 0"),
         (("-o", "file/net.onnx"), 1, "'.*/file'"),
@@ -393,6 +401,58 @@ def test_one_command_installs_the_packages_everywhere():
     ]
     files += (root / "vision_attn").rglob("*.py")
     assert [str(file) for file in files if re.search(r"""pip install ["']?vision-attn""", file.read_text())] == []
+
+
+def test_pretrained_weights_that_cannot_be_downloaded_name_the_alternative(capsys, image_folder, monkeypatch):
+    def offline(*given, **options):
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise LocalEntryNotFoundError("cannot find the requested files in the local cache")
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    code, _, err = run(capsys, "train", "--data", image_folder, "--model", "resnet18", "--pretrained")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "the pretrained weights of resnet18 cannot be downloaded. " in err
+    assert "pass it as --weights instead of --pretrained" in err
+
+
+def test_env_prints_versions_and_device_to_copy(capsys):
+    code, out, err = run(capsys, "env")
+    assert (code, err) == (0, "")
+    found = dict(line.split(": ", 1) for line in out.splitlines())
+    assert (found["vision_attn"], found["torch"], found["threads"]) == (va.__version__, torch.__version__, "1")
+    assert {"commit", "torchvision", "timm", "einx", "python", "os", "cpu", "gpu"} < found.keys()
+    issue = (Path(va.__file__).parents[1] / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
+    assert "`vision-attn env`" in issue
+
+
+def test_train_names_the_command_that_compares_its_run(capsys, image_folder, tmp_path, monkeypatch):
+    block = (
+        "--block",
+        "vision_attn:AttentionBlock2d",
+        "--stages",
+        "-1",
+        "--block-options",
+        "num_heads=4",
+        "--lr",
+        "0.01",
+    )
+    code, out, _ = train(capsys, image_folder, tmp_path, *block)
+    assert code == 0
+    program, *words = shlex.split(out.splitlines()[-2])
+    assert program == "vision-attn"
+    compared = {}
+    monkeypatch.setattr(runs, "compare", lambda variants, **options: compared.update(variants, options=options))
+    assert run(capsys, *words)[0] == 0
+    assert compared.pop("options")["output"] == tmp_path / "run" / "compare"
+    assert list(compared) == ["plain", "AttentionBlock2d"]
+    trained = make_settings(**yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text()))
+    assert replace(make_settings(**compared["AttentionBlock2d"]), output=trained.output) == trained
+    without = {"stages": (), "block_options": (), "block": "attention"}
+    assert replace(make_settings(**compared["plain"]), output=trained.output) == replace(trained, **without)
+    (tmp_path / "run" / "settings.yaml").write_text("dataset: hfds/someone/photos")
+    assert "can download or run code: pass --dataset" in run(capsys, *words)[2]
+    with_flag = compare_command(replace(trained, dataset="hfds/a/b"), tmp_path)
+    assert "--dataset hfds/a/b" in with_flag
 
 
 def test_swapped_arguments_are_named(capsys, image_folder):

@@ -1,5 +1,6 @@
 """Comparison of variants: intervals, verdicts and interrupted comparisons."""
 
+import io
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +21,8 @@ from small_networks import assert_same
 
 import vision_attn as va
 from vision_attn.errors import TrainingError
-from vision_attn.tools import cli
-from vision_attn.tools.comparison import demo, environment, experiments, recall, runs as comparison_runs
+from vision_attn.tools import cli, environment
+from vision_attn.tools.comparison import demo, experiments, recall, runs as comparison_runs
 from vision_attn.tools.comparison.experiments import trials
 from vision_attn.tools.comparison.runs import compare
 from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_table
@@ -109,7 +111,7 @@ def test_block_settings_apply_to_the_variants_that_accept_them():
     assert settings_for_variant("plain", {}, {"freeze_backbone": True, "reset_head": True})["freeze_backbone"]
     custom = settings_for_variant("attention", {"block_options": ("num_heads=4",), "lr": 0.1}, common)
     assert (custom["lr"], custom["block_options"]) == (0.1, ("gate_init=1", "position=Rope()", "num_heads=4"))
-    with pytest.raises(ValueError, match=r"plain, convolution.*'convolutoin'\. Did you mean 'convolution'\?"):
+    with pytest.raises(ValueError, match=r"plain, convolution.*'convolutoin'\. Did you mean 'convolution'"):
         settings_for_variant("convolutoin", {}, {})
     with pytest.raises(ValueError, match="--block, --seed"):
         recipe({"dataset": "cifar100", "seed": 1, "block": "my:Block"})
@@ -177,7 +179,7 @@ def test_accuracies_and_changes_are_percentages(tmp_path, monkeypatch):
     result = SimpleNamespace(model=torch.nn.Conv2d(3, 4, 1), input_size=(3, 8, 8), ablation=ablation)
     result.settings = Settings(batch_size=4)
     result.history, result.final = [{"images_per_second": 5}], SimpleNamespace(top1=40.0)
-    monkeypatch.setattr(comparison_runs, "run_training", lambda settings: result)
+    monkeypatch.setattr(comparison_runs, "run_training", lambda settings, log: result)
     (tmp_path / "plain-0").mkdir()
     found = comparison_runs.train_variant("plain", 0, output=tmp_path, batch_size=4)
     changed = {"% changed when disabled": 25.0, "top-1 %": 40.0}
@@ -259,7 +261,7 @@ def test_runs_record_versions_device_and_commit(tmp_path, monkeypatch):
     assert (found["torch"], found["vision_attn"]) == (torch.__version__, va.__version__)
     assert found["cpu"]
     assert (found["gpu"] is not None) == torch.cuda.is_available()
-    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a/b/c/environment.py"))  # no checkout
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a/b/environment.py"))  # no checkout
     monkeypatch.setenv("GIT_COMMIT", "1234abc")
     trials(measured, ["plain", "block"], seeds=(0, 1, 2), output=tmp_path, jobs=1, shift=0)
     both = json.loads((tmp_path / "runs.json").read_text())["environments"]
@@ -272,11 +274,36 @@ def test_the_commit_of_a_checkout_is_read_from_git(tmp_path, monkeypatch):
     (file := tmp_path / "file").write_text("1")
     subprocess.run([*git, "add", "file"], check=True)
     subprocess.run([*git, "commit", "-qm", "first"], check=True)
-    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a/b/c/environment.py"))
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a/b/environment.py"))
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     assert environment.get_commit() == head
     file.write_text("2")
     assert environment.get_commit() == f"{head}-dirty"
+
+
+def test_the_progress_of_a_run_is_printed_from_its_start(tmp_path, monkeypatch, capsys):
+    def run(variant, seed):
+        report = experiments.progress_printer(variant, seed)
+        with redirect_stdout(io.StringIO()):  # as runs do that have a log
+            for step in range(100):
+                now[0] += 1
+                report(f"step {step + 1} of 100")
+        return {"right %": 50.0 + seed + len(variant)}
+
+    now = [0.0]
+    monkeypatch.setattr(experiments.time, "monotonic", lambda: now[0])
+    trials(run, ["a", "bb"], seeds=(0, 1), output=tmp_path, jobs=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [
+        "4 runs, 1 in parallel",
+        "a, seed 0: started",
+        *(f"a, seed 0: step {step} of 100" for step in (11, 22)),
+    ]
+    assert lines[10:12] == ["a, seed 0: step 99 of 100", "a, seed 0: right % 51.0"]
+    assert lines[-2:] == [
+        f"Tables: {tmp_path / 'comparison.md'}",
+        f"Plot of the differences and their intervals: {tmp_path / 'comparison.png'}",
+    ]
 
 
 @pytest.mark.slow

@@ -406,7 +406,7 @@ def test_two_processes_train_as_one(base, tmp_path):
     rows = progress_of(tmp_path / "two")["history"]
     for key in ("train_loss", "eval_loss", "residual_ratio"):
         assert rows[1][key] == pytest.approx(result.history[1][key], rel=1e-3)
-    assert done.stdout.splitlines()[-2].partition(";")[2] == str(result.ablation).partition(";")[2]
+    assert done.stdout.splitlines()[-5].partition(";")[2] == str(result.ablation).partition(";")[2]
 
 
 def start_processes(folders, words, environment=()):

@@ -8,9 +8,10 @@ wrong flags do not import heavy packages.
 
 from __future__ import annotations
 
-import difflib
 import io
+import logging
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -21,9 +22,9 @@ from typing import Any
 import tyro
 
 from vision_attn.errors import CheckpointError, Interrupted, VisionAttnError
-from vision_attn.text import INSTALL, escape_control_characters
+from vision_attn.text import INSTALL, did_you_mean, escape_control_characters
 from vision_attn.tools.cli import commands
-from vision_attn.tools.cli.commands import compare, demo, evaluate, export, inspect, predict, train
+from vision_attn.tools.cli.commands import compare, demo, env, evaluate, export, inspect, predict, train
 from vision_attn.tools.cli.visualize import explore
 from vision_attn.version import __version__
 
@@ -32,7 +33,7 @@ __all__ = ["COMMANDS", "commands", "main", "run_program"]
 FAILURE, BAD_USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 #: Commands whose arguments are the flags.
-PLAIN: dict[str, Callable[..., None]] = {f.__name__: f for f in (inspect, demo, predict, export, explore)}
+PLAIN: dict[str, Callable[..., None]] = {f.__name__: f for f in (inspect, demo, predict, export, explore, env)}
 #: Commands that parse the flags for the settings of a run.
 WITH_SETTINGS: dict[str, Callable[[list[str]], None]] = {"train": train, "evaluate": evaluate, "compare": compare}
 COMMANDS = {**PLAIN, **WITH_SETTINGS}
@@ -45,28 +46,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     2
     """
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
+    # Each retry of a download is a warning; the error after the last one has the reason.
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     return run_program("vision-attn", lambda: run_command(name, words))
 
 
 def run_command(name: str, words: list[str]) -> int:
     """Run the command of this name, or list all commands; return an exit status."""
-    if name in PLAIN:
-        tyro.cli(PLAIN[name], args=words, prog=f"vision-attn {name}")
-    elif name in WITH_SETTINGS:
-        WITH_SETTINGS[name](words)
-    elif name == "--version":
-        print(f"vision-attn {__version__}")
-    else:
-        status = 0 if name in ("-h", "--help") else BAD_USAGE
-        lines = ["usage: vision-attn COMMAND [--help] …", ""]
-        lines += [f"  {one:<10}{(command.__doc__ or '').splitlines()[0]}" for one, command in COMMANDS.items()]
-        if name and status:
-            close = difflib.get_close_matches(name, COMMANDS, n=1)
-            guess = f". Did you mean {close[0]!r}?" if close else ""
-            lines += ["", f"vision-attn: error: unknown command {escape_control_characters(name)!r}{guess}"]
-        print("\n".join(lines), file=sys.stderr if status else sys.stdout)
-        return status
+    try:
+        if name in PLAIN:
+            tyro.cli(PLAIN[name], args=words, prog=f"vision-attn {name}")
+        elif name in WITH_SETTINGS:
+            WITH_SETTINGS[name](words)
+        elif name == "--version":
+            print(f"vision-attn {__version__}")
+        else:
+            return list_commands(name)
+    except ValueError as error:
+        raise ValueError(name_flags(str(error), words)) from error
     return 0
+
+
+def list_commands(name: str) -> int:
+    """Print all commands, and an error for an unknown name; return an exit status."""
+    status = 0 if name in ("-h", "--help") else BAD_USAGE
+    lines = ["usage: vision-attn COMMAND [--help] …", ""]
+    lines += [f"  {one:<10}{(command.__doc__ or '').splitlines()[0]}" for one, command in COMMANDS.items()]
+    if name and status:
+        unknown = f"unknown command {escape_control_characters(name)!r}.{did_you_mean(name, COMMANDS)}"
+        lines += ["", f"vision-attn: error: {unknown}"]
+    print("\n".join(lines), file=sys.stderr if status else sys.stdout)
+    return status
+
+
+def name_flags(message: str, words: Sequence[str]) -> str:
+    """Replace the names of arguments in a message, at its start and before ``=``, by the flags that were typed.
+
+    >>> name_flags("batch_size must be at most 16, got 500", ["--batch-size", "500"])
+    '--batch-size must be at most 16, got 500'
+    """
+    typed = {word.partition("=")[0] for word in words}
+
+    def name_flag(match: re.Match[str]) -> str:
+        flag = f"--{match[0].replace('_', '-')}"
+        return flag if flag in typed else match[0]
+
+    return re.sub(r"^\w+|\b\w+(?==)", name_flag, message)
 
 
 def print_warning(program: str, message: Warning | str, *where: Any, **options: Any) -> None:
@@ -100,35 +125,12 @@ def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = 
     except Exception as error:
         if isinstance(error, BrokenPipeError) and error.filename is None:  # the reader closed standard output
             return BROKEN_PIPE
-        has_remedy = "pip install" in str(error)
-        missing = (
-            isinstance(error, ImportError)
-            and (has_remedy or isinstance(error, ModuleNotFoundError))
-            and not str(error.name).startswith("vision_attn")
-        )
-        # torch is not imported here, so its error types are compared by name
-        memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)
-        if isinstance(error, (ValueError, VisionAttnError, OSError)) or missing or memory:
-            remedy = (
-                ""
-                if has_remedy or not missing
-                else f". Install the required packages: {INSTALL.format('train,export')}"
-            )
-            # Text from files is escaped. Only checkpoint errors have several lines.
-            lines = str(error).split("\n")
-            if isinstance(error, OSError) and error.strerror and error.filename:
-                lines = [f"{error.strerror}: {error.filename!r}"]  # without the errno
-            message = (
-                "\n".join(lines)
-                if isinstance(error, CheckpointError)
-                else " ".join(map(escape_control_characters, lines))
-            )
-            distributed = sys.modules.get("torch.distributed")
-            # All processes of torchrun have the same error until they are connected: one of each machine prints.
-            if os.environ.get("LOCAL_RANK", "0") == "0" or (distributed and distributed.is_initialized()):
-                print(f"{name}: error: {message or type(error).__name__}{remedy}", file=sys.stderr)
-        else:
+        reason, distributed = describe_error(error), sys.modules.get("torch.distributed")
+        if reason is None:
             traceback.print_exc()
+        # All processes of torchrun have the same error until they are connected: one of each machine prints.
+        elif os.environ.get("LOCAL_RANK", "0") == "0" or (distributed and distributed.is_initialized()):
+            print(f"{name}: error: {reason}", file=sys.stderr)
         return BAD_USAGE if isinstance(error, ValueError) else FAILURE
     finally:
         distributed = sys.modules.get("torch.distributed")
@@ -138,3 +140,20 @@ def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = 
             sys.stdout.flush()
         except OSError:  # prevents a second error when Python flushes it at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def describe_error(error: Exception) -> str | None:
+    """Return the message of an error that a user can fix, or None for a bug."""
+    lines = str(error).split("\n")
+    # Only checkpoint errors have several lines, which are escaped.
+    message = str(error) if isinstance(error, CheckpointError) else " ".join(map(escape_control_characters, lines))
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename!r}"  # without the errno
+    if isinstance(error, ImportError) and "pip install" not in message:
+        if not isinstance(error, ModuleNotFoundError) or str(error.name).startswith("vision_attn"):
+            return None
+        return f"{message}. Install the required packages: {INSTALL.format('train,export')}"
+    # torch is not imported here, so its error types are compared by name
+    memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "allocate memory" in message
+    expected = isinstance(error, (ValueError, VisionAttnError, OSError, ImportError)) or memory
+    return message or type(error).__name__ if expected else None

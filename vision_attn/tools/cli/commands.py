@@ -67,9 +67,20 @@ def demo(
         seed: Random seed of each network.
         jobs: Number of networks to train in parallel.
     """
+    from vision_attn.tools.comparison.variants import TASK
+
+    print_escaped(TASK)  # before the imports of torch, which take seconds
+
     from vision_attn.tools.comparison.demo import run_demo
 
     run_demo(output, steps=steps, seed=seed, jobs=jobs)
+
+
+def env() -> None:
+    """Print versions, device and number of threads, for a bug report."""
+    from vision_attn.tools.environment import describe_environment
+
+    print_escaped("\n".join(f"{name}: {value}" for name, value in describe_environment().items()))
 
 
 def load_run(run: Path) -> Any:
@@ -212,10 +223,11 @@ def compare(words: list[str]) -> None:
     from vision_attn.tools.cli.flags import Compare, Variant, parse
 
     found, given = parse(Compare, words, "compare", compare.__doc__)
+    print_escaped(f"comparing {', '.join(found.comparison.variants)} with the seeds {found.comparison.seeds}")
 
     from vision_attn.tools.comparison.variants import recipe, settings_for_variant
 
-    common = recipe(given)
+    common = recipe(given, found.config)
     variants: dict[str, dict[str, Any]] = {}
     for name, sign, text in (word.partition("=") for word in found.comparison.variants):
         flags = shlex.split(text)

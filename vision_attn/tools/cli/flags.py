@@ -25,6 +25,8 @@ from vision_attn.tools.training.settings import (
     read_settings,
 )
 
+Config = Annotated[Path | None, hint("FILE")]
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -44,7 +46,7 @@ class Train(Variant):
 
     output: Output = Output()
     # Folder of another run, or its settings.yaml. Flags override its settings.
-    config: Annotated[Path | None, hint("FILE")] = None
+    config: Config = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Compare(Variant):
     """Flags of ``vision-attn compare``."""
 
     comparison: Comparison = Comparison()
+    # Folder of a run to compare, or its settings.yaml. Flags override its settings.
+    config: Config = None
 
 
 def parse(kind: Any, words: list[str], command: str, description: str | None = None) -> tuple[Any, dict[str, Any]]:

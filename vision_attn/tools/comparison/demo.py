@@ -17,7 +17,7 @@ from vision_attn.networks.capture.figures import attention_figure, save_figure
 from vision_attn.networks.capture.recording import capture
 from vision_attn.networks.checkpoints.folder import load_model, save_model
 from vision_attn.networks.network import quiet_eval
-from vision_attn.tools.comparison.experiments import Metrics, Runs, print_parts, trials
+from vision_attn.tools.comparison.experiments import Metrics, Runs, progress_printer, trials
 from vision_attn.tools.comparison.recall import CELLS, COLORS, NOTHING, PAIRS, PIXELS, accuracy, canvases, training
 from vision_attn.tools.comparison.variants import BLOCK_SETTINGS, RECALL, settings_for_variant
 from vision_attn.tools.explorer import explore
@@ -30,17 +30,9 @@ VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "large-kernel": {}, "averagi
 #: Cell whose attention map is drawn, and number of canvases.
 QUERY_CELL, CANVASES = (4, 2), 2
 
-TASK = (
-    "Task: for each glyph on a black cell, predict the color of the cell with the same glyph. The cells are at random "
-    "positions, and the glyphs of the test images do not occur in the training images. Chance is 12.5 %. Four variants "
-    "of one network are compared: without a block (plain), with a 13×13 convolution (large-kernel), with the mean over "
-    "all positions (averaging), and with attention."
-)
-
 
 def run_demo(output: str | Path, *, steps: int = 400, seed: int = 0, jobs: int | None = None) -> None:
     """Train and compare the variants of the demo, and draw attention maps."""
-    print_parts([TASK])
     variants = {name: settings_for_variant(name, custom, RECALL) for name, custom in VARIANTS.items()}
     compare_on_recall(variants, seeds=(seed,), output=output, steps=steps, jobs=jobs)
     draw(load_model(Path(output) / f"attention-{seed}"), Path(output))
@@ -65,9 +57,10 @@ def train_recall(variant: str, seed: int, *, steps: int, output: Path, **setting
     model = timm.create_model("recall")
     if (complete := make_settings(**settings)).has_blocks:
         insert_blocks_(model, complete, {"input_size": (3, CELLS * PIXELS, CELLS * PIXELS)})
-    step = training(model, steps, seed)
-    for _ in range(steps):
+    step, report = training(model, steps, seed), progress_printer(variant, seed)
+    for number in range(steps):
         step()
+        report(f"step {number + 1} of {steps}")
     save_model(model, output / f"{variant}-{seed}")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {"parameters": parameters, **{f"{pairs} pairs %": accuracy(model, pairs) for pairs in PAIRS}}

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -27,8 +28,8 @@ from vision_attn.errors import TrainingError
 from vision_attn.networks.capture.figures import save_figure
 from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.text import Table, markdown, shorten
-from vision_attn.tools.comparison.environment import describe_environment
 from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_figure, difference_parts
+from vision_attn.tools.environment import describe_environment
 
 #: measurements by name
 Metrics = dict[str, float]
@@ -36,6 +37,8 @@ Metrics = dict[str, float]
 Runs = dict[str, dict[str, Metrics]]
 #: differences between the last variant and the others, by measurement
 Differences = dict[str, list[Difference]]
+#: Seconds between two messages on the progress of a run.
+PROGRESS_EVERY = 10
 #: Number of timed steps of each variant, which alternate.
 ROUNDS = 15
 #: Number of decimals by the unit at the end of a name. Measurements without a unit are integers and are not compared.
@@ -97,7 +100,7 @@ def trials(
     for text in dict.fromkeys(text for texts in caught for text in texts):
         warnings.warn(text, stacklevel=2)
     found: Runs = {variant: {} for variant in custom}
-    environments: list[dict[str, str | None]] = []
+    environments: list[dict[str, Any]] = []
     for (variant, seed), path in runs.items():
         record = json.loads(path.read_text())
         found[variant][str(seed)] = record["measured"]
@@ -118,10 +121,11 @@ def trials(
     parts = report_parts(found, times, differences, note)
     text = "\n\n".join(markdown(*part) if isinstance(part, Table) else part for part in parts)
     write_atomically(folder / "comparison.md", f"{text}\n".encode())
+    print("\n\n".join(map(str, parts)), end="\n\n")
+    print(f"Tables: {folder / 'comparison.md'}")
     if differences:
         save_figure(difference_figure(differences), folder / "comparison.png")
-    print_parts(parts)
-    print(f"Saved in {folder / 'comparison.md'}")
+        print(f"Plot of the differences and their intervals: {folder / 'comparison.png'}")
     return found
 
 
@@ -141,6 +145,7 @@ def make_run(
     run: Callable[..., Metrics], variant: str, seed: int, settings: Mapping[str, Any], file: Path
 ) -> list[str]:
     """Execute one run, save its measurements and return its warnings."""
+    print(f"{variant}, seed {seed}: started", flush=True)
     file.parent.mkdir(exist_ok=True)
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -152,6 +157,19 @@ def make_run(
     values = ", ".join(f"{name} {format_values(name, [value])}" for name, value in measured.items())
     print(f"{variant}, seed {seed}: {values}", flush=True)
     return [str(warning.message) for warning in caught]
+
+
+def progress_printer(variant: str, seed: int) -> Callable[[str], None]:
+    """Return a function that prints the progress of a run to the present standard output, at most every ten seconds."""
+    output, printed = sys.stdout, time.monotonic()
+
+    def report(progress: str) -> None:
+        nonlocal printed
+        if time.monotonic() - printed > PROGRESS_EVERY:
+            printed = time.monotonic()
+            print(f"{variant}, seed {seed}: {progress}", file=output, flush=True)
+
+    return report
 
 
 def print_count(total: int, todo: int, jobs: int) -> None:
@@ -269,8 +287,3 @@ def report_parts(runs: Runs, times: Metrics, differences: Differences, note: str
         parts += [f"Differences in {name}:", table]
         notes += [text for text in explanations if text not in notes]
     return parts + notes
-
-
-def print_parts(parts: Sequence[str | Table]) -> None:
-    """Print texts and tables, separated by empty lines."""
-    print("\n\n".join(map(str, parts)), end="\n\n")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vision_attn.networks.macs import count_macs
-from vision_attn.tools.comparison.experiments import Metrics, Runs, trials
+from vision_attn.tools.comparison.experiments import Metrics, Runs, progress_printer, trials
 from vision_attn.tools.training.run import run_training
 from vision_attn.tools.training.settings import CALL_SETTINGS, make_settings
 from vision_attn.version import __version__
@@ -57,9 +57,16 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     The best epoch is not reported, because it is selected with the validation images.
     """
     folder = output / f"{variant}-{seed}"
+    report = progress_printer(variant, seed)
+
+    def log(line: str) -> None:
+        print(line)
+        if line.startswith("epoch "):
+            report(line)
+
     torch.compiler.reset()  # earlier runs count towards torch's recompilation limit
-    with open(folder / "log.txt", "a", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
-        result = run_training(make_settings(**settings, seed=seed, output=folder, resume="auto"))
+    with open(folder / "log.txt", "a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+        result = run_training(make_settings(**settings, seed=seed, output=folder, resume="auto"), log=log)
     speed = float(np.median([row["images_per_second"] for row in result.history]))
     ablation = result.ablation
     changed = {}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from vision_attn.tools.training.settings import override
+from vision_attn.text import did_you_mean
+from vision_attn.tools.training.settings import Settings, changes, override, read_settings
 
 CONTROLS = "vision_attn.tools.comparison.controls:"
 #: Settings of each variant, by name; None for the network without a block.
@@ -32,6 +33,13 @@ CIFAR: dict[str, Any] = {
 }  # fmt: skip
 #: Settings of blocks are the only settings of recall.
 RECALL: dict[str, Any] = {"names": ("stage2",), "at": "after", "block_options": ("num_heads=4",)}
+#: Description of recall and of the variants of ``vision-attn demo``.
+TASK = """\
+Task: for each glyph on a black cell, predict the color of the cell with the same glyph. The cells are at random
+positions, and the glyphs of the test images do not occur in the training images. Chance is 12.5 %. Four variants of one
+network are compared: without a block (plain), with a 13×13 convolution (large-kernel), with the mean over all positions
+(averaging), and with attention.
+"""
 #: Recipes by data set. Other data sets use the defaults of ``vision-attn train``.
 RECIPES = {"cifar10": CIFAR, "cifar100": CIFAR, "recall": RECALL}
 #: Settings of blocks, which the plain network does not have.
@@ -40,8 +48,8 @@ BLOCK_SETTINGS = ("stages", "names", "at", "block", "pattern", "block_options", 
 RESERVED_SETTINGS = {"block", "resume", "seed"}
 
 
-def recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the common settings of all variants: the given settings and the other settings of the recipe.
+def recipe(settings: Mapping[str, Any], run: Path | None = None) -> dict[str, Any]:
+    """Return the common settings of all variants: the given settings, and the other settings of a run or a recipe.
 
     >>> found = recipe({"dataset": "cifar100", "block_options": ("impl=bmm",)})
     >>> found["model"], found["block_options"]
@@ -50,7 +58,11 @@ def recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
     if reserved := sorted(RESERVED_SETTINGS & settings.keys()):
         flags = ", ".join(f"--{name}" for name in reserved)
         raise ValueError(f"{flags}: not available in a comparison. Pass a custom block as --variants 'NAME=--block …'")
-    defaults = RECIPES.get(settings.get("dataset", "folder" if "data" in settings else "recall"), {})
+    if run is None:
+        defaults = RECIPES.get(settings.get("dataset", "folder" if "data" in settings else "recall"), {})
+    else:  # the block is a variant, so that no code is imported
+        defaults = changes(read_settings(run, {*settings, "block"}), Settings())
+        defaults = {name: value for name, value in defaults.items() if name not in RESERVED_SETTINGS}
     return set_options(override(defaults, settings), {**parse_options(defaults), **parse_options(settings)})
 
 
@@ -69,9 +81,7 @@ def settings_for_variant(base: str, custom: Mapping[str, Any], common: Mapping[s
     """
     if base not in VARIANTS:
         expected = f"expected {', '.join(VARIANTS)} or NAME=VARIANT FLAGS"
-        close = difflib.get_close_matches(base, VARIANTS, n=1)
-        guess = f". Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"variants: {expected}, got {base!r}{guess}")
+        raise ValueError(f"variants: {expected}, got {base!r}.{did_you_mean(base, VARIANTS)}")
     defaults = VARIANTS[base]
     if defaults is None:
         # With a new classifier, every variant has trainable parameters if the backbone is frozen.

@@ -55,7 +55,7 @@ class BlockAblation:
     def __str__(self) -> str:
         with_blocks, without = self.scores, self.scores_without_blocks
         return (
-            f"with the blocks disabled: top-1 {without.top1:.2f} % ({without.top1 - with_blocks.top1:+.2f}), "
+            f"ablation, with the blocks disabled: top-1 {without.top1:.2f} % ({without.top1 - with_blocks.top1:+.2f}), "
             f"loss {without.loss:.4f} ({without.loss - with_blocks.loss:+.4f}); "
             f"{self.predictions_changed} of {self.images} predictions change"
         )

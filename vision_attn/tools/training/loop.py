@@ -33,7 +33,7 @@ from torchvision.utils import save_image
 from tqdm import tqdm
 
 from vision_attn.errors import CheckpointError, Interrupted, TrainingError
-from vision_attn.networks.checkpoints import load_checkpoint_, save_adapter
+from vision_attn.networks.checkpoints import save_adapter
 from vision_attn.networks.checkpoints.folder import save_model
 from vision_attn.networks.finetuning import parameter_groups
 from vision_attn.networks.insertion import inserted_blocks
@@ -280,12 +280,6 @@ class Trainer:
         """Return the network to save, on the CPU and in evaluation mode."""
         self.plain.load_state_dict(self.evaluated.state_dict())
         return self.plain
-
-    def load_best(self) -> nn.Module:
-        """Return the saved network of the best epoch, on the device of the run."""
-        model = copy.deepcopy(self.plain)
-        load_checkpoint_(model, self.folder / "model" / "model.safetensors")
-        return model.to(self.accelerator.device)
 
     def save_best(self) -> None:
         """Save the network and, if the backbone is frozen, the adapter."""

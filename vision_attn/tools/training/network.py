@@ -14,6 +14,7 @@ import torch
 from timm.layers import convert_sync_batchnorm
 from torch import nn
 
+from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import load_checkpoint_
 from vision_attn.networks.checkpoints.folder import load_model
 from vision_attn.networks.checkpoints.hub import SCHEME
@@ -43,11 +44,8 @@ class NetworkSetup:
     new_head: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        parameters, size = (
-            sum(p.numel() for p in self.model.parameters()),
-            "×".join(map(str, self.config["input_size"])),
-        )
-        name = self.config["architecture"]
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        name, size = self.config["architecture"], "×".join(map(str, self.config["input_size"]))
         lines = [f"{name}: {parameters:,} parameters, input {size}, {len(self.classes)} classes"]
         if self.report is not None:
             lines += [f"{len(self.report.blocks)} inserted block{'s' * (len(self.report.blocks) > 1)}:"]
@@ -64,13 +62,11 @@ def build_network(
     """
     classes, given = len(source.classes), model is not None
     if model is None:
-        options: dict[str, Any] = {"drop_path_rate": settings.drop_path} if settings.drop_path else {}
-        pretrained = settings.pretrained and not resumed
         name = settings.require_model()
-        if name.startswith(SCHEME):
-            model = load_published(name, classes, settings)
-        else:
-            model = create_model(name, num_classes=classes, pretrained=pretrained, **options)
+        if settings.pretrained and not resumed:
+            log(f"loading the pretrained weights of {name}")
+        create = load_published if name.startswith(SCHEME) else create_network
+        model = create(name, classes, settings, pretrained=settings.pretrained and not resumed)
         if settings.sync_bn:  # before the insertion, because modules are replaced
             model = convert_sync_batchnorm(model)
     elif settings.sync_bn:
@@ -108,7 +104,19 @@ def build_network(
     return NetworkSetup(model, config, source.classes, report, new_head)
 
 
-def load_published(name: str, classes: int, settings: Settings) -> nn.Module:
+def create_network(name: str, classes: int, settings: Settings, *, pretrained: bool) -> nn.Module:
+    """Create a network of timm; name the alternative if its weights cannot be downloaded."""
+    options: dict[str, Any] = {"drop_path_rate": settings.drop_path} if settings.drop_path else {}
+    try:
+        return create_model(name, num_classes=classes, pretrained=pretrained, **options)
+    except ValueError as error:
+        if not pretrained or not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        remedy = "Check the connection, or download the file elsewhere and pass it as --weights instead of --pretrained"
+        raise CheckpointError(f"the pretrained weights of {name} cannot be downloaded. {remedy}") from error
+
+
+def load_published(name: str, classes: int, settings: Settings, **_: Any) -> nn.Module:
     """Load a network of the Hugging Face Hub, with a new classifier if it has another number of classes."""
     if not settings.pretrained or settings.drop_path:
         raise ValueError(f"model={name} requires pretrained=True and no drop_path: it is loaded with its weights")
@@ -155,7 +163,7 @@ def insert_blocks_(model: nn.Module, settings: Settings, config: dict[str, Any])
     try:
         return insert_(model, block_class(settings.block), example_input=(1, *config["input_size"]), **where, **options)
     except TypeError as error:  # an argument that the block does not accept
-        raise ValueError(f"block_options do not match the block {settings.block!r}: {error}") from error
+        raise ValueError(f"block_options do not match block={settings.block}: {error}") from error
 
 
 def block_class(name: str) -> str | Callable[..., nn.Module]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-import traceback
+import shlex
 import warnings
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -19,10 +18,9 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, b
 from filelock import FileLock
 from torch import nn
 
-from vision_attn.errors import DataError, TrainingError
+from vision_attn.errors import DataError
 from vision_attn.networks.block_factories import get_block_factory
 from vision_attn.networks.checkpoints.folder import load_model
-from vision_attn.networks.contributions import branches
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import shorten
 from vision_attn.tools.training.data import DataSplit, exchange_parts, open_data, open_images
@@ -33,13 +31,16 @@ from vision_attn.tools.training.network import Log, NetworkSetup, block_class, b
 from vision_attn.tools.training.processes import run_together
 from vision_attn.tools.training.settings import (
     DEFAULT_BATCH,
+    MACHINE_SETTINGS,
     Settings,
-    differences,
+    changes,
     make_settings,
     read_settings,
     write_settings,
 )
 
+#: Smallest number of validation images of which one is at most half a point of accuracy.
+MIN_VALIDATION = 200
 #: Seconds to wait for the lock on a folder, which worker processes of a killed run hold for a moment.
 LOCK_TIMEOUT = 10
 
@@ -150,23 +151,19 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
             run_together(accelerator, trainer.restore)
         accelerator.project_configuration.logging_dir = str(folder / "logs")
         accelerator.init_trackers("vision_attn", config={key: str(value) for key, value in settings.as_dict().items()})
-        try:
-            final, predictions = trainer.train()
-        except Exception as error:
-            raise_block_error(error, settings.block)
-            raise
+        final, predictions = trainer.train()
         for tracker in accelerator.trackers:
             tracker.finish()
         ablation = evaluation.compare_without_blocks(trainer.evaluated, final, predictions)
     history, row = trainer.progress.history, trainer.progress.history[trainer.progress.best]
     best = Scores(row["eval_loss"], row["eval_top1"], row["eval_top5"], row["residual_ratio"])
     log(f"{ablation}\n" * bool(ablation) + f"best epoch, {row['epoch']}: {best}, in {folder / 'model'}")
-    if ablation is not None:
-        without = ablation.scores_without_blocks
-        if trainer.progress.best < len(history) - 1:
-            without, _ = evaluation(model := trainer.load_best(), branches(model))
-        if without.top1 > best.top1:
-            log(harmful_blocks_note(best, without))
+    if settings.has_blocks:
+        log("Do the blocks help? The ablation only shows how much the network relies on them. Train with and without:")
+        log(compare_command(settings, folder))
+    if len(held_out) < MIN_VALIDATION:
+        points = f"{100 / len(held_out):.1f} points of top-1"
+        log(f"One of the {len(held_out)} validation images is {points}. Use more images to measure small differences.")
     model = trainer.get_network_to_save()
     return Result(settings, model, network.config["input_size"], final, best, ablation, history, folder)
 
@@ -197,36 +194,34 @@ def check_shared(state: Path) -> None:
         raise DataError(f"{state} does not exist here. All machines must share the folder of --output")
 
 
-def harmful_blocks_note(best: Scores, without: Scores) -> str:
-    """Explain that the blocks lower the accuracy, and suggest remedies."""
-    return (
-        f"The best network scores higher with its blocks disabled: top-1 {without.top1:.2f} % instead of "
-        f"{best.top1:.2f} %. Train longer, insert blocks elsewhere, change --attention-lr, or train without blocks."
-    )
+def compare_command(settings: Settings, folder: Path) -> str:
+    """Return the command line that compares a run with the same run without its blocks and with other blocks.
+
+    >>> compare_command(Settings(names="layer3", block="cbam"), Path("runs/train-1"))
+    "vision-attn compare --config runs/train-1 --output runs/train-1/compare --variants plain 'cbam=--block cbam'"
+    """
+    words = ["vision-attn", "compare", "--config", str(folder), "--output", str(folder / "compare")]
+    if settings.dataset.startswith("hfds/"):  # not read from a file, because it can download code
+        words += ["--dataset", settings.dataset]
+    if settings.block != "attention":
+        words += ["--variants", "plain", f"{settings.block.rpartition(':')[2]}=--block {settings.block}"]
+    return shlex.join(words)
 
 
-def raise_block_error(error: Exception, name: str) -> None:
-    """Raise an error that names the line in the code of a custom block, if the error occurred there."""
-    path = getattr(sys.modules.get(name.partition(":")[0]), "__file__", "")
-    if lines := [line for line in traceback.extract_tb(error.__traceback__) if line.filename == path]:
-        where = f"line {lines[-1].lineno} of {lines[-1].filename}"
-        raise TrainingError(f"the block {name!r} raised {type(error).__name__} ({error}) in {where}") from error
-
-
-def evaluate(settings: Settings, path: Path | None = None, *, log: Log = print) -> Scores:
-    """Evaluate the network in a folder of a run or of ``save_model``, or the network of the settings."""
-    if path is None:
+def evaluate(settings: Settings, folder: Path | None = None, *, log: Log = print) -> Scores:
+    """Evaluate the network in the folder of a run or of ``save_model``, or the network of the settings."""
+    if folder is None:
         settings.require_model()
     accelerator = make_accelerator(settings)
     log = log if accelerator.is_main_process else (lambda line: None)
     source = open_data(settings, train=False)
     model = None
-    if path is not None:
-        model = load_model(path, block=get_block_factory(block_class(settings.block)))
+    if folder is not None:
+        model = load_model(folder, block=get_block_factory(block_class(settings.block)))
         classes = vars(model)["classes"] or source.classes
         if classes != source.classes:
             found = f"expected {shorten(classes)}, got {shorten(source.classes)}"
-            raise ValueError(f"classes of {source.name} differ from those of {path}: {found}. Rename the folders")
+            raise ValueError(f"classes of {source.name} differ from those of {folder}: {found}. Rename the folders")
     network = build_network(settings, source, log, model=model)
     evaluation = Evaluation(source, settings, network, accelerator)
     log(f"{network}\n{len(source):,} images of {source.name} on {accelerator.device}")
@@ -277,10 +272,10 @@ def find_run(settings: Settings) -> tuple[Settings, Path | None]:
         raise ValueError(f"output: {folder} already contains a run. Choose another folder or pass --resume {folder}")
     before = read_settings(folder, given=("dataset", "block"))
     settings = replace(settings, batch_size=settings.batch_size or before.batch_size)
-    differing = differences(settings, before)
-    if "epochs" in differing and settings.epochs > before.epochs:
-        differing.remove("epochs")  # a larger number extends the run
+    differing = changes(settings, before).keys() - MACHINE_SETTINGS
+    if settings.epochs > before.epochs:
+        differing -= {"epochs"}  # a larger number extends the run
     if differing:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(differing))
         raise ValueError(f"resume: these settings differ from {folder}: {flags}. Pass the same values")
     return replace(settings, output=folder), state

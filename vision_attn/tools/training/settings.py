@@ -241,15 +241,13 @@ class Settings(Output, Machine, Training, Augmentation, Blocks, Model, Data):
 
 
 def make_settings(**values: Any) -> Settings:
-    """Return validated settings; raise an error with one line that names each wrong setting."""
+    """Return validated settings; raise an error with one line for the first wrong setting."""
     try:
         return Settings(**values)
     except ValidationError as error:
-        lines = []
-        for one in error.errors():
-            name, message = ".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, ")
-            lines.append(f"{name}: {message}, got {one['input']!r}" if name else message)
-        raise ValueError("; ".join(lines)) from None
+        first = error.errors()[0]
+        name, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{name}: {message}, got {first['input']!r}" if name else message) from None
 
 
 def override(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,15 +256,10 @@ def override(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
     return {**{name: value for name, value in settings.items() if name not in sites}, **changes}
 
 
-def differences(one: Settings, other: Settings) -> list[str]:
-    """Return the names of different settings that can change the result of a run."""
-    return [name for name in non_default_settings(one, other) if name not in MACHINE_SETTINGS | CALL_SETTINGS]
-
-
-def non_default_settings(settings: Settings, default: Settings | None = None) -> dict[str, Any]:
-    """Return the settings that differ from the default."""
-    defaults = vars(default or Settings())
-    return {name: value for name, value in vars(settings).items() if value != defaults.get(name, value)}
+def changes(settings: Settings, other: Settings) -> dict[str, Any]:
+    """Return the settings that differ from other settings, except :data:`CALL_SETTINGS`."""
+    found = {name: value for name, value in vars(settings).items() if value != getattr(other, name)}
+    return {name: value for name, value in found.items() if name not in CALL_SETTINGS}
 
 
 def write_settings(settings: Settings) -> bytes:

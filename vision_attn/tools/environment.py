@@ -1,4 +1,4 @@
-"""Record of the software and hardware of a run."""
+"""Versions of the software, and the hardware: for bug reports, and in the record of each run of a comparison."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ import torch
 
 from vision_attn.version import __version__
 
-LIBRARIES = ("torchvision", "timm", "numpy")
+LIBRARIES = ("torchvision", "timm", "einx", "numpy")
 
 
-def describe_environment() -> dict[str, str | None]:
-    """Return versions, device and commit for JSON. The GPU is None without CUDA."""
+def describe_environment() -> dict[str, str | int | None]:
+    """Return versions, commit, device and number of threads for JSON. The GPU is None without CUDA."""
     cpuinfo = Path("/proc/cpuinfo")  # contains the name of the processor on Linux
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "python": platform.python_version(),
         "vision_attn": __version__,
         "commit": get_commit(),
         "torch": torch.__version__,  # with the CUDA version of the build
         **{name: importlib.metadata.version(name) for name in LIBRARIES},
+        "python": platform.python_version(),
+        "os": platform.platform(),
         "cpu": next(names, platform.processor() or platform.machine()),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
     }
 
 
@@ -37,7 +39,7 @@ def get_commit() -> str | None:
 
     Outside of a checkout, return the environment variable ``GIT_COMMIT``, or None.
     """
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return os.environ.get("GIT_COMMIT")
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
