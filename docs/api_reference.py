@@ -47,7 +47,7 @@ PAGES = {
         "Compute attention maps and draw them ([guide](../see.md)).",
         """
         capture explore networks.capture.maps.AttentionMaps networks.capture.maps.AttentionMap
-        networks.capture.figures.attention_figure networks.capture.figures.save_figure networks.capture.figures.Figure
+        attention_figure networks.capture.figures.save_figure networks.capture.figures.Figure
         """,
     ),
     "convert": (
@@ -59,9 +59,10 @@ PAGES = {
         """,
     ),
     "training": (
-        "Training",
-        "Train on a folder of images or on a data set ([guide](../training.md)).",
-        "train tools.training.settings.Settings",
+        "Training and export",
+        "Train on a folder of images or on a data set ([guide](../training.md)), and export the network "
+        "([guide](../deploy.md)).",
+        "train tools.training.settings.Settings export_model",
     ),
     "models": (
         "Models",

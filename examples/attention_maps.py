@@ -24,7 +24,7 @@ from sklearn.datasets import load_sample_images
 
 import vision_attn as va
 import vision_attn.networks.models  # registers recall_attention and resnet20_attention with timm
-from vision_attn.networks.capture.figures import attention_figure, save_figure
+from vision_attn.networks.capture.figures import save_figure
 from vision_attn.networks.contributions import disabled
 from vision_attn.tools.comparison.recall import CELLS, COLORS, NOTHING, PIXELS, canvases
 
@@ -78,7 +78,9 @@ assert match_weight.mean() > 0.4
 
 # %%
 titles = [f"color of the matching cell: {[*COLORS][color]}" for color in colors[:6].tolist()]
-figure = attention_figure(images[:2], replace(attention, weights=attention.weights[:2]), titles=titles[:2], width=7.5)
+figure = va.attention_figure(
+    images[:2], replace(attention, weights=attention.weights[:2]), titles=titles[:2], width=7.5
+)
 save_figure(figure, OUTPUT / "attention_maps.png")
 print(f"wrote {OUTPUT / 'attention_maps.png'}")
 figure
@@ -90,7 +92,7 @@ figure
 # `qk_norm="match"`, and a glyph is most similar to itself.
 
 # %%
-figure = attention_figure(images[:3], replace(attention, weights=attention.weights[:3]), reduction="none", width=9)
+figure = va.attention_figure(images[:3], replace(attention, weights=attention.weights[:3]), reduction="none", width=9)
 save_figure(figure, OUTPUT / "attention_heads.png")
 print(f"wrote {OUTPUT / 'attention_heads.png'}")
 print("weight of the matching cell, by head:", ", ".join(f"{100 * weight:.0f} %" for weight in match_weight))
@@ -157,7 +159,7 @@ mean, std = (torch.tensor(classifier.pretrained_cfg[name]).view(3, 1, 1) for nam
 with va.capture(classifier, queries=[(16, 16)]) as maps:
     classifier((F.interpolate(photographs, (32, 32), mode="area") - mean) / std)
 last = maps["layer3.2.inserted.attn"]
-figure = attention_figure(photographs, last, width=5)
+figure = va.attention_figure(photographs, last, width=5)
 save_figure(figure, OUTPUT / "attention_photographs.png")
 print(f"wrote {OUTPUT / 'attention_photographs.png'}")
 roof = last.weights.mean(1)[0, 0, :2, :4]  # first photograph, its only query, top left positions

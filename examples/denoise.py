@@ -32,8 +32,8 @@ from vision_attn.networks.safe import write_atomically
 from vision_attn.text import markdown
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.controls import ConvBlock2d, SqueezeExciteBlock2d
-from vision_attn.tools.environment import describe_environment
 from vision_attn.tools.comparison.statistics import compare_scores, difference_table
+from vision_attn.tools.environment import describe_environment
 
 NEIGHBORHOOD = {"num_heads": 4, "pattern": va.Neighborhood(13), "impl": "bmm"}
 #: Blocks and their options. The last variant is compared with the others.

@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import CIFAR100, ImageFolder
 
 import vision_attn as va
-from vision_attn.networks.capture.figures import attention_figure, save_figure
-from vision_attn.tools.export.export import export_model
+from vision_attn.networks.capture.figures import save_figure
 
 DATA, SIDE, EPOCHS = Path("flowers"), 128, 5
 OUTPUT = Path("examples-output")
@@ -146,7 +145,7 @@ photograph = val_set.transform(Image.fromarray(load_sample_image("flower.jpg")))
 with va.capture(model, queries=[(56, 76)]) as maps, torch.inference_mode():
     model(photograph)
 (attention,) = maps.values()
-figure = attention_figure((photograph + 1) / 2, attention, width=7)
+figure = va.attention_figure((photograph + 1) / 2, attention, width=7)
 save_figure(figure, OUTPUT / "quickstart.png")
 print(f"wrote {OUTPUT / 'quickstart.png'}")
 figure
@@ -181,7 +180,7 @@ print(f"{val_set.classes[label]} classified as {loaded.classes[probabilities.arg
 # `export_model` writes a file for another runtime, here ONNX, and compares its outputs with the outputs of the network.
 
 # %%
-exported = export_model(loaded, OUTPUT / "flowers.onnx")
+exported = va.export_model(loaded, OUTPUT / "flowers.onnx")
 print(f"wrote {OUTPUT / 'flowers.onnx'}: largest difference {exported.difference:.0e}")
 
 # %% [markdown]

@@ -31,6 +31,7 @@ from .attention.position import (
 )
 from .networks import convert as convert
 from .networks.block_factories import timm_layer as timm_layer
+from .networks.capture.figures import attention_figure as attention_figure
 from .networks.capture.recording import capture as capture
 from .networks.checkpoints import (
     load_adapter_ as load_adapter_,
@@ -60,6 +61,7 @@ from .networks.insertion import (
 from .networks.padded_batches import padded as padded
 from .networks.second_map import context as context
 from .tools.explorer import explore as explore
+from .tools.export.export import export_model as export_model
 from .tools.training.run import train as train
 
 __version__: str

@@ -225,10 +225,10 @@ def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, m
     [
         (("-o", "net.pth"), 2, r"output must end in \.onnx, .* got 'net\.pth'"),
         (("-o", "net.pte", "--dynamic", "size"), 2, "dynamic: ExecuTorch does not support a dynamic size"),
-        (("-o", "net.onnx", "--img-size", "0"), 2, "--img-size must be .* got 0"),
+        (("-o", "net.onnx", "--img-size", "0"), 2, "--img-size must be above 0, got 0"),
         (("-o", "net.pt2", "--int8", "EMPTY"), 2, r"int8 requires an \.onnx file"),
         (("-o", "net.onnx", "--int8", "EMPTY"), 1, "EMPTY: expected CLASS/IMAGE .* got 0"),
-        (("-o", "file/net.onnx"), 1, "'.*/file'"),
+        (("-o", "file/net.onnx"), 1, "'file'"),
         (
             ("-o", "net.xml"),
             1,
@@ -254,7 +254,7 @@ def test_export_passes_its_flags(capsys, tmp_path):
     flags = ("--img-size", "40", "48", "--dynamic", "size", "--no-normalize")
     code, out, _ = run(capsys, "export", RUN, "-o", tmp_path / "net.pt2", *flags)
     assert code == 0
-    assert "input (1, 3, height, width), traced at 40×48, pixels normalized with mean and std" in out
+    assert "input (1, 3, height, width), traced at 40×48, pixels in 0…1, then (pixels - mean) / std" in out
     assert "largest difference from the network on 6 random images: " in out
 
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import os
 import sys
 import warnings
 import zipfile
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -21,7 +23,7 @@ from torchvision.transforms.v2.functional import normalize as normalize_images
 import vision_attn as va
 from vision_attn.errors import DataError, ExportError
 from vision_attn.networks.models import create_model
-from vision_attn.tools.export.export import export_model
+from vision_attn.tools import cli
 from vision_attn.tools.export.formats import FORMATS, Format
 
 MEAN, STD = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
@@ -79,7 +81,7 @@ ABOUT = {
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
 def test_an_exported_file_matches_the_network_and_a_different_file_is_rejected(tmp_path, monkeypatch, suffix):
     path = tmp_path / "new" / f"net{suffix}"
-    report = export_model(small_network(), path)
+    report = va.export_model(small_network(), path)
     assert_computes(path, small_network(), torch.rand(5, 3, 16, 24))
     assert f"{report.difference:.1e}" in str(report)
     assert f"{path.stat().st_size / 1e6:.2f} MB, input (batch, 3, 16, 24), pixels in 0…1" in str(report)
@@ -94,7 +96,7 @@ def test_an_exported_file_matches_the_network_and_a_different_file_is_rejected(t
     network[0].inserted.gate.data.mul_(0.99)
     (tmp_path / f"net{suffix}").write_bytes(b"old")
     with pytest.raises(ExportError, match=r"has a different output in .* \d\.\de-\d\d, "):
-        export_model(network, tmp_path / f"net{suffix}")
+        va.export_model(network, tmp_path / f"net{suffix}")
     assert sorted(tmp_path.iterdir()) == sorted([path.parent, tmp_path / f"net{suffix}"])
     assert (tmp_path / f"net{suffix}").read_bytes() == b"old"
 
@@ -111,7 +113,9 @@ def test_other_runtimes_reproduce_the_network(tmp_path, suffix):
     for dynamic, size in (((), 1), (form.dynamic, 4 if "batch" in form.dynamic else 1)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of the runtimes
-            export_model(network, path, img_size=(16, 24) if "size" in dynamic else (20, 28), dynamic=dynamic)
+            va.export_model(
+                network, path, example_input=(1, 3, *((16, 24) if "size" in dynamic else (20, 28))), dynamic=dynamic
+            )
             outputs = torch.cat([*map(form.open(path), pixels.split(size))])
         torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
         assert about(path) == {**ABOUT, "input_size": [3, 16, 24] if "size" in dynamic else [3, 20, 28]}
@@ -122,7 +126,7 @@ def test_other_runtimes_reproduce_the_network(tmp_path, suffix):
 def test_only_dynamic_dimensions_can_vary(tmp_path):
     images = {"batch": torch.rand(3, 3, 16, 24), "size": torch.rand(1, 3, 21, 37), None: torch.rand(1, 3, 16, 24)}
     for dynamic in ((), ("batch",), ("size",), ("batch", "size")):
-        path = export_model(small_network(), tmp_path / "net.pt2", dynamic=dynamic).path
+        path = va.export_model(small_network(), tmp_path / "net.pt2", dynamic=dynamic).file
         for name, batch in images.items():
             if name is None or name in dynamic:
                 assert_computes(path, small_network(), batch)
@@ -143,18 +147,18 @@ def test_files_of_a_format_are_replaced_atomically(tmp_path, monkeypatch):
 
     monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), write, computes, (".bin",)))
     paths = [tmp_path / "net.xml", tmp_path / "net.bin"]
-    assert export_model(small_network(), paths[0]).size == 6
+    assert va.export_model(small_network(), paths[0]).size == 6
     assert [path.read_bytes() for path in paths] == [b"new", b"new"]
     content = b"newer"
     monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), write, lambda path: small_network(), (".bin",)))
     with pytest.raises(ExportError, match="has a different output in OpenVINO"):
-        export_model(small_network(), paths[0])
+        va.export_model(small_network(), paths[0])
     assert [path.read_bytes() for path in paths] == [b"new", b"new"]
     paths[1].unlink()
     paths[1].mkdir()
     monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), None, None, (".bin",)))
     with pytest.raises(IsADirectoryError, match=r"net\.bin"):
-        export_model(small_network(), paths[0])
+        va.export_model(small_network(), paths[0])
 
 
 @pytest.mark.slow
@@ -167,9 +171,9 @@ def test_attention_that_a_runtime_does_not_support_is_exported_as_matrix_product
         form.write(program, path, about)
 
     monkeypatch.setitem(FORMATS, ".pt2", dataclasses.replace(form, write=write))
-    report = export_model(small_network(), tmp_path / "net.pt2")
+    report = va.export_model(small_network(), tmp_path / "net.pt2")
     assert "impl='bmm', because with 'sdpa' the network cannot be exported for torch.export (NotImpl" in str(report)
-    assert_computes(report.path, small_network(), torch.rand(3, 3, 16, 24))
+    assert_computes(report.file, small_network(), torch.rand(3, 3, 16, 24))
 
 
 @pytest.mark.slow
@@ -183,7 +187,7 @@ def test_the_reported_int8_accuracy_is_that_of_the_file(tmp_path, image_folder):
         features = model[:-1](normalize_images(images, MEAN, STD))
         model[-1] = nn.Linear(8, 3, bias=False)
         model[-1].weight[:] = torch.linalg.lstsq(features, torch.eye(3)[labels % 2]).solution.mT
-    report = export_model(model, path, int8=image_folder, img_size=32)
+    report = va.export_model(model, path, int8=image_folder, example_input=(1, 3, 32, 32))
     with torch.no_grad():
         exact = model(normalize_images(images, MEAN, STD))
     rounded = run(path, images)
@@ -196,19 +200,19 @@ def test_the_reported_int8_accuracy_is_that_of_the_file(tmp_path, image_folder):
     assert about(path)["classes"] == ["red", "blue", "green"]
     model.classes = ("red", "blue", "yellow")
     with pytest.raises(DataError, match="the class 'green', which is not a class of the network"):
-        export_model(model, path, int8=image_folder, img_size=32)
+        va.export_model(model, path, int8=image_folder, example_input=(1, 3, 32, 32))
     with pytest.raises(DataError, match="nothing: no such folder"):
-        export_model(model, path, int8=tmp_path / "nothing", img_size=32)
+        va.export_model(model, path, int8=tmp_path / "nothing", example_input=(1, 3, 32, 32))
     model.classes = ()
     with pytest.raises(DataError, match="int8 requires the class names of the network"):
-        export_model(model, path, int8=image_folder, img_size=32)
+        va.export_model(model, path, int8=image_folder, example_input=(1, 3, 32, 32))
     gray = small_network()
     gray.pretrained_cfg = {**gray.pretrained_cfg, "input_size": (1, 32, 32)}
     gray[0].in_channels = 1
     gray[0].weight = nn.Parameter(gray[0].weight[:, :1].detach())
     gray.pretrained_cfg |= {"mean": (0.5,), "std": (0.5,)}
     with pytest.raises(DataError, match="int8 requires a network for 3 channels, got 1"):
-        export_model(gray, path, int8=image_folder)
+        va.export_model(gray, path, int8=image_folder)
     assert run(path, images).equal(rounded)
 
 
@@ -221,17 +225,15 @@ def test_the_reported_int8_accuracy_is_that_of_the_file(tmp_path, image_folder):
             "dynamic: ExecuTorch does not support a dynamic size. Remove 'size'",
         ),
         ("net.tflite", {"dynamic": ["batch"]}, "dynamic: LiteRT does not support a dynamic batch. Remove 'batch'"),
-        ("net.pt2", {"dynamic": ["width"]}, r"dynamic must be a sequence of 'batch' and 'size', got \['width'\]"),
-        ("net.pt2", {"dynamic": "batch"}, "dynamic must be a sequence of 'batch' and 'size', got 'batch'"),
+        ("net.pt2", {"dynamic": ["width"]}, r"dynamic: torch\.export does not support a dynamic width"),
         ("net.xml", {"int8": "images"}, r"int8 requires an \.onnx file.*got 'net\.xml'"),
-        ("net.onnx", {"img_size": (3, 8, 8)}, r"img_size must be .* got \(3, 8, 8\)"),
-        ("net.onnx", {"img_size": 0}, "img_size must be .* got 0"),
-        ("net.onnx", {"img_size": 16.0}, "img_size must be .* got 16.0"),
+        ("net.onnx", {"example_input": (3, 8, 8)}, r"example_input must be .* got \(3, 8, 8\)"),
+        ("net.onnx", {"example_input": (1, 3, 8, 8, 8)}, r"example_input must be images \(b, c, h, w\)"),
     ],
 )
 def test_unsupported_options_of_a_format_raise_errors(tmp_path, name, options, message):
     with pytest.raises(ValueError, match=message):
-        export_model(small_network(), tmp_path / name, **options)
+        va.export_model(small_network(), tmp_path / name, **options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -252,27 +254,54 @@ def test_a_failed_export_keeps_an_existing_file(tmp_path, monkeypatch, name, bia
     network = small_network()
     nn.init.constant_(network[-1].bias, bias)
     with pytest.raises(error, match=message):
-        export_model(network, tmp_path / name)
+        va.export_model(network, tmp_path / name)
     assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [(name, b"old")]
 
 
 def test_a_network_that_cannot_process_its_images_is_rejected(tmp_path):
     network = nn.Sequential(nn.Conv2d(3, 4, 9), nn.Flatten(), nn.LazyLinear(2)).eval()
-    with pytest.raises(ValueError, match=r"Set model.pretrained_cfg = \{'input_size'"):
-        export_model(network, tmp_path / "net.pt2")
+    with pytest.raises(ValueError, match=r"^example_input is required for a model without pretrained_cfg, such as \(1"):
+        va.export_model(network, tmp_path / "net.pt2")
     network.pretrained_cfg = {"input_size": (3, 16, 16), "mean": MEAN, "std": STD}
     network(torch.zeros(1, 3, 16, 16))
-    for options in ({"img_size": 8}, {"dynamic": ["size"]}):
+    for options in ({"example_input": (1, 3, 8, 8)}, {"dynamic": ["size"]}):
         with pytest.raises(ExportError, match=r"cannot process images of 3×.*RuntimeError"):
-            export_model(network, tmp_path / "net.pt2", **options)
+            va.export_model(network, tmp_path / "net.pt2", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_network_without_a_configuration_is_exported_with_an_example_input(tmp_path):
+    network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()  # a segmentation model
+    va.insert_(network, names="0", num_heads=2, gate_init=0.5, example_input=(1, 1, 12, 20))
+    report = va.export_model(network, tmp_path / "net.onnx", example_input=torch.rand(2, 1, 12, 20))
+    assert "input (batch, 1, 12, 20), pixels in the range of the network" in str(report)
+    assert_computes(report.file, network, torch.rand(3, 1, 12, 20), normalize=False)
+    found = about(report.file)
+    assert (found["classes"], found["mean"], found["inserted"]) == ([], None, ["0"])
+    with pytest.raises(ValueError, match=r"normalize requires model\.pretrained_cfg"):
+        va.export_model(network, tmp_path / "net.onnx", example_input=(1, 1, 12, 20), normalize=True)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+def test_a_full_disk_is_named_with_the_file_and_a_remedy(tmp_path, monkeypatch, capsys):
+    def write(program, file, about):
+        Path("/dev/full").write_bytes(b"weights")
+
+    monkeypatch.setitem(FORMATS, ".pt2", dataclasses.replace(FORMATS[".pt2"], write=write))
+    monkeypatch.chdir(tmp_path)
+    va.save_model(create_model("tiny"), tmp_path / "run")
+    assert cli.main(["export", "run", "-o", "net.pt2"]) == 1
+    error = capsys.readouterr().err
+    expected = "No space left on device: 'net.pt2'. Free disk space, or write to another disk"
+    assert error == f"vision-attn: error: {expected}\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]
 
 
 def test_external_weights_do_not_overwrite_another_file(tmp_path, monkeypatch):
     monkeypatch.setitem(FORMATS, ".xml", dataclasses.replace(FORMATS[".xml"], packages=()))
     (tmp_path / "net.bin").write_bytes(b"other")
     with pytest.raises(FileExistsError, match=r"net\.bin exists"):
-        export_model(small_network(), tmp_path / "net.xml")
+        va.export_model(small_network(), tmp_path / "net.xml")
     assert (tmp_path / "net.bin").read_bytes() == b"other"
 
 
@@ -281,7 +310,9 @@ def test_a_wrapped_half_precision_network_is_exported_in_float32_and_unchanged(t
     va.set_impl_(half, "einx")  # traces static shapes
     va.freeze_backbone_(half.train(), also_train="3.*")
     modes = [module.training for module in half.modules()]
-    assert "pixels normalized with mean and std" in str(export_model(nn.DataParallel(half), path, normalize=False))
+    assert "pixels in 0…1, then (pixels - mean) / std" in str(
+        va.export_model(nn.DataParallel(half), path, normalize=False)
+    )
     assert about(path)["pixels"] == "0…1, then (pixels - mean) / std"
     assert (half[3].weight.dtype, half[0].inserted.attn.impl) == (torch.bfloat16, "einx")
     assert [module.training for module in half.modules()] == modes
@@ -294,11 +325,11 @@ def test_a_loaded_network_has_its_classes_statistics_and_crop(tmp_path):
     crop = {"crop_pct": 0.9, "crop_mode": "squash", "interpolation": "bicubic"}
     model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, 32, 32), "mean": MEAN, "std": STD, **crop}
     loaded = va.load_model(va.save_model(model, tmp_path / "net", classes=["cat", "dog"]))
-    report = export_model(loaded, tmp_path / "net.PT2")
-    found = about(report.path)
+    report = va.export_model(loaded, tmp_path / "net.PT2")
+    found = about(report.file)
     assert (found["classes"], found["mean"], found["architecture"]) == (["cat", "dog"], list(MEAN), "tiny")
     assert {name: found[name] for name in crop} == crop
-    assert_computes(report.path, model.eval(), torch.rand(2, 3, 32, 32))
+    assert_computes(report.file, model.eval(), torch.rand(2, 3, 32, 32))
 
 
 @pytest.mark.parametrize(
@@ -307,7 +338,7 @@ def test_a_loaded_network_has_its_classes_statistics_and_crop(tmp_path):
 def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf'requires the package {package}. Install it: pip install "\.\['):
-        export_model(small_network(), tmp_path / name)
+        va.export_model(small_network(), tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,6 +8,7 @@ wrong flags do not import heavy packages.
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -148,7 +149,8 @@ def describe_error(error: Exception) -> str | None:
     # Only checkpoint errors have several lines, which are escaped.
     message = str(error) if isinstance(error, CheckpointError) else " ".join(map(escape_control_characters, lines))
     if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.strerror}: {error.filename!r}"  # without the errno
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return f"{error.strerror}: {error.filename!r}{'. Free disk space, or write to another disk' * full}"
     if isinstance(error, ImportError) and "pip install" not in message:
         if not isinstance(error, ModuleNotFoundError) or str(error.name).startswith("vision_attn"):
             return None

@@ -15,6 +15,7 @@ from vision_attn.tools.hints import hint
 
 #: Argument type shared by several commands.
 Run = Annotated[Positional[Path], arg(metavar="RUN")]
+ImgSize = Annotated[tuple[int, ...], hint("SIDE | HEIGHT WIDTH", "default: size of the model")]
 Device = Annotated[Literal["cpu", "cuda"] | None, hint("{cpu,cuda}", "default: cuda if available")]
 
 
@@ -23,10 +24,19 @@ def print_escaped(text: object) -> None:
     print("\n".join(map(escape_control_characters, str(text).split("\n"))), flush=True)
 
 
+def input_shape(model: Any, img_size: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape of a batch with one image of a side, or height and width; None for the size of the model."""
+    from vision_attn.checks import check_above
+    from vision_attn.networks.example import make_example
+
+    check_above(0, img_size=min(img_size, default=None))
+    return (*make_example(model).shape[:2], *(img_size * 2 if len(img_size) == 1 else img_size)) if img_size else None
+
+
 def inspect(
     model: Annotated[Positional[str], arg(metavar="MODEL")],
     /,
-    img_size: Annotated[tuple[int, ...], hint("SIDE | HEIGHT WIDTH", "default: size of the model, or 224")] = (),
+    img_size: ImgSize = (),
     num_heads: Annotated[int | None, hint("INT", "default: largest divisor of the channels, at most 8")] = None,
     pattern: str = "full",
 ) -> None:
@@ -39,7 +49,6 @@ def inspect(
         pattern: Attention pattern: full, rows, columns, 'Window(7)' or another pattern, or an einx expression.
     """
     from vision_attn.networks.checkpoints.option_code import parse_option
-    from vision_attn.networks.example import make_example
     from vision_attn.networks.insertion import insert_
     from vision_attn.networks.models.registry import create_network
 
@@ -47,10 +56,7 @@ def inspect(
     if pattern != "full":
         options["pattern"] = parse_option(pattern)
     network = create_network(model)
-    if img_size:
-        sides = img_size * 2 if len(img_size) == 1 else img_size
-        options["example_input"] = (*make_example(network).shape[:2], *sides)
-    print_escaped(insert_(network, dry_run=True, **options))
+    print_escaped(insert_(network, dry_run=True, example_input=input_shape(network, img_size), **options))
 
 
 def demo(
@@ -149,7 +155,7 @@ def export(
     run: Run,
     /,
     output: Output,
-    img_size: Annotated[tuple[int, ...], hint("SIDE | HEIGHT WIDTH", "default: size of the model")] = (),
+    img_size: ImgSize = (),
     dynamic: Annotated[
         tuple[Literal["batch", "size"], ...] | None,
         hint("{batch,size} ...", "default: batch; none for .tflite and .pte"),
@@ -170,10 +176,9 @@ def export(
     """
     from vision_attn.tools.export.export import export_model
 
-    options: dict[str, Any] = {"dynamic": dynamic, "int8": int8, "normalize": normalize}
-    if img_size:
-        options["img_size"] = img_size[0] if len(img_size) == 1 else img_size
-    print_escaped(export_model(load_run(run), output, **options))
+    model = load_run(run)
+    shape = input_shape(model, img_size)
+    print_escaped(export_model(model, output, example_input=shape, dynamic=dynamic, int8=int8, normalize=normalize))
 
 
 def train(words: list[str]) -> None:

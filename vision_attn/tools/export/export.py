@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +20,13 @@ from torchvision.transforms.v2 import Normalize
 
 from vision_attn.attention.blocks import set_impl_
 from vision_attn.errors import ExportError
+from vision_attn.networks.example import make_example
 from vision_attn.networks.insertion import inserted_blocks
-from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.network import unwrap_model
 from vision_attn.networks.safe import check_writable, write_atomically
-from vision_attn.networks.safe.write import temporary_folder
-from vision_attn.tools.export.formats import DIMS, FORMATS, Axis, Format, export_program
+from vision_attn.networks.safe.write import name_errors, temporary_folder
+from vision_attn.text import Report
+from vision_attn.tools.export.formats import FORMATS, Axis, Format, export_program
 from vision_attn.version import __version__
 
 #: Largest allowed difference, which is attributed to rounding, as a fraction of the largest output.
@@ -38,15 +40,15 @@ EXPORT_IMPLS = ("sdpa", "bmm")
 BATCHES, ADDED = (1, 3), ((0, 0), (9, 22), (31, 0))
 
 
-@dataclass(frozen=True)
-class ExportReport:
+@dataclass(frozen=True, repr=False)
+class ExportReport(Report):
     """Exported file and its comparison with the network; prints as a summary."""
 
-    path: Path
+    file: Path
     #: channels, height and width of an input image
     input_size: tuple[int, int, int]
-    #: True if the file normalizes pixels
-    normalize: bool
+    #: range of the pixels that the file expects
+    pixels: str
     #: dynamic dimensions: "batch" and "size"
     dynamic: tuple[Axis, ...]
     #: largest difference from the output of the network, and largest output
@@ -59,27 +61,26 @@ class ExportReport:
     #: workarounds and accuracies
     notes: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        pixels = "pixels in 0…1" if self.normalize else "pixels normalized with mean and std"
+    def parts(self) -> list[str]:
         channels, height, width = self.input_size
         shape = f"batch, {channels}, " if "batch" in self.dynamic else f"1, {channels}, "
         shape += f"height, width), traced at {height}×{width}" if "size" in self.dynamic else f"{height}, {width})"
-        lines = [
-            f"{self.path}: {self.size / 1e6:.2f} MB, input ({shape}, {pixels}",
+        return [
+            f"{self.file}: {self.size / 1e6:.2f} MB, input ({shape}, pixels in {self.pixels}",
             f"largest difference from the network on {self.images} random images: {self.difference:.1e}, for outputs "
             f"up to {self.largest:.3g}",
+            *self.notes,
         ]
-        return "\n".join([*lines, *self.notes])
 
 
 def export_model(
     model: nn.Module,
     output: str | Path,
     *,
-    img_size: int | Sequence[int] | None = None,
+    example_input: Tensor | Sequence[int] | None = None,
     dynamic: Sequence[Axis] | None = None,
     int8: str | Path | None = None,
-    normalize: bool = True,
+    normalize: bool | None = None,
 ) -> ExportReport:
     """Export a network, and compare the output of the file with the output of the network.
 
@@ -88,98 +89,100 @@ def export_model(
     network.
 
     Args:
-        model: classifier for images ``(b, c, h, w)``, with ``pretrained_cfg`` and, optionally, ``classes``, such as a
-            network from :func:`vision_attn.load_model`.
+        model: network for images ``(b, c, h, w)`` that returns a tensor. The image size and statistics are read from
+            ``model.pretrained_cfg`` of timm and :func:`vision_attn.load_model`, and the classes from ``model.classes``.
         output: file to write. The suffix selects the format: ``.onnx``, ``.pt2`` (``torch.export``), ``.aoti.pt2``
             (AOTInductor), ``.xml`` (OpenVINO), ``.tflite`` (LiteRT) or ``.pte`` (ExecuTorch).
-        img_size: side of the images, or their height and width, in pixels; the size of the model by default.
+        example_input: images or their shape, such as ``(1, 3, 96, 96)``, for another image size, and for networks
+            without ``pretrained_cfg``.
         dynamic: dimensions that may vary between calls: ``"batch"`` and ``"size"``. The default is the batch, and no
             dimension for LiteRT and ExecuTorch, whose files process one image at a time. With a dynamic batch,
             ExecuTorch allocates memory for the largest batch, which is 8.
         int8: folder of labeled images, ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``. Weights and activations are
             quantized to 8 bits with the training images, and the accuracy on the validation images is reported.
-        normalize: include the normalization of pixels in 0…1 in the file.
+        normalize: include the normalization of pixels in 0…1 in the file; by default, if the model has statistics.
 
     Raises:
-        ValueError: the suffix of ``output`` is unknown, or its format does not support ``dynamic`` or ``int8``.
+        ValueError: the suffix of ``output`` is unknown, its format does not support ``dynamic`` or ``int8``, or the
+            image size is unknown.
         ImportError: a package of the runtime is not installed.
         ExportError: the network cannot be exported, or the output of the file differs. An existing file is kept.
         OSError: the file cannot be written. This is checked before the export.
 
     >>> import tempfile
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
-    >>> network.classes = ("cat", "dog")
-    >>> network.pretrained_cfg = {"input_size": (3, 8, 8), "mean": (0.5,) * 3, "std": (0.25,) * 3}
-    >>> report = export_model(network, Path(tempfile.mkdtemp()) / "network.pt2")
+    >>> report = export_model(network, Path(tempfile.mkdtemp()) / "network.pt2", example_input=(1, 3, 8, 8))
     >>> report.difference < 1e-5
     True
     """
-    output, plain = Path(output).absolute(), unwrap_model(model)
+    output, plain = Path(output), unwrap_model(model)
     suffix = next((suffix for suffix in FORMATS if output.name.lower().endswith(suffix)), None)
     if suffix is None:
         raise ValueError(f"output must end in {', '.join(FORMATS)}, got {output.name!r}")
     form = FORMATS[suffix]
-    if isinstance(dynamic, str) or set(dynamic or ()) - DIMS.keys():
-        raise ValueError(f"dynamic must be a sequence of 'batch' and 'size', got {dynamic!r}")
-    try:
-        config = get_model_cfg(plain)
-    except KeyError:
-        needed = "pretrained_cfg = {'input_size': (3, h, w), 'mean': (…), 'std': (…)}"
-        raise ValueError(f"model has no image configuration. Set model.{needed}") from None
     if fixed := [axis for axis in dynamic or () if axis not in form.dynamic]:
         raise ValueError(f"dynamic: {form.runtime} does not support a dynamic {fixed[0]}. Remove {fixed[0]!r}")
     if int8 is not None and suffix != ".onnx":
         raise ValueError(f"int8 requires an .onnx file, which OpenVINO also supports, got {output.name!r}")
     open_batch: tuple[Axis, ...] = ("batch",) if "batch" in form.dynamic and form.max_batch is None else ()
     axes = open_batch if dynamic is None else tuple(dynamic)
-    given = config["input_size"][1:] if img_size is None else img_size
-    sides = [*given] if isinstance(given, Sequence) else [given] * 2
-    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-        raise ValueError(f"img_size must be a side, or a height and a width, in pixels, got {img_size!r}")
-    metadata: dict[str, Any] = {
-        "classes": list(vars(plain).get("classes") or ()),
-        "input_size": (config["input_size"][0], *sides),
-        "mean": config["mean"],
-        "std": config["std"],
-        **{name: config.get(name, default) for name, default in CROP.items()},
-        "pixels": "0…1" if normalize else "0…1, then (pixels - mean) / std",
-        "architecture": config.get("architecture"),
-        "inserted": list(inserted_blocks(plain)),
-        "library": f"vision_attn {__version__}",
-    }
+    metadata = make_metadata(plain, example_input, normalize)
     form.check_packages()
     network = copy.deepcopy(plain).cpu().float().eval()
-    if normalize:
-        network = nn.Sequential(Normalize(list(config["mean"]), list(config["std"])), network).eval()
+    if metadata["pixels"] == "0…1":
+        network = nn.Sequential(Normalize(list(metadata["mean"]), list(metadata["std"])), network).eval()
     output.parent.mkdir(parents=True, exist_ok=True)
     # Weights are replaced before the graph that refers to them.
     targets = {ending: output.with_suffix(ending) for ending in form.weights} | {suffix: output}
-    for path in targets.values():
-        check_writable(path)
-    for path in targets.values():
-        if path != output and path.exists() and not output.exists():
-            raise FileExistsError(f"{path} exists and belongs to another file. Choose another name for --output")
+    for file in targets.values():
+        check_writable(file)
+        if file != output and file.exists() and not output.exists():
+            raise FileExistsError(f"{file} exists and belongs to another file. Choose another name for --output")
     if int8 is not None:
         from vision_attn.tools.export.int8 import load_images, quantize
 
         calibration, _ = load_images(Path(int8), metadata, train=True)
         labeled = load_images(Path(int8), metadata, train=False)
-    with temporary_folder(output.parent) as folder:
+    with name_errors(output), temporary_folder(output.parent) as folder:
         written = folder / f"network{suffix}"
         comparison, notes = export_and_compare(network, form, written, axes, metadata)
         if int8 is not None:
             with quiet():
                 notes.append(quantize(written, calibration, *labeled))
-        for ending, path in targets.items():
+        for ending, file in targets.items():
             staged = folder / f"network{ending}"
-            write_atomically(path, staged.read_bytes())
+            write_atomically(file, staged.read_bytes())
             staged.unlink()  # frees disk space for the next file
-    size = sum(path.stat().st_size for path in targets.values())
-    return ExportReport(output, metadata["input_size"], normalize, axes, *comparison, size, tuple(notes))
+    size = sum(file.stat().st_size for file in targets.values())
+    return ExportReport(output, metadata["input_size"], metadata["pixels"], axes, *comparison, size, tuple(notes))
+
+
+def make_metadata(
+    model: nn.Module, example_input: Tensor | Sequence[int] | None, normalize: bool | None
+) -> dict[str, Any]:
+    """Return the metadata of the file: image size, statistics and crop, classes and blocks."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    if example_input is None and "input_size" not in config:
+        raise ValueError("example_input is required for a model without pretrained_cfg, such as (1, 3, 224, 224)")
+    _, *input_size = make_example(model, example_input).shape
+    if len(input_size) != 3:
+        raise ValueError(f"example_input must be images (b, c, h, w) or their shape, got (b, {input_size})")
+    if normalize and "mean" not in config:
+        raise ValueError("normalize requires model.pretrained_cfg = {'mean': (…), 'std': (…)}")
+    plain = "0…1, then (pixels - mean) / std" if "mean" in config else "the range of the network"
+    return {
+        "classes": list(getattr(model, "classes", None) or ()),
+        "input_size": tuple(input_size),
+        **{name: config.get(name) for name in ("mean", "std", "architecture")},
+        **{name: config.get(name, default) for name, default in CROP.items()},
+        "pixels": plain if normalize is False or "mean" not in config else "0…1",
+        "inserted": list(inserted_blocks(model)),
+        "library": f"vision_attn {__version__}",
+    }
 
 
 def export_and_compare(
-    network: nn.Module, form: Format, path: Path, axes: Sequence[Axis], metadata: Mapping[str, Any]
+    network: nn.Module, form: Format, file: Path, axes: Sequence[Axis], metadata: Mapping[str, Any]
 ) -> tuple[tuple[float, float, int], list[str]]:
     """Write a file with the first implementation of attention for which the runtime reproduces the network.
 
@@ -196,15 +199,13 @@ def export_and_compare(
     try:
         with torch.no_grad():
             expected = [network(batch) for batch in images]
-        finite = all(logits.isfinite().all() for logits in expected)
+        largest = torch.stack([logits.abs().max() for logits in expected]).max().item()
     except Exception as error:  # networks raise many types of errors
         sizes = ", ".join(dict.fromkeys("×".join(map(str, batch.shape[1:])) for batch in images))
-        raise ExportError(
-            f"the network cannot process images of {sizes} ({describe(error)}). No file was written"
-        ) from error
-    if not finite:
+        what = f"the network cannot process images of {sizes} ({describe(error)})"
+        raise ExportError(f"{what}. No file was written") from error
+    if not math.isfinite(largest):
         raise ExportError("the output of the network is not finite: training may have diverged. No file was written")
-    largest = max(float(logits.abs().max()) for logits in expected)
     failures: list[str] = []
     for impl in EXPORT_IMPLS:
         if not set_impl_(network, impl) and failures:  # no block has another implementation
@@ -213,26 +214,21 @@ def export_and_compare(
             with quiet(), torch.no_grad():
                 example = torch.zeros(2 if "batch" in axes else 1, *metadata["input_size"])
                 program = export_program(network, example, axes, form.max_batch)
-                form.write(program, path, json.dumps(metadata, ensure_ascii=False))
-                run = form.open(path)
+                form.write(program, file, json.dumps(metadata, ensure_ascii=False))
+                run = form.open(file)
                 difference = max(map(compare, map(run, images), expected))
         except (ImportError, OSError):
             raise
         except Exception as error:  # exporters and runtimes raise many types of errors
             failures.append(f"cannot be exported for {form.runtime} ({describe(error)})")
-        else:
-            if difference <= TOLERANCE * largest:
-                notes = [
-                    f"attention is exported as impl={impl!r}, because with {EXPORT_IMPLS[0]!r} the network {why}"
-                    for why in failures
-                ]
-                return (difference, largest, sum(map(len, images))), notes
-            failures.append(
-                f"has a different output in {form.runtime}: the largest difference is {difference:.1e}, for outputs up "
-                f"to {largest:.3g}"
-            )
-    other = f"; with impl={EXPORT_IMPLS[1]!r} it {failures[1]}" if len(set(failures)) > 1 else ""
-    raise ExportError(f"the network {failures[0]}{other}. No file was written")
+            continue
+        if difference <= TOLERANCE * largest:
+            instead = f"attention is exported as impl={impl!r}, because with {EXPORT_IMPLS[0]!r} the network"
+            return (difference, largest, sum(map(len, images))), [f"{instead} {failure}" for failure in failures]
+        outputs = f"the largest difference is {difference:.1e}, for outputs up to {largest:.3g}"
+        failures.append(f"has a different output in {form.runtime}: {outputs}")
+    both = f"; with impl={EXPORT_IMPLS[1]!r} it ".join(dict.fromkeys(failures))
+    raise ExportError(f"the network {both}. No file was written")
 
 
 def describe(error: Exception) -> str:

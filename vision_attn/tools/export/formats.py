@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,9 @@ def open_onnx(path: Path) -> Run:
 
 
 def write_program(program: ExportedProgram, path: Path, metadata: str) -> None:
-    torch.export.save(program, path, extra_files={ENTRY: metadata})
+    content = io.BytesIO()  # torch ends the process if it writes to a full disk
+    torch.export.save(program, content, extra_files={ENTRY: metadata})
+    path.write_bytes(content.getvalue())
 
 
 def open_program(path: Path) -> Run:
