@@ -91,6 +91,13 @@ def test_weights_near_an_even_share_are_transparent():
         shown = figure.axes[1].images[1]
         assert shown.norm(2.0) == pytest.approx(top)
         assert figure.axes[-1].get_ylim() == pytest.approx((1, vmax))
+        expected = "Mean effective width: 15.1 of 16 positions (94 %), so the attention is nearly uniform."
+        assert figure.get_supxlabel() == expected
+    one = torch.full((1, 1, 1, 4, 4), 0.5 / 15)
+    one[..., 0] = 0.5
+    for weights, top in ((even, 2), (one.clamp(max=0.2), 4), (one, 8), (one * 20, 16)):
+        figure = figures.attention_figure(image, AttentionMap(weights, ((0, 0),), (32, 32)))
+        assert figure.axes[-1].get_ylim() == pytest.approx((1, top))
 
 
 def test_figures_are_written_as_png_svg_or_pdf(tmp_path):

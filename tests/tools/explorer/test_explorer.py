@@ -81,7 +81,7 @@ def test_the_page_has_the_maps_within_their_rounding(page):
     shown = content(path)["images"]
     for image, one in zip(images, shown, strict=True):
         maps = captured(model, image[None] - 0.5)
-        assert [block["path"] for block in one["blocks"]] == list(maps) == ["1.attn", "3.attn"]
+        assert [block["site"] for block in one["blocks"]] == list(maps) == ["1.attn", "3.attn"]
         for kind, expected in (("heads", maps), ("rollout", maps.rollout())):
             for block, seen in zip(one["blocks"], expected.values(), strict=True):
                 assert block[kind]["levels"] == 255
@@ -90,6 +90,10 @@ def test_the_page_has_the_maps_within_their_rounding(page):
             width = seen.entropy()[0].exp().mean(1) / seen.weights[0, 0, 0].numel()
             assert block["distance"] == pytest.approx(seen.distance()[0].mean(1).tolist())
             assert block["width"] == pytest.approx(width.tolist())
+            assert block["selects"] == seen.describe_width()
+            assert "so the attention selects positions." in block["selects"]
+    largest = max(one.weights.max() * one.weights[0, 0, 0].numel() for one in maps.values())
+    assert (largest > 8, content(path)["top"]) == (True, 16)
     assert "</script><script>alert" not in path.read_text()
     assert not re.search(r"https?://", path.read_text())
 
@@ -141,7 +145,7 @@ def test_class_and_register_tokens_are_queries_too(tmp_path, name, options, toke
     (one,) = content(va.explore(model, image, tmp_path / "page.html"))["images"]
     for block in one["blocks"]:
         assert block["tokens"] == tokens
-        assert_close(block["heads"], seen[block["path"]].prefix[0], first=4)
+        assert_close(block["heads"], seen[block["site"]].prefix[0], first=4)
 
 
 def test_a_picture_keeps_its_resolution_and_has_the_crop_of_the_network(tmp_path):
@@ -315,6 +319,19 @@ def test_touch_gestures_on_a_phone(opened):
     assert "1.attn, head 2, query row 8, column 2 of 8×12" in status(tab)
     box = tab.locator("#view").bounding_box()
     assert 0 <= box["y"] < box["y"] + box["height"] < button.bounding_box()["y"]  # the map is visible above the head
+
+
+def test_uniform_attention_is_named_above_the_image_and_has_a_short_scale(opened, tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 8, 2, 2), va.AttentionBlock2d(8, 2))
+    nn.init.zeros_(model[1].attn.qkv.weight)
+    path = va.explore(model, torch.rand(1, 3, 16, 24), tmp_path / "page.html")
+    assert content(path)["top"] == 2
+    tab = opened(1000, path=path)
+    expected = "Mean effective width: 96.0 of 96 positions (100 %), so the attention is nearly uniform."
+    assert tab.inner_text("#selects") == expected
+    assert (tab.input_value("#top"), tab.inner_text("#ticks").split()) == ("2", ["1×", "2×"])
+    places = [tab.locator(one).bounding_box()["y"] for one in ("#help", "#selects", "#view")]
+    assert places == sorted(places)
 
 
 @pytest.mark.slow

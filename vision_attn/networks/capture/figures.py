@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
 from vision_attn.checks import check_above, check_choice
-from vision_attn.networks.capture.maps import AttentionMap
+from vision_attn.networks.capture.maps import AttentionMap, scale_end
 from vision_attn.networks.capture.recording import check_indices
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import INSTALL
@@ -50,16 +51,17 @@ def attention_figure(
     *,
     query: int | Iterable[int] = 0,
     reduction: str = "mean",
-    vmax: float = 16.0,
+    vmax: float | None = None,
     titles: Sequence[str] = (),
     width: float = 7.0,
 ) -> Figure:
     """Draw a row for each image and query: the image with the marked query, and the image with its attention map.
 
     Colors show attention weights as multiples of uniform attention, one divided by the number of positions. Weights up
-    to 1× leave the image unchanged. Weights of 2× or more are covered by a color, which changes with each doubling up
-    to 16×. The scale is the same for all maps and for :func:`explore`. A map with three axes has a panel for each frame
-    of the feature map, drawn over the middle one of the image frames that it covers.
+    to 1× leave the image unchanged. Weights of 2× or more are covered by a color, which changes with each doubling. The
+    scale is the same for all maps of a figure, and the line below them says whether the attention selects positions. A
+    map with three axes has a panel for each frame of the feature map, drawn over the middle one of the image frames
+    that it covers.
 
     Args:
         images: images with values from 0 to 1, ``(b, 1 or 3, height, width)`` or ``(b, 1 or 3, t, height, width)``.
@@ -68,7 +70,8 @@ def attention_figure(
             in the title, and the indices are drawn on the images.
         reduction: combination of the heads: ``"mean"``, ``"max"``, or ``"none"`` for one panel per head. To select
             heads, pass ``heads`` to :func:`vision_attn.capture`.
-        vmax: upper end of the color scale, as a multiple of uniform attention.
+        vmax: upper end of the color scale, as a multiple of uniform attention; by default, the largest weight, rounded
+            up to 2, 4, 8 or 16.
         titles: a title for each image.
         width: width of the figure in inches.
 
@@ -105,7 +108,7 @@ def attention_figure(
     if axes == 3:
         label = [f"frame {at}" if len(label) == 1 else f"{text}, frame {at}" for text in label for at in frames]
     panels = panels.flatten(1, 2)
-    norm = LogNorm(1, vmax, clip=True)
+    norm = LogNorm(1, scale_end(panels.max().item()) if vmax is None else vmax, clip=True)
     if len(queries) > 1:
         above = titles or ["query"] * len(images)
         titles = [f"{title} {number} {attention.query_positions[number]}" for title in above for number in queries]
@@ -115,7 +118,7 @@ def attention_figure(
     cell = [n / m for n, m in zip(size, attention.map_size[-2:], strict=True)]
     columns = 1 + panels.shape[1]
     panel_height = (width - SCALE_WIDTH) / columns * size[0] / size[1] + (TEXT_HEIGHT if titles else 0)
-    figure = Figure(figsize=(width, len(images) * panel_height + TEXT_HEIGHT), layout="compressed")
+    figure = Figure(figsize=(width, len(images) * panel_height + 2 * TEXT_HEIGHT), layout="compressed")
     axes_by_row = figure.subplots(len(images), columns, squeeze=False)
     for row, video in enumerate(images.detach().permute(0, 2, 3, 4, 1).float().cpu().numpy()):
         query_position = attention.query_positions[queries[row % len(queries)]]
@@ -145,6 +148,7 @@ def attention_figure(
     scale = figure.colorbar(overlay, ax=axes_by_row, aspect=30, pad=0.02)
     scale.ax.yaxis.set(major_locator=ticker.LogLocator(2), major_formatter="{x:g}", minor_locator=ticker.NullLocator())
     scale.set_label("× uniform attention", fontsize=8)
+    figure.supxlabel(replace(attention, weights=weights).describe_width(), fontsize=8)
     return figure
 
 

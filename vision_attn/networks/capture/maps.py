@@ -12,6 +12,18 @@ from torch import Tensor
 
 from vision_attn.checks import product
 
+#: Effective width, as a fraction of all positions, above which attention is nearly uniform.
+UNIFORM = 0.9
+
+
+def scale_end(largest: float) -> int:
+    """Return the end of a color scale: the largest multiple of uniform attention, rounded up to 2, 4, 8 or 16.
+
+    >>> scale_end(1.0), scale_end(5.5), scale_end(40.0)
+    (2, 8, 16)
+    """
+    return next((end for end in (2, 4, 8) if largest <= end), 16)
+
 
 @dataclass(frozen=True)
 class AttentionMap:
@@ -66,6 +78,19 @@ class AttentionMap:
         tensor([[[2.]]])
         """
         return torch.special.entr(self.normalized_weights()).sum(3)
+
+    def describe_width(self) -> str:
+        """Return a sentence on the mean effective width, which shows whether the attention selects positions.
+
+        >>> attention = AttentionMap(torch.full((1, 8, 1, 3, 4), 1 / 12), ((2, 0),), (48, 64))
+        >>> attention.describe_width()
+        'Mean effective width: 12.0 of 12 positions (100 %), so the attention is nearly uniform.'
+        """
+        positions, width = self.weights[0, 0, 0].numel(), self.entropy().exp().mean().item()
+        uniform = width > UNIFORM * positions
+        verdict = "is nearly uniform" if uniform else "selects positions"
+        percent = f"{100 * width / positions:.0f} %"
+        return f"Mean effective width: {width:.1f} of {positions} positions ({percent}), so the attention {verdict}."
 
     def distance(self) -> Tensor:
         """Return the mean attention distance of each query in pixels, ``Σ_j a_j |p_i - p_j|``: ``(b, heads, queries)``.

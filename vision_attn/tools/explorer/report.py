@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import to_pil_image
 
 from vision_attn.checks import check_above
-from vision_attn.networks.capture.maps import AttentionMap
+from vision_attn.networks.capture.maps import AttentionMap, scale_end
 from vision_attn.networks.capture.recording import capture
 from vision_attn.networks.contributions import branches, compute_scores, measure_branches, rms_ratio
 from vision_attn.networks.network import quiet_eval, unwrap_model
@@ -68,14 +68,14 @@ def explore(
         classes: name of each class.
         titles: title of each image.
         pictures: Pillow images to show instead of ``images``, with the same content and any resolution.
-        names: show only attention at or in these modules: a path, glob or compiled regular expression, or a list.
-        where: show only attention at or in the modules for which ``where(path, module)`` is true.
+        names: show only attention at or in these modules: a name, glob or compiled regular expression, or a list.
+        where: show only attention at or in the modules for which ``where(name, module)`` is true.
         top: number of classes to show for each image.
         title: title of the page.
         note: note below the title, for example that the weights are random.
 
     Returns:
-        The path of the file.
+        The file.
 
     Raises:
         ValueError: there is no image, the number of titles or pictures is wrong, a feature map does not have two axes,
@@ -99,7 +99,7 @@ def explore(
     rounded = (images.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
     titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
     plain = unwrap_model(model)
-    sites = names if where is None else [path for path, module in plain.named_modules() if where(path, module)]
+    sites = names if where is None else [name for name, module in plain.named_modules() if where(name, module)]
     weight, shown = next(plain.parameters()), []
     with quiet_eval(model):
         for image, name, picture in zip(images.split(1), titles, pictures or map(to_pil_image, rounded), strict=True):
@@ -108,11 +108,10 @@ def explore(
             shown.append({"title": name, **explore_image(model, x, sites, classes, top), **source})
     architecture = (getattr(plain, "pretrained_cfg", None) or {}).get("architecture") or type(plain).__name__
     about = f"{architecture}, {sum(parameter.numel() for parameter in plain.parameters()):,} parameters"
-    content = {"title": title, "note": note, "about": about, "images": shown}
+    top_of_scale = scale_end(max(block["largest"] for image in shown for block in image["blocks"]))
+    content = {"title": title, "note": note, "about": about, "top": top_of_scale, "images": shown}
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False).replace(
-        "<", "\\u003c"
-    )  # prevents a closing script tag
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")  # no closing script tag
     write_atomically(Path(output), page.replace("/* DATA */", text).encode())
     return Path(output)
 
@@ -121,15 +120,15 @@ def explore_image(model: nn.Module, x: Tensor, sites: Globs, classes: Sequence[s
     """Return the attention maps and predictions for one image."""
     with capture(model, "all", names=sites) as maps, measure_branches(model) as measures:
         scores = predict(model, x)
-    for path, one in maps.items():
+    for site, one in maps.items():
         if len(one.map_size) != 2:
-            axes = f"expected feature maps with 2 axes, got {len(one.map_size)} at {path!r}"
+            axes = f"expected feature maps with 2 axes, got {len(one.map_size)} at {site!r}"
             raise ValueError(f"model: {axes}. Select other modules with names=")
     rollout = maps.rollout()
     for levels in LEVELS:
         kinds = {"heads": maps, "rollout": rollout}
-        encoded = [{kind: encode(found[path], levels) for kind, found in kinds.items()} for path in maps]
-        blocks = [{"path": path, **describe(model, maps[path]), **one} for path, one in zip(maps, encoded, strict=True)]
+        encoded = [{kind: encode(found[site], levels) for kind, found in kinds.items()} for site in maps]
+        blocks = [{"site": site, **describe(model, maps[site]), **one} for site, one in zip(maps, encoded, strict=True)]
         if len(json.dumps(blocks)) < MAX_CHARACTERS:
             break
     shown: dict[str, Any] = {"size": x.shape[2:], "blocks": blocks, "prediction": [], "ablations": []}
@@ -141,8 +140,8 @@ def explore_image(model: nn.Module, x: Tensor, sites: Globs, classes: Sequence[s
 
     best = scores.topk(min(top, len(scores))).indices.tolist()
     shown["prediction"] = [[name(label), round(scores[label].item(), 6)] for label in best]
-    paths = modules_to_disable(model, maps)
-    ablations = {path: [path] for path in paths} | ({"all blocks": paths} if len(paths) > 1 else {})
+    modules = modules_to_disable(model, maps)
+    ablations = {module: [module] for module in modules} | ({"all blocks": modules} if len(modules) > 1 else {})
     for what, off in ablations.items():
         ablated: Any = predict(model, x, off)
         ratio = round(rms_ratio(measures[what].sum(1)).item(), 6) if what in measures else None
@@ -152,11 +151,13 @@ def explore_image(model: nn.Module, x: Tensor, sites: Globs, classes: Sequence[s
 
 
 def describe(model: nn.Module, one: AttentionMap) -> dict[str, Any]:
-    """Return the mean distance of each head in pixels, its mean width as a fraction, and the names of prefix tokens."""
+    """Return measures of each head and of all heads, and the names of the prefix tokens."""
     known = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     count = 0 if one.prefix is None else one.prefix.shape[2]
     tokens = [token for token, names in TOKENS.items() if names & known][:count]
     return {
+        "largest": one.weights.max().item() * one.weights[0, 0, 0].numel(),  # as a multiple of uniform attention
+        "selects": one.describe_width(),
         "distance": one.distance()[0].mean(1).tolist(),
         "width": (one.entropy().exp()[0].mean(1) / one.weights[0, 0, 0].numel()).tolist(),
         "tokens": tokens + [f"register {number}" for number in range(1, count - len(tokens) + 1)],
@@ -165,8 +166,10 @@ def describe(model: nn.Module, one: AttentionMap) -> dict[str, Any]:
 
 def modules_to_disable(model: nn.Module, maps: Iterable[str]) -> list[str]:
     """Return for each attention map the residual block that contains its module, or else the module."""
-    sites, paths = list(branches(model)), [path.partition(":")[0] for path in maps]
-    return list(dict.fromkeys(next((site for site in sites if f"{one}.".startswith(f"{site}.")), one) for one in paths))
+    sites, modules = list(branches(model)), [name.partition(":")[0] for name in maps]
+    return list(
+        dict.fromkeys(next((site for site in sites if f"{one}.".startswith(f"{site}.")), one) for one in modules)
+    )
 
 
 def predict(model: nn.Module, x: Tensor, off: Iterable[str] = ()) -> Tensor | None:
