@@ -119,7 +119,9 @@ def test_without_a_command_all_commands_are_listed(capsys):
         (["evaluate", RUN], 2, "data is required"),
         (["explore", "IMAGE", "--model", "resnet20"], 2, "resnet20 has no attention"),
         (["explore", "IMAGE", "--model", RUN, "--adapter", "a"], 2, "adapter "),
-        (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "Window"),
+        (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "got Windo. Did you mean 'Window'"),
+        (["train", "--stages", "-1", "--pattern", "row"], 2, "got 'row'. Did you mean 'rows'"),
+        (["train", "--stages", "-1", "--block", "cbma"], 2, "got 'cbma'. Did you mean 'cbam'"),
     ],
     ids=lambda value: " ".join(map(str, value[:4])) if isinstance(value, list) else "",
 )

@@ -16,6 +16,7 @@ from torch import nn
 
 from vision_attn.attention import blocks
 from vision_attn.attention.blocks import AttentionBlock1d, AttentionBlock2d, AttentionBlock3d
+from vision_attn.text import did_you_mean
 
 #: A class or function that builds a block.
 BlockFactory = Callable[..., nn.Module]
@@ -56,9 +57,11 @@ def get_block_factory(block: BlockFactory | str | None, axes: int = 2) -> BlockF
         maker: BlockFactory = get_attn(block)
         return maker
     if isinstance(block, str | nn.Module) or not callable(block):
-        names = ", ".join(("attention", *BLOCKS, *TIMM_BLOCKS))
-        got = repr(block) if isinstance(block, str) else f"an instance of {type(block).__name__}"
-        raise ValueError(f"block must be a class or function that returns a module, or one of {names}, got {got}")
+        names = ("attention", *BLOCKS, *TIMM_BLOCKS)
+        expected = f"a class or function that returns a module, or one of {', '.join(names)}"
+        if isinstance(block, str):
+            raise ValueError(f"block must be {expected}, got {block!r}.{did_you_mean(block, names)}")
+        raise ValueError(f"block must be {expected}, got an instance of {type(block).__name__}")
     return block
 
 

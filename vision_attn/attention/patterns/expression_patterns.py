@@ -10,6 +10,7 @@ from torch import Tensor
 from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisTiles, check_lengths, same_length
 from vision_attn.attention.patterns.rearrangement import AXES, GRIDS, WINDOWS, Rearrangement, split_every_axis
 from vision_attn.checks import product
+from vision_attn.text import did_you_mean
 
 
 class ExpressionPattern(AnyPattern):
@@ -228,4 +229,5 @@ def resolve_pattern(pattern: str | AnyPattern) -> AnyPattern:
     if isinstance(pattern, AnyPattern):
         return pattern
     kinds = "a Window, Grid, Halo, Neighborhood or Pattern, or an einx expression"
-    raise ValueError(f"pattern must be one of {', '.join(map(repr, PATTERNS))}, {kinds}, got {pattern!r}")
+    expected = f"one of {', '.join(map(repr, PATTERNS))}, {kinds}"
+    raise ValueError(f"pattern must be {expected}, got {pattern!r}.{did_you_mean(str(pattern), PATTERNS)}")

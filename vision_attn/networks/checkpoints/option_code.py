@@ -13,6 +13,7 @@ from typing import Any
 from vision_attn.attention.blocks.config import CONFIG_KEY
 from vision_attn.attention.patterns import Grid, Halo, Neighborhood, Pattern, Window
 from vision_attn.attention.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope, SinCos
+from vision_attn.text import did_you_mean
 
 PATTERNS = (Window, Grid, Halo, Neighborhood, Pattern)
 POSITIONS = (RelPosDecomposed, RelPosTable, AbsPos, Rope, ConditionalPos, SinCos)
@@ -83,7 +84,8 @@ def eval_node(node: ast.expr) -> Any:
             }  # no argument is named "None", as in **{}
             return (CONFIG_CLASSES | FORMER_NAMES)[name](*map(eval_node, args), **named)
         case ast.Call(func=ast.Name(id=name)):
-            raise ValueError(f"expected one of {', '.join(CONFIG_CLASSES)}, got {name}")
+            guess = did_you_mean(name, CONFIG_CLASSES)
+            raise ValueError(f"expected one of {', '.join(CONFIG_CLASSES)}, got {name}.{guess}")
     return ast.literal_eval(node)
 
 
