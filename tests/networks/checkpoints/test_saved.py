@@ -25,7 +25,7 @@ from torch.nn.utils import parametrizations
 import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.networks.checkpoints import load_adapter_, save_adapter
-from vision_attn.networks.checkpoints.option_code import check_saved_arguments, from_code, to_code
+from vision_attn.networks.checkpoints.option_code import from_code, to_code
 from vision_attn.networks.insertion import inserted_keys, records
 from vision_attn.tools.comparison.controls import ConvBlock2d
 
@@ -578,6 +578,53 @@ def test_networks_that_timm_does_not_build_are_not_written(saved, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class TwoHeads(nn.Module):
+    """A network that timm cannot create, with two outputs and an input that its layers do not declare."""
+
+    def __init__(self, widths, act="relu"):
+        super().__init__()
+        torch.zeros(1).item()  # cannot run on the meta device
+        self.conv = nn.Sequential(nn.Conv2d(2, widths[0], 3, padding=1), {"relu": nn.ReLU, "silu": nn.SiLU}[act]())
+        self.heads = nn.ModuleList(nn.Linear(widths[0] * 64, width) for width in widths[1:])
+
+    def forward(self, x):
+        return {f"head {i}": head(self.conv(x).flatten(1)) for i, head in enumerate(self.heads)}
+
+
+def test_a_network_of_any_class_is_saved_with_its_arguments(tmp_path):
+    torch.manual_seed(0)
+    model, how = TwoHeads([8, 3, 2], act="silu").eval(), {"network": TwoHeads, "example_input": (1, 2, 8, 8)}
+    va.insert_(model, names="conv.0", num_heads=2, pattern="rows", gate_init=0.5, example_input=(1, 2, 8, 8))
+    arguments = {"widths": (8, 3, 2), "act": "silu"}
+    va.save_model(model, tmp_path / "net", model_args=arguments, classes=["a", "b"], **how)
+    state = torch.random.get_rng_state()
+    again = va.load_model(tmp_path / "net", network=TwoHeads)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert (again.classes, again.transform, again.training) == (("a", "b"), None, False)
+    assert_same(again.state_dict(), model.state_dict())
+    image = torch.randn(1, 2, 8, 8)
+    assert_same(again(image), model(image))
+    va.save_model(again, tmp_path / "again", model_args=arguments, **how)
+    assert va.load_model(tmp_path / "again", network=TwoHeads).classes == ("a", "b")
+
+    with pytest.raises(va.errors.CheckpointError, match=r"network .*test_saved\.TwoHeads, .* network=TwoHeads\)"):
+        va.load_model(tmp_path / "net")
+    with pytest.raises(va.errors.CheckpointError, match="do not match the network"):
+        va.load_model(tmp_path / "net", network=lambda widths, act: TwoHeads([8, 3, 4]))
+    with pytest.raises(ValueError, match=r"TwoHeads.* is not this network \(its output differs\)"):
+        va.save_model(model, tmp_path / "other", model_args={"widths": [8, 3, 2]}, **how)
+    with pytest.raises(ValueError, match=r"shape \(1, 2, 224, 224\) failed .* example_input"):
+        va.save_model(TwoHeads([8, 3]), tmp_path / "other", network=TwoHeads, model_args={"widths": [8, 3]})
+    with pytest.raises(TypeError, match="JSON"):
+        va.save_model(model, tmp_path / "other", model_args={"act": nn.ReLU}, **how)
+    assert {path.name for path in tmp_path.iterdir()} == {"net", "again"}
+
+
+def test_a_network_is_passed_only_for_a_folder_that_names_one(saved):
+    with pytest.raises(ValueError, match="created by timm"):
+        va.load_model(saved[0], network=small_network)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -633,9 +680,6 @@ def test_values_are_restored_from_their_code_and_others_refused_by_name():
     for value in (*CONFIG_CLASSES, *PLAIN, {"pattern": CONFIG_CLASSES, "more": tuple(PLAIN)}):
         again = from_code(to_code("option", value))
         assert (again, repr(again), type(again)) == (value, repr(value), type(value))
-    assert from_code("Rope2d(temperature=10.0, feat_size=(2, 4))") == va.Rope(10.0, (2, 4))  # the name before 0.1.0
-    saved = {"attn": {"position": "Rope2d(temperature=10.0, feat_size=None)"}}
-    assert check_saved_arguments(saved) == {"attn": {"position": repr(va.Rope(10.0))}}
     numbers = (float("nan"), torch.float32, torch.zeros(2), torch.Size((2, 2)))
     for value in (*numbers, nn.GELU, len, {1, nn}, type("Window", (va.Window,), {})(7)):
         with pytest.raises(ValueError, match=r"^activation="):

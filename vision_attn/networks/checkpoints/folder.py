@@ -1,7 +1,8 @@
-"""Save a timm network with its blocks to a folder in the layout of Hugging Face and timm, and load it.
+"""Save a network with its blocks to a folder in the layout of Hugging Face and timm, and load it.
 
 =====================  =============================================================================================
-``config.json``        timm's configuration; the entry ``vision_attn`` has the format version and a hash of the save
+``config.json``        timm's configuration, or the name and arguments of the class of another network; the entry
+                       ``vision_attn`` has the format version and a hash of the save
 ``model.safetensors``  the weights and the records of the blocks
 ``README.md``          a model card; an existing file is kept
 =====================  =============================================================================================
@@ -10,8 +11,8 @@ The metadata of ``model.safetensors`` contain a copy of the configuration, and b
 save. If ``config.json`` is from another save, because a process was killed or two processes saved at the same time, the
 copy is used.
 
-A folder can come from an untrusted source. It can refer only to timm networks and blocks of this library. Loading it
-runs no code from the folder, and files in it cannot cause downloads.
+A folder can come from an untrusted source. It can refer only to timm networks and blocks of this library; the caller
+passes other classes. Loading it runs no code from the folder, and files in it cannot cause downloads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -30,6 +31,7 @@ from timm.data import create_transform, resolve_data_config
 from timm.models._hub import save_config_for_hf
 from timm.models._pretrained import filter_pretrained_cfg
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torchvision.transforms import Compose
 from torchvision.transforms.v2 import RGB, Grayscale
 
@@ -40,6 +42,7 @@ from vision_attn.networks.checkpoints.file_format import gather, unwrap_key
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
+from vision_attn.networks.example import float_tensors, make_example
 from vision_attn.networks.insertion import inserted_blocks, records, remove_
 from vision_attn.networks.insertion.exact import unwrap_exact_block
 from vision_attn.networks.models.registry import get_model_cfg
@@ -83,8 +86,10 @@ def save_model(
     classes: Sequence[str] | None = None,
     architecture: str | None = None,
     model_args: Mapping[str, Any] | None = None,
+    network: Callable[..., nn.Module] | None = None,
+    example_input: Any = None,
 ) -> Path:
-    """Save a timm network and its blocks to a folder that :func:`load_model` reads.
+    """Save a network and its blocks to a folder that :func:`load_model` reads.
 
     The network is written to a temporary folder and reloaded, and its output for an image is compared. Then
     ``model.safetensors`` and ``config.json`` are replaced, each atomically, and ``README.md`` is added if it does not
@@ -95,17 +100,21 @@ def save_model(
     A network whose output is not finite cannot be compared and is saved with a warning.
 
     Args:
-        model: a network that was created by ``timm.create_model``, with or without inserted blocks and wrappers.
+        model: a network, with or without inserted blocks and wrappers.
         folder: path of the folder, which is created if it does not exist.
         classes: names of the classes; by default ``model.classes``, which :func:`load_model` sets.
         architecture: name of the network in timm; by default, the name with which the network was created.
-        model_args: other arguments with which the network was created, if timm did not record them.
+        model_args: other arguments with which the network was created, if timm did not record them: values of JSON.
+        network: class or function that creates the network as ``network(**model_args)``, if timm cannot create it. The
+            folder contains its name, but not its code.
+        example_input: arguments of the forward pass whose output is compared, or the shape of images; by default, one
+            image of the size in the model's metadata.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: timm cannot create the network, or a block cannot be saved.
+        ValueError: timm or ``network`` does not create this network, or a block cannot be saved.
         OSError: the folder cannot be written.
 
     >>> import tempfile
@@ -115,33 +124,49 @@ def save_model(
     >>> folder = save_model(model, Path(tempfile.mkdtemp()) / "net", classes=["a", "b", "c"])
     >>> list(inserted_blocks(load_model(folder)))
     ['layer3.2']
+
+    A network that timm cannot create:
+
+    >>> def build(channels):
+    ...     return nn.Sequential(nn.Conv2d(3, channels, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    >>> folder = save_model(build(8), Path(tempfile.mkdtemp()) / "net", network=build, model_args={"channels": 8})
+    >>> load_model(folder, network=build)[0].out_channels
+    8
     """
     model, target = unwrap_model(model), Path(folder).resolve()
     refuse_without_values(model)
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
-    if not isinstance(architecture, str) or not timm.is_model(architecture):
-        remedy = "For other networks, save the blocks with va.save_adapter"
+    if network is None and not timm.is_model(str(architecture)):
+        remedy = "For another network, pass its class or function as network= and its arguments as model_args="
         raise ValueError(f"architecture must be a model name of timm, got {architecture!r}. {remedy}")
-    own: Any = getattr(model, "classes", None) or ()
-    if classes is None and len(own) == model.num_classes:
+    count, own = getattr(model, "num_classes", None), getattr(model, "classes", None) or ()
+    if classes is None and count in (None, len(own)):
         classes = own
-    if classes is not None and len(classes) != model.num_classes:
-        raise ValueError(f"classes must be the names of the {model.num_classes} classes, got {len(classes)} names")
+    if classes is not None and count not in (None, len(classes)):
+        raise ValueError(f"classes must be the names of the {count} classes, got {len(classes)} names")
     arguments, blocks = get_arguments(model.state_dict()), file_format.blocks_to_save(model)
     state = {unwrap_key(key): gather(value) for key, value in model.state_dict().items()}
-    # The complete configuration, because timm before 1.0.31 uses it instead of the configuration of the model.
-    metadata = filter_pretrained_cfg(get_model_cfg(model), remove_source=True) | {"architecture": architecture}
-    config: dict[str, Any] = {"pretrained_cfg": metadata, "label_names": list(classes or ())}
+    config: dict[str, Any] = {"label_names": list(classes or ())}
+    if network is None:
+        # The complete configuration, because timm before 1.0.31 uses it instead of the configuration of the model.
+        metadata = filter_pretrained_cfg(get_model_cfg(model), remove_source=True)
+        config["pretrained_cfg"] = metadata | {"architecture": architecture}
+    else:
+        name = f"{network.__module__}.{network.__qualname__}"
+        config |= {"network": name, "model_args": dict(model_args or {})}
     identity = file_format.compute_hash([config, arguments, file_format.fingerprint(state)])
     config[SECTION] = {"format": file_format.FORMAT, "library": __version__, "save": identity}
     with LOCK, name_errors(Path(folder)):
         target.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(target if target.is_dir() else target.parent) as new:
-            save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
+            if network is None:
+                save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
+            else:
+                (new / "config.json").write_text(json.dumps(config, indent=2))
             config = json.loads((new / "config.json").read_text())
             saved = file_format.Saved(state, blocks, arguments=arguments, metadata=config)
             file_format.write_saved(new / "model.safetensors", saved)
-            verify(model, new, architecture)
+            verify(model, new, architecture, network, example_input)
             target.mkdir(exist_ok=True)
             for name in ("model.safetensors", "config.json"):
                 write_atomically(target / name, (new / name).read_bytes())
@@ -151,7 +176,12 @@ def save_model(
 
 
 @torch.inference_mode(False)  # Tensors created in inference mode cannot be trained.
-def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = None) -> nn.Module:
+def load_model(
+    folder: str | Path,
+    *,
+    block: Callable[..., nn.Module] | None = None,
+    network: Callable[..., nn.Module] | None = None,
+) -> nn.Module:
     """Load a network with its blocks, classes and image transform, in evaluation mode on the CPU.
 
     No code from the files is run, and nothing is downloaded except the repository that ``folder`` names.
@@ -161,15 +191,17 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
             of the Hugging Face Hub with such a folder, ``"hf-hub:owner/name[@revision]"``. For a training run, the best
             network is loaded.
         block: the class of the inserted blocks, if they are not blocks of this library.
+        network: the class or function that was passed to :func:`save_model`, if timm cannot create the network.
 
     Returns:
         The network. ``model.classes`` is a tuple of names, or None if the folder contains no names. ``model.transform``
-        converts a Pillow image to an input ``(c, h, w)`` with timm's preprocessing for evaluation.
+        converts a Pillow image to an input ``(c, h, w)`` with timm's preprocessing for evaluation; it is None if the
+        network has no ``pretrained_cfg``.
 
     Raises:
         FileNotFoundError: the folder or one of its files does not exist.
-        CheckpointError: the folder is damaged, the network does not exist in timm, the weights do not match it, or the
-            Hub cannot be read.
+        CheckpointError: the folder is damaged, the network does not exist in timm and ``network`` is not given, the
+            weights do not match it, or the Hub cannot be read.
 
     >>> from PIL import Image
     >>> from vision_attn.networks.models.registry import weights_folder
@@ -196,21 +228,28 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
         warnings.warn(f"{folder}: config.json and model.safetensors are from different saves. {remedy}", stacklevel=3)
         config = check_config(file.path, json.dumps(dict(saved.metadata)))
 
+    if (name := config.get("network")) and network is None:
+        remedy = f"Pass its class or function: va.load_model({str(folder)!r}, network={str(name).rpartition('.')[2]})"
+        raise CheckpointError(f"{folder} contains the network {name}, which timm cannot create. {remedy}")
+    if network is not None and not name:
+        raise ValueError(f"network must be None for {str(folder)!r}, whose network is created by timm")
+
     def build() -> nn.Module:
-        model = create(config)
+        model = create(config) if network is None else network(**config["model_args"])
         if saved is not None:
             if inserted_blocks(model):  # inserted by the class of the network; the file lists all blocks
                 remove_(model)
             file_format.insert_saved_(model, saved, file_format.find_factories(saved, folder, block))
+        shapes = {key: value.shape for key, value in model.state_dict().items()}
+        if other := [k for k in {**shapes, **weights} if k not in weights or weights[k].shape != shapes.get(k)]:
+            raise CheckpointError(f"{folder}: the weights do not match the network in config.json: {shorten(other)}")
         return model
 
     try:
-        # On the meta device first: no memory is allocated for tensors that the file does not contain.
-        with LOCK, torch.device("meta"), warnings.catch_warnings(action="ignore"):  # the second build repeats warnings
-            shapes = {key: value.shape for key, value in build().state_dict().items()}
-        other = [key for key in {**shapes, **weights} if key not in weights or weights[key].shape != shapes.get(key)]
-        if other:
-            raise CheckpointError(f"{folder}: the weights do not match the network in config.json: {shorten(other)}")
+        if network is None:
+            # On the meta device first: no memory is allocated for tensors that the file does not contain.
+            with LOCK, torch.device("meta"), warnings.catch_warnings(action="ignore"):  # repeated by the second build
+                build()
         with torch.random.fork_rng(devices=[]):
             model = build()
     except CheckpointError:
@@ -222,7 +261,8 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
         model.to(kinds.pop())
     load_file_(model, file)
     classes = config.get("label_names")
-    vars(model).update(classes=tuple(classes) if classes else None, transform=create_eval_transform(model))
+    transform = create_eval_transform(model) if getattr(model, "pretrained_cfg", None) else None
+    vars(model).update(classes=tuple(classes) if classes else None, transform=transform)
     return model.eval()
 
 
@@ -236,31 +276,23 @@ def check_config(path: Path, text: str | bytes) -> dict[str, Any]:
     """Return the configuration in a JSON text; raise an error if an entry is invalid."""
     try:
         config: dict[str, Any] = dict(json.loads(text))
-        arguments, names = config.get("model_args") or {}, config.get("label_names")
-        refused = sorted(FILE_ARGS & arguments.keys())
-        if not timm.is_model(str(config["architecture"])):
-            raise ValueError("architecture must be a model name of timm")
-        if refused:
+        arguments, names, count = config.get("model_args") or {}, config.get("label_names"), None
+        if "network" not in config:
+            if not timm.is_model(str(config["architecture"])):
+                raise ValueError("architecture must be a model name of timm")
+            count = arguments.get("num_classes", config["num_classes"])
+        if refused := sorted(name for name in FILE_ARGS & arguments.keys() if arguments[name]):
             raise ValueError(f"model_args must not contain {refused}")
         if SECTION in config:
             file_format.check_format(path, config[SECTION])
-        if sum(map(abs, iterate_numbers(arguments))) > MAX_ARGUMENT_SUM:
+        if sum(abs(x) for x in tree_leaves(arguments) if isinstance(x, int | float)) > MAX_ARGUMENT_SUM:
             raise ValueError("the numbers in model_args are too large for the size of a network")
-        count = arguments.get("num_classes", config["num_classes"])
-        if names is not None and not (isinstance(names, list) and [type(name) for name in names] == [str] * count):
-            raise ValueError(f"label_names must be a list of names for {count} classes")
+        strings = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if names is not None and not (strings and count in (None, len(names))):
+            raise ValueError(f"label_names must be a list of names{f' for {count} classes' * (count is not None)}")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged or has another version: {error}") from error
     return config
-
-
-def iterate_numbers(value: object) -> Iterator[float]:
-    """Yield all numbers in plain values."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for part in parts:
-        yield from iterate_numbers(part)
-    if isinstance(value, int | float):
-        yield value
 
 
 def create(config: Mapping[str, Any]) -> nn.Module:
@@ -279,25 +311,35 @@ def create(config: Mapping[str, Any]) -> nn.Module:
     return timm.create_model(config["architecture"], pretrained_cfg=kept, **arguments)
 
 
-def verify(model: nn.Module, folder: Path, architecture: str) -> None:
-    """Raise an error unless the network in a folder and the model have the same output for an image."""
+def verify(
+    model: nn.Module, folder: Path, architecture: object, network: Callable[..., nn.Module] | None, example_input: Any
+) -> None:
+    """Raise an error unless the network in a folder and the model have the same output."""
     classes = [type(unwrap_exact_block(block)) for block in inserted_blocks(model).values()]
+    if example_input is None:  # Blocks for tokens require the image size with which they were inserted.
+        example_input = next(((1, *block.input_shape[1:]) for block in records(model)), None)
+    example = make_example(model, example_input)
     try:
-        copy = load_model(folder, block=next((cls for cls in classes if cls.__name__ not in BLOCKS), None))
-        value = next(p for p in model.parameters() if p.is_floating_point())
-        # Blocks for tokens require the image size with which they were inserted.
-        size = next((block.input_shape[1:] for block in records(model)), get_model_cfg(copy)["input_size"])
-        images = torch.rand(1, *size, generator=torch.Generator().manual_seed(0)).to(value)
-        with torch.no_grad(), quiet_eval(model):
-            expected, output = model(images), copy.to(value.device)(images)
-        if not expected.isfinite().all():
+        copy = load_model(folder, block=next((c for c in classes if c.__name__ not in BLOCKS), None), network=network)
+        with quiet_eval(model):
+            try:
+                expected = float_tensors(model(*example.args, **example.kwargs))
+            except Exception as error:  # another input can cause any exception
+                failed = f"the forward pass of the network with inputs {example} failed ({error})"
+                raise ValueError(f"{failed}. Pass the arguments of a forward pass as example_input") from error
+            output = float_tensors(copy.to(example.image.device)(*example.args, **example.kwargs))
+        if not expected or not all(y.isfinite().all() for y in expected):
             cause = "Training may have diverged. The saved network was not verified."
             warnings.warn(f"The output of the network is not finite. {cause}", stacklevel=3)
             return
-        if torch.allclose(output, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max())):
+        same = [
+            torch.allclose(y, x, rtol=0, atol=TOLERANCE * float(x.abs().max()))
+            for x, y in zip(expected, output, strict=True)
+        ]
+        if all(same):
             return
         reason = "its output differs"
     except CheckpointError as error:
         reason = str(error).partition(": ")[2]
-    what = f"timm's {architecture!r} is not this network ({reason})"
-    raise ValueError(f"architecture: {what}. Pass its name, and the arguments of timm.create_model as model_args")
+    what = f"network {network!r}" if network else f"architecture: timm's {architecture!r}"
+    raise ValueError(f"{what} is not this network ({reason}). Pass the arguments that create it as model_args")

@@ -19,8 +19,6 @@ PATTERNS = (Window, Grid, Halo, Neighborhood, Pattern)
 POSITIONS = (RelPosDecomposed, RelPosTable, AbsPos, Rope, ConditionalPos, SinCos)
 #: The names that are allowed in the code.
 CONFIG_CLASSES: dict[str, Callable[..., Any]] = {cls.__name__: cls for cls in (*PATTERNS, *POSITIONS)}
-#: Former names in files.
-FORMER_NAMES: dict[str, Callable[..., Any]] = {"Rope2d": Rope}
 
 #: path of a block -> {argument: code}
 Arguments = Mapping[str, Mapping[str, str]]
@@ -78,11 +76,9 @@ def eval_node(node: ast.expr) -> Any:
             return list(map(eval_node, items))
         case ast.Dict(keys=keys, values=values) if None not in keys:
             return {eval_node(key): eval_node(item) for key, item in zip(keys, values, strict=True) if key}
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in CONFIG_CLASSES | FORMER_NAMES:
-            named = {
-                str(item.arg): eval_node(item.value) for item in keywords
-            }  # no argument is named "None", as in **{}
-            return (CONFIG_CLASSES | FORMER_NAMES)[name](*map(eval_node, args), **named)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in CONFIG_CLASSES:
+            named = {str(item.arg): eval_node(item.value) for item in keywords}  # **{} becomes an argument "None"
+            return CONFIG_CLASSES[name](*map(eval_node, args), **named)
         case ast.Call(func=ast.Name(id=name)):
             guess = did_you_mean(name, CONFIG_CLASSES)
             raise ValueError(f"expected one of {', '.join(CONFIG_CLASSES)}, got {name}.{guess}")
@@ -105,11 +101,7 @@ def check_saved_arguments(arguments: Any) -> Arguments:
     for path, values in arguments.items():
         if not all(isinstance(text, str) for text in (path, *values, *values.values())):
             raise ValueError("an argument of a block is not a string")
-    # Values are compared as text.
-    return {
-        path: {name: repr(from_code(text)) if "Rope2d(" in text else text for name, text in values.items()}
-        for path, values in arguments.items()
-    }
+    return dict(arguments)
 
 
 def compare_arguments(ours: Arguments, theirs: Arguments) -> tuple[str, ...]:
