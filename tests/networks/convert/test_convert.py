@@ -217,14 +217,13 @@ monai = partial(layer_of, "monai.networks.blocks.selfattention.SABlock", 8, 2)
 add(monai, on_tokens, {"qkv_bias": True}, {"use_combined_linear": False, "dim_head": 3}, {"use_flash_attention": True})
 diffusers = partial(diffusers_attention, 8, heads=2, dim_head=4)
 diffusers_norm = partial(diffusers, norm_num_groups=4, residual_connection=True)
-add(diffusers_norm, on_map)
 add(diffusers, on_tokens, {"dim_head": 3})
 crossing = partial(diffusers, cross_attention_dim=6, bias=True, scale_qk=False)
 add(crossing, lambda layer, x, context: on_tokens(layer, x, tokens(context)), shapes=[(8, 3, 5), (6, 2, 2)])
 
 only = partial(add, swap_only=True)
 MASKS = randn(2, 15, 15)
-only(diffusers_norm, on_map, {"rescale_output_factor": 2.0})
+only(diffusers_norm, on_map, {}, {"rescale_output_factor": 2.0})
 only(maxvit, on_map, {"rel_pos_cls": MLP})
 for mask in (randn(15, 15), randn(2, 1, 15, 15) > -1):
     only(vit, lambda layer, x, mask=mask: on_tokens(layer, x, mask))
@@ -281,7 +280,7 @@ def test_parity_and_detection_of_a_wrong_order(make, variant, part, run, shapes,
         if name.startswith(("Shifted", "LocallyGrouped")) or (part and "Window" in name):
             assert isinstance(block, PaddedAttention)
         else:
-            assert type(block) is (va.AttentionBlock2d if make is diffusers_norm else kind)
+            assert type(block) is kind
         assert_same(block, partial(run, layer), *shapes, atol=1e-10 if shapes[0][0] > 8 else 1e-11)
     layer.train()
     maps, ran = random_maps(shapes), []
@@ -539,7 +538,8 @@ REFUSED = [
     ("bias_k", partial(mha, add_bias_kv=True)),
     ("attn_drop", lambda: with_parts(vit(), attn_drop=nn.AlphaDropout(0.1))),
     ("rel_pos.mlp", partial(maxvit, rel_pos_cls=MLP)),
-    ("group_norm", partial(diffusers, norm_num_groups=4)),
+    (r"group_norm is not .*va\.swap_", partial(diffusers, norm_num_groups=4)),
+    (r"residual_connection is not .*va\.swap_", partial(diffusers, residual_connection=True)),
     ("torch.nn.modules.linear.Linear", lambda: nn.Linear(8, 8)),
     (r"Attention\.norm is not supported .*va\.swap_", partial(vit, scale_norm=True, norm_layer=nn.LayerNorm)),
     ("EvaAttention is supported only by va.swap_", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),

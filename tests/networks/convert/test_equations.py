@@ -56,7 +56,6 @@ def test_attention_patterns_equal_equations_along_the_same_axes(axes):
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (projection_equation, (20, 5, 5), "26 axes, got 30"),
         (attention_equations, (4, ()), r"attention_axes .* 1 to 1 of rank 4"),
         (attention_equations, (5, (1, 1)), "attention_axes"),
         (attention_pattern, ((3,), 4), "attention_axes"),

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -192,17 +191,17 @@ def explain_change(record: InsertedBlock, block: nn.Module) -> str:
     """Return how a block differs from a block built from its options, and a remedy; empty if there is no difference."""
     sizes = replacement_options(replaced_module(block) or block)
     block = unwrap_exact_block(block)
-    # Keys of torch.nn.utils.parametrizations, of the older spectral_norm and weight_norm, and of pruning.
-    if added := [key for key in block.state_dict() if re.search(r"\bparametrizations\.|_(orig|g|v)$", key)]:
-        remedy = "Remove it with torch.nn.utils.parametrize.remove_parametrizations or remove_spectral_norm first"
-        return f"has a parametrization, such as spectral_norm or weight_norm ({shorten(added)}). {remedy}"
     try:
         rebuilt = make_block(get_block_factory(record.block), record.channels, device="meta", **sizes, **record.options)
     except (TypeError, ValueError):
         rebuilt = nn.Identity()
-    same = describe_modules(block) == describe_modules(rebuilt)
-    remedy = "Pass the class of the block and its options to va.insert_"
-    return "" if same else f"was built by a function, or changed after it was built. {remedy}"
+    # The keys differ if the block has a parametrization, such as spectral_norm, or is pruned.
+    added = sorted(set(map(unwrap_key, block.state_dict())) ^ rebuilt.state_dict().keys())
+    if not added and describe_modules(block) == describe_modules(rebuilt):
+        return ""
+    keys = f" (keys: {shorten(added)})" if added else ""
+    remedy = "Pass the class of the block and its options to va.insert_, and remove parametrizations before saving"
+    return f"was built by a function, or changed after it was built{keys}. {remedy}"
 
 
 def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:

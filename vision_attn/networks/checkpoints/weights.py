@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
@@ -235,8 +235,8 @@ def rename_hint(saved: Tensors, required: Tensors) -> str:
         return ""
     ours = next((key for key in required if key not in saved), "")
     fitting = [key for key in theirs if ours and key not in required and theirs[key] == required[ours].shape]
-    if not fitting:
+    closest = get_close_matches(ours, fitting, n=1, cutoff=0)
+    if not closest:
         return ""
-    closest = max(fitting, key=lambda key: SequenceMatcher(None, key, ours).ratio())
-    pair = f'{closest!r} for {ours!r}. Pass rename=[(r"^pattern", "replacement"), …]'
+    pair = f'{closest[0]!r} for {ours!r}. Pass rename=[(r"^pattern", "replacement"), …]'
     return f"The checkpoint has the same tensors as the model under other keys, such as {pair}."

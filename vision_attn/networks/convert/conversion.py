@@ -187,8 +187,6 @@ class LayerConversion:
     example: Callable[[Any], tuple[Any, ...]] | None = None
     #: function that returns options of the block, for a layer whose input is the groups of a feature map
     groups: Callable[[Any], dict[str, Any]] | None = None
-    #: function ``(layer, block)`` that returns the module that contains the block; only for ``from_layer``
-    finish: Callable[[Any, Any], nn.Module] = lambda layer, block: block
     #: context manager that yields a copy of the layer with random weights
     make_copy: Callable[[Any, torch.dtype], AbstractContextManager[Any]] = randomized_copy
     #: dtype of the comparison
@@ -233,11 +231,11 @@ class LayerConversion:
                 setattr(block, name, deepcopy(theirs).to("meta"))
         return block.train(self.call_options.get("training", layer.training))
 
-    def make_block(self, layer: Any, **options: Any) -> nn.Module:
-        """Create the block, or a module that contains it, with copies of the weights."""
+    def make_block(self, layer: Any, **options: Any) -> Any:
+        """Create the block with copies of the weights."""
         weights = self.weights(layer)
         block = self.empty_block(layer, weights, **options)
-        return self.finish(layer, load_weights(block, to_parameters(weights, block.rank), training=block.training))
+        return load_weights(block, to_parameters(weights, block.rank), training=block.training)
 
     def forward(self, layer: Any, attend: Attend, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the layer through a block, and return the output or :data:`FALLBACK`."""

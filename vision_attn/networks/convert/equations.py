@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
+from itertools import islice
 
 from vision_attn.attention.patterns.expression_patterns import Pattern
 from vision_attn.attention.patterns.rearrangement import AXES
@@ -29,9 +30,6 @@ def projection_equation(free_dims: int, bound_dims: int, output_dims: int) -> tu
     Returns:
         The equation, the axes of the bias, and the rank of the output.
 
-    Raises:
-        ValueError: there are more axes than letters.
-
     Source: Keras, ``keras.layers.MultiHeadAttention``, https://keras.io/api/layers/attention_layers/multi_head_attention/
 
     Projection from channels to heads and width:
@@ -39,9 +37,8 @@ def projection_equation(free_dims: int, bound_dims: int, output_dims: int) -> tu
     >>> projection_equation(free_dims=2, bound_dims=1, output_dims=2)
     ('abc,cde->abde', 'de', 4)
     """
-    letters = letters_for(free_dims + bound_dims + output_dims)
-    free, bound = letters[:free_dims], letters[free_dims : free_dims + bound_dims]
-    output = letters[free_dims + bound_dims :]
+    letters = iter(string.ascii_lowercase)
+    free, bound, output = ("".join(islice(letters, count)) for count in (free_dims, bound_dims, output_dims))
     return f"{free}{bound},{bound}{output}->{free}{output}", output, free_dims + output_dims
 
 
@@ -62,7 +59,7 @@ def attention_equations(rank: int, attention_axes: Sequence[int]) -> tuple[str, 
         Both equations, and the rank of the weights.
 
     Raises:
-        ValueError: the axes do not exist, or there are more axes than letters.
+        ValueError: the axes do not exist.
 
     Source: Keras, ``keras.layers.MultiHeadAttention``, https://keras.io/api/layers/attention_layers/multi_head_attention/
 
@@ -79,7 +76,7 @@ def attention_equations(rank: int, attention_axes: Sequence[int]) -> tuple[str, 
             f"attention_axes must be distinct axes between the batch and the heads, 1 to {rank - 3} of rank {rank}; "
             f"got {tuple(attention_axes)}"
         )
-    letters = letters_for(rank + len(axes))
+    letters = string.ascii_lowercase[: rank + len(axes)]
     query = letters[:rank]
     key_letters = dict(zip(sorted(axes), letters[rank:], strict=True))
     key = "".join(key_letters.get(axis, letter) for axis, letter in enumerate(query))
@@ -119,9 +116,3 @@ def attention_pattern(attention_axes: Sequence[int] | None, rank: int) -> str | 
         return named[chosen]
     tokens, groups = (" ".join(name for name in names if (name in chosen) is wanted) for wanted in (True, False))
     return Pattern(f"b n d {' '.join(names)} -> (b {groups}) n ({tokens}) d")
-
-
-def letters_for(count: int) -> str:
-    if count > len(string.ascii_lowercase):
-        raise ValueError(f"an equation has at most {len(string.ascii_lowercase)} axes, got {count}")
-    return string.ascii_lowercase[:count]

@@ -40,8 +40,7 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
             the block expects feature maps of one group, and a block for Swin uses windows without a shift.
 
     Returns:
-        A block: :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d`; if the layer has a residual
-        connection, :class:`AttentionBlock2d`.
+        A block: :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d`.
 
     Raises:
         ValueError: the layer or one of its options is not supported.
@@ -69,10 +68,8 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
 
     def compute(copied: Any, x: Tensor, *args: Any) -> Any:
         block = conversion.make_block(copied).to(conversion.dtype)
-        if isinstance(block, Attention):
-            attend = partial(run_on_tokens, block, block.rank)
-            return conversion.forward(copied, lambda x, _=None, context=None: attend(x, None, context), x, *args)
-        return run_on_tokens(block, conversion.rank, x)
+        attend = partial(run_on_tokens, block, block.rank)
+        return conversion.forward(copied, lambda x, _=None, context=None: attend(x, None, context), x, *args)
 
     check_equivalence(
         module, compute, conversion.arguments, conversion.make_copy, conversion.dtype, **conversion.call_options
@@ -108,13 +105,11 @@ def to_torch_mha(block: Attention) -> nn.MultiheadAttention:
     layer = nn.MultiheadAttention(
         block.channels, block.num_heads, dropout=drop, bias=bias, batch_first=True, device="meta"
     )
-    names = {"qkv.": "in_proj_", "proj.": "out_proj."}
 
     def convert(block: Attention) -> nn.MultiheadAttention:
-        tensors = {}
-        for name, x in block.named_parameters():
-            start = next(start for start in names if name.startswith(start))
-            tensors[name.replace(start, names[start])] = x.flatten(1) if x.dim() > 1 else x
+        parts = {"in_proj_": block.qkv, "out_proj.": block.proj}
+        named = {f"{start}{name}": x for start, part in parts.items() for name, x in part.named_parameters()}
+        tensors = {name: x.flatten(1) if x.dim() > 1 else x for name, x in named.items()}
         return load_weights(layer, tensors, training=block.training)
 
     def compute(copied: Attention, x: Tensor) -> Tensor:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from vision_attn.attention.blocks import Attention
 from vision_attn.attention.patterns import Neighborhood
-from vision_attn.networks.block_factories import ATTENTION_BLOCKS
 from vision_attn.networks.convert.conversion import (
     CONVERSIONS,
     FALLBACK,
@@ -23,7 +20,7 @@ from vision_attn.networks.convert.conversion import (
     input_weights,
     named_weights,
 )
-from vision_attn.networks.convert.equivalence import check_without, random_map
+from vision_attn.networks.convert.equivalence import random_map
 from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
 from vision_attn.networks.convert.timm_layers import VIT, add_window_masks
 
@@ -285,21 +282,6 @@ def example_diffusers(layer: Any) -> tuple[Any, ...]:
     return (x, random_map(2, 4, layer.cross_attention_dim)) if layer.is_cross_attention else (x,)
 
 
-def add_residual(layer: Any, attn: Attention) -> nn.Module:
-    """Return a block for ``x + attn(norm(x))`` if the layer has a residual connection.
-
-    The gate of the block is one and is not trained.
-    """
-    if not layer.residual_connection:
-        check_without(layer, {"group_norm": "blocks have a norm only with a residual connection"})
-        return attn
-    block: Any = ATTENTION_BLOCKS[attn.rank](attn.channels, 1, device="meta")
-    block.attn, block.zero_init = attn, False
-    block.norm = nn.Identity() if layer.group_norm is None else deepcopy(layer.group_norm)
-    block.gate = nn.Parameter(attn.proj.weight.new_ones(attn.channels).detach(), requires_grad=False)
-    return block.train(attn.training)
-
-
 #: The default processors of diffusers.
 PROCESSORS = ("AttnProcessor", "AttnProcessor2_0")
 ABSENT = ("norm_q", "norm_k", "norm_cross", "spatial_norm", "add_k_proj", "add_q_proj")
@@ -308,10 +290,9 @@ CONVERSIONS["diffusers.models.attention_processor.Attention"] = LayerConversion(
     options={"num_heads": "heads", "scale": "scale"},
     dropouts=("", "to_out.1"),
     unsupported=dict.fromkeys(ABSENT, "blocks do not support it. Use a layer without it"),
-    swap_only=("rescale_output_factor",),
+    swap_only=("group_norm", "residual_connection", "rescale_output_factor"),
     call=attend_diffusers,
     example=example_diffusers,
-    finish=add_residual,
 )
 
 

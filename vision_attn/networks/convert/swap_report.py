@@ -64,21 +64,16 @@ class SwapReport(Report):
         return tuple(module for module in self.modules if module.reason)
 
     def parts(self) -> list[str | Table]:
-        headline, found, hint = (
-            f"{len(self.swapped)} module{'s' * (len(self.swapped) != 1)} {self.verb}",
-            len(self.modules),
-            "",
-        )
-        parts: list[str | Table] = []
+        headline = f"{len(self.swapped)} module{'s' * (len(self.swapped) != 1)} {self.verb}"
+        parts, hint = list[str | Table](), list[str]()
         if self.swapped:
             rows = [(x.site, x.kind, x.block, f"{x.difference:.1e}") for x in self.swapped]
-            parts.append(Table([("site", "module", "block", "difference"), *rows], left=(0, 1, 2)))
-        elif self.verb == "unswapped":
-            headline += "; no swapped modules found"
-        else:
+            parts = [Table([("site", "module", "block", "difference"), *rows], left=(0, 1, 2))]
+        elif self.verb != "unswapped":
+            found = len(self.modules)
             headline += f"; {found or 'no'} attention module{'s' * (found != 1)} found"
-            hint = "See docs/convert.md for the supported layers, or call va.insert_ to add attention blocks."
+            hint = ["See docs/convert.md for the supported layers, or call va.insert_ to add attention blocks."]
         for kind, reason in dict.fromkeys((x.kind, x.reason) for x in self.skipped):
             paths = [x.site or "the model" for x in self.skipped if (x.kind, x.reason) == (kind, reason)]
             parts.append(f"not swapped: {len(paths)} {kind} ({shorten(paths)}): {reason}")
-        return [headline, *parts, *filter(None, [hint])]
+        return [headline, *parts, *hint]
