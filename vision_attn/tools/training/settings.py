@@ -130,7 +130,7 @@ class Training:
     opt: str = "sgd"  # Optimizer: sgd (with Nesterov momentum), adamw or another timm optimizer.
     # Learning rate.
     lr: Annotated[
-        Positive | None, hint("RATE", "default: 0.1 for sgd, 0.001 for adamw, divided by 10 for pretrained weights")
+        Positive | None, hint("RATE", "default: 0.1 for sgd, 0.001 for adamw, a tenth to train pretrained weights")
     ] = None
     # Learning rate of the inserted blocks.
     attention_lr: Annotated[Positive | None, hint("RATE", "default: --lr")] = None
@@ -228,12 +228,12 @@ class Settings(Output, Machine, Training, Augmentation, Blocks, Model, Data):
 
     @property
     def base_lr(self) -> float:
-        """The given learning rate, or the default of the optimizer, which is divided by 10 for pretrained weights."""
+        """The given learning rate, or the default of the optimizer, divided by 10 if pretrained weights are trained."""
         if self.lr is not None:
             return self.lr
         if self.opt not in DEFAULT_LR:
             raise ValueError(f"lr is required for opt={self.opt}: only {' and '.join(DEFAULT_LR)} have a default")
-        return DEFAULT_LR[self.opt] / (10 if self.weights or self.pretrained else 1)
+        return DEFAULT_LR[self.opt] / (10 if (self.weights or self.pretrained) and not self.freeze_backbone else 1)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as values for ``settings.yaml``."""
