@@ -443,17 +443,35 @@ def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, m
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-def test_the_picture_of_the_readme_marks_positions_in_two_views(tmp_path, monkeypatch):
+def test_the_picture_of_the_readme_shows_what_its_training_found(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    picture, noise = importlib.import_module("readme_picture"), np.random.default_rng(0).integers(0, 256, (28, 42, 3))
-    monkeypatch.setattr(picture, "photograph", lambda: Image.fromarray(noise.astype(np.uint8)).resize((672, 448)))
-    network = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(3,))
-    monkeypatch.setattr(picture, "pretrained_network", lambda: network)
-    monkeypatch.setattr(picture, "CORNERS", ((0, 0), (1, 0), (1, 1), (0, 1)))  # the same view with another brightness
-    weights = picture.two_views()[2]
-    assert (weights.argmax(1) == torch.arange(len(weights))).double().mean() > 0.3  # 0.001 by chance
+    picture = importlib.import_module("readme_picture")
+    noise = torch.rand(2, 3, 28, 42)
+
+    def photograph(name, size):
+        return torch.nn.functional.interpolate(noise[[int(name == "chelsea")]], size, mode="bilinear")
+
+    network = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(3,)).eval()
+    small = {"photograph": photograph, "pretrained_network": lambda: network, "PHOTOGRAPHS": ("one", "chelsea")}
+    small |= {"SIZE": (128, 192), "TRAINING_SIZE": (128, 192), "VIEWS": 8, "STEPS": 100}
+    for name, value in small.items():
+        monkeypatch.setattr(picture, name, value)
     picture.main(["--output", str(tmp_path / "picture.png")])
-    assert (tmp_path / "picture.png").stat().st_size > 100_000
+    before, after = map(float, re.findall(r"([\d.]+) px", capsys.readouterr().out))
+    assert after < 0.7 * before
+    assert (tmp_path / "picture.png").stat().st_size > 50_000
+
+
+def test_a_homography_maps_the_corners_and_a_view_shows_them(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    picture = importlib.import_module("readme_picture")
+    matrix = picture.homography(picture.SQUARE, picture.CORNERS)
+    torch.testing.assert_close(picture.transform(matrix, picture.SQUARE), picture.CORNERS)
+    gradient = picture.centers(40, 60).T.view(1, 2, 40, 60)  # each pixel contains its own position
+    view = picture.second_view(gradient, picture.CORNERS, 1)[0].flatten(1).T
+    expected = picture.transform(matrix, picture.centers(40, 60))
+    shown = (expected > 0.02).all(1) & (expected < 0.98).all(1)
+    torch.testing.assert_close(view[shown], expected[shown], atol=1e-4, rtol=0)
 
 
 @pytest.fixture

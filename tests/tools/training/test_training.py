@@ -274,7 +274,7 @@ def test_the_optimizer_has_the_name_and_numbers_of_the_settings(base):
     assert {(group["momentum"], group["nesterov"]) for group in trainer.optimizer.param_groups} == {(0.7, True)}
     assert [Settings(**of).base_lr for of in ({}, {"weights": "a.pth"}, {"opt": "adamw"})] == [0.1, 0.01, 0.001]
     frozen = Settings(pretrained=True, freeze_backbone=True)  # only new parameters are trained
-    assert frozen.base_lr == 0.1
+    assert (frozen.optimizer, frozen.base_lr) == ("adamw", 0.001)
 
 
 def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base):

@@ -81,7 +81,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
     options = {name: getattr(settings, name) for name in ("weight_decay", "attention_lr", "layer_decay")}
     groups: list[dict[str, Any]] = parameter_groups(model, lr, **options)
     scaled = [{**group, "lr": lr, "lr_scale": group["lr"] / lr} for group in groups]
-    return create_optimizer_v2(scaled, opt=settings.opt, lr=lr, momentum=settings.momentum)
+    return create_optimizer_v2(scaled, opt=settings.optimizer, lr=lr, momentum=settings.momentum)
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> Scheduler:

@@ -127,7 +127,8 @@ class Training:
 
     epochs: Count = 30  # Number of passes over the training images.
     freeze_backbone: bool = False  # Train only the blocks and a new classifier, and save them as an adapter too.
-    opt: str = "sgd"  # Optimizer: sgd (with Nesterov momentum), adamw or another timm optimizer.
+    # Optimizer: sgd (with Nesterov momentum), adamw or another timm optimizer.
+    opt: Annotated[str | None, hint("NAME", "default: adamw with --freeze-backbone, sgd otherwise")] = None
     # Learning rate.
     lr: Annotated[
         Positive | None, hint("RATE", "default: 0.1 for sgd, 0.001 for adamw, a tenth to train pretrained weights")
@@ -227,13 +228,20 @@ class Settings(Output, Machine, Training, Augmentation, Blocks, Model, Data):
         return self.model
 
     @property
+    def optimizer(self) -> str:
+        """Name of the optimizer. With sgd, a new block on a frozen backbone trains slowly."""
+        return self.opt or ("adamw" if self.freeze_backbone else "sgd")
+
+    @property
     def base_lr(self) -> float:
         """The given learning rate, or the default of the optimizer, divided by 10 if pretrained weights are trained."""
         if self.lr is not None:
             return self.lr
-        if self.opt not in DEFAULT_LR:
+        if self.optimizer not in DEFAULT_LR:
             raise ValueError(f"lr is required for opt={self.opt}: only {' and '.join(DEFAULT_LR)} have a default")
-        return DEFAULT_LR[self.opt] / (10 if (self.weights or self.pretrained) and not self.freeze_backbone else 1)
+        return DEFAULT_LR[self.optimizer] / (
+            10 if (self.weights or self.pretrained) and not self.freeze_backbone else 1
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as values for ``settings.yaml``."""
