@@ -644,7 +644,8 @@ print(f"the exercise      {line.einx}\nin torch          {line.torch}")
 # %% [markdown]
 # To find the positions that one position attends to, number all positions, apply the expression to the numbers as if
 # they were a feature map, and select the group that contains the marked position. The attention weights of the
-# library's blocks agree with the result, and so does a direct definition with the row and column numbers.
+# library's blocks agree with the result, and so does a direct definition with the row and column numbers. Shifted
+# windows, halos and neighborhoods are not one expression: their positions are those with a positive weight.
 
 
 # %%
@@ -655,43 +656,73 @@ def attended(line, marked, **sizes):
     return torch.isin(numbers, groups[(groups == marked).any(dim=1)]).view(14, 21)
 
 
-PANELS = {
-    "full": ("full", "b n d h w -> b n (h w) d", {}),
-    "rows": ("rows", "b n d h w -> (b h) n w d", {}),
-    "columns": ("columns", "b n d h w -> (b w) n h d", {}),
-    "windows, h = w = 7": (va.Window(7), WINDOW, {"h": 7, "w": 7}),
-    "grids, h = w = 7": (va.Grid(7), "b n d (h gh) (w gw) -> (b gh gw) n (h w) d", {"h": 7, "w": 7}),
-    "the exercise, g = 2, s = 3": (va.Pattern(CUSTOM, g=2, s=3), CUSTOM, {"g": 2, "s": 3}),
+EXPRESSIONS = {  # with its sizes, by the argument of the block
+    'pattern="full"': ("b n d h w -> b n (h w) d", {}),
+    'pattern="rows"': ("b n d h w -> (b h) n w d", {}),
+    'pattern="columns"': ("b n d h w -> (b w) n h d", {}),
+    "pattern=va.Window(7)": (WINDOW, {"h": 7, "w": 7}),
+    "pattern=va.Grid(7)": ("b n d (h gh) (w gw) -> (b gh gw) n (h w) d", {"h": 7, "w": 7}),
+    "pattern=va.Pattern(CUSTOM, g=2, s=3)": (CUSTOM, {"g": 2, "s": 3}),
 }
+OTHERS = ("pattern=va.Window(7, shift=3)", "pattern=va.Halo(7, halo_size=3)", "pattern=va.Neighborhood(7)")
 row, column = 4, 10
 marked = row * 21 + column
-for pattern, line, sizes in PANELS.values():
-    map_weights = va.Attention2d(c, n, pattern=pattern).attention_weights(map_2d, queries=torch.tensor([marked]))
-    assert torch.equal(attended(line, marked, **sizes), map_weights[0, 0, 0].view(14, 21) > 0)
+
+
+def weights_of(argument, maps):
+    """Return the attention weights of the marked position, ``(14, 21)``, in the first head of a block."""
+    block = eval(f"va.Attention2d(c, n, {argument})")
+    return block.attention_weights(maps, queries=torch.tensor([marked]))[0, 0, 0].detach().view(14, 21)
+
+
+masks = {argument: weights_of(argument, map_2d) > 0 for argument in (*EXPRESSIONS, *OTHERS)}
+for argument, (line, sizes) in EXPRESSIONS.items():
+    assert torch.equal(attended(line, marked, **sizes), masks[argument])
 rows, columns = torch.arange(14)[:, None], torch.arange(21)
-assert torch.equal(attended(WINDOW, marked, h=7, w=7), (rows // 7 == row // 7) & (columns // 7 == column // 7))
-assert torch.equal(
-    attended(PANELS["grids, h = w = 7"][1], marked, h=7, w=7), (rows % 2 == row % 2) & (columns % 3 == column % 3)
-)
-assert torch.equal(attended(CUSTOM, marked, g=2, s=3), (rows // 7 == row // 7) & (columns % 3 == column % 3))
+window, grid, custom, shifted, halo, neighborhood = list(masks.values())[3:]
+assert torch.equal(window, (rows // 7 == row // 7) & (columns // 7 == column // 7))
+assert torch.equal(grid, (rows % 2 == row % 2) & (columns % 3 == column % 3))
+assert torch.equal(custom, (rows // 7 == row // 7) & (columns % 3 == column % 3))
+assert torch.equal(shifted, ((rows + 4) // 7 == (row + 4) // 7) & ((columns + 4) // 7 == (column + 4) // 7))
+assert torch.equal(halo, (rows < 10) & (columns >= 4) & (columns < 17))
+assert torch.equal(neighborhood, ((rows - row).abs() <= 3) & ((columns - column).abs() <= 3))
+
+# %% [markdown]
+# A position encoding changes the attention weights by position. On a feature map with the same features everywhere,
+# attention without an encoding has equal weights, so the differences are due to the encoding. These blocks are not
+# trained: a table has another random value for each offset, and its decomposed form is a sum over rows and columns.
 
 # %%
-figure = Figure(figsize=(10.5, 6.2), layout="constrained")
-figure.get_layout_engine().set(hspace=0.08, h_pad=0.1)
-axes = figure.subplots(2, 3, sharex=True, sharey=True)
-for ax, (name, (_, line, sizes)) in zip(axes.flat, PANELS.items(), strict=True):
-    shown = attended(line, marked, **sizes).int()
-    shown[row, column] = 2
-    colors = ListedColormap(["#e6e6e6", "#0072b2", "#e69f00"])
-    ax.pcolormesh(shown.numpy(), cmap=colors, vmin=0, vmax=2, edgecolors="white", linewidth=0.6)
-    ax.set(aspect="equal", xticks=[0, 7, 14, 21], yticks=[0, 7, 14])
-    ax.set_title(f"{name}: {int((shown > 0).sum())} of {shown.numel()}", fontsize=11, loc="left", pad=20)
-    ax.text(0, 1.03, line, transform=ax.transAxes, family="monospace", fontsize=8)
+POSITIONS = ("va.RelPosTable((14, 21))", "va.RelPosDecomposed((14, 21))", "va.AbsPos((14, 21))", "va.Rope()",
+             "va.SinCos()", "va.ConditionalPos(3)")  # fmt: skip
+same = torch.randn(1, c, 1, 1).expand(1, c, 14, 21)
+torch.testing.assert_close(weights_of("", same), torch.full((14, 21), 1 / 294))
+effects = {f"position={position}": weights_of(f"position={position}", same).log() for position in POSITIONS}
+
+# %%
+figure = Figure(figsize=(9.6, 13), layout="constrained")
+figure.get_layout_engine().set(hspace=0.06, h_pad=0.06, w_pad=0.06)
+axes = figure.subplots(5, 3, sharex=True, sharey=True)
+order = sorted(masks, key=lambda argument: argument not in EXPRESSIONS or "CUSTOM" in argument)
+for ax, argument in zip(axes.flat, (*order, *effects), strict=True):
+    if argument in masks:
+        shown = masks[argument].int()
+        shown[row, column] = 2
+        colors = ListedColormap(["#e6e6e6", "#0072b2", "#e69f00"])
+        ax.pcolormesh(shown.numpy(), cmap=colors, vmin=0, vmax=2, edgecolors="white", linewidth=0.6)
+        line = EXPRESSIONS.get(argument, ("",))[0]
+        ax.set_title(line.replace("CUSTOM", "…"), family="monospace", fontsize=8, loc="left")
+    else:
+        ax.pcolormesh(effects[argument].numpy(), cmap="Blues", edgecolors="white", linewidth=0.6)
+        ax.plot(column + 0.5, row + 0.5, "s", color="#e69f00", ms=6)
+    ax.set(aspect="equal", xticks=[], yticks=[])
+    ax.set_xlabel(argument, family="monospace", fontsize=9)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
 axes[0, 0].invert_yaxis()
-figure.supxlabel("column w", fontsize=10)
-figure.supylabel("row h", fontsize=10)
-title = "The orange position attends to itself and to the blue positions"
-figure.suptitle(title, fontsize=12, x=0.06, ha="left")
+title = "The orange position attends to itself and to the blue positions.\n"
+title += "Last two rows: its weights for equal features, by position encoding"
+figure.suptitle(title, fontsize=12, x=0.02, ha="left")
 save_figure(figure, OUTPUT / "einx_patterns.png")
 print(f"\nwritten: {OUTPUT / 'einx_patterns.png'}")
 figure
