@@ -32,7 +32,7 @@ from vision_attn.networks.safe import write_atomically
 from vision_attn.text import markdown
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.controls import ConvBlock2d, SqueezeExciteBlock2d
-from vision_attn.tools.comparison.statistics import compare_scores, difference_table
+from vision_attn.tools.comparison.statistics import as_markdown, compare_scores, difference_parts
 from vision_attn.tools.environment import describe_environment
 
 NEIGHBORHOOD = {"num_heads": 4, "pattern": va.Neighborhood(13), "impl": "bmm"}
@@ -170,8 +170,8 @@ def main(arguments=None):
             compared = compare_scores(scores)
             differences[f"σ {sigma}, {key}"] = [difference.as_dict() for difference in compared]
             photographs = "textured photograph" if key == "textured" else "other photographs"
-            parts += [f"Differences in dB, {photographs}:", difference_table(compared)]
-    text = "\n\n".join(parts) + "\n"
+            parts += [f"Differences in dB, {photographs}:", *difference_parts(compared)]
+    text = as_markdown(parts) + "\n"
     write_atomically(file, json.dumps({**recorded, "differences": differences}, indent=1).encode())
     write_atomically(folder / "denoise.md", text.encode())
     print(f"\n{text}\nwrote {folder}/denoise.md")

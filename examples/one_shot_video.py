@@ -36,13 +36,12 @@ import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from recall import build_parser, retrieval_blocks
+from recall import LinearBlock2d, build_parser, retrieval_blocks
 from torch import nn
 
 import vision_attn as va
 from vision_attn.attention.blocks.linear import attend_linear
 from vision_attn.tools import cli
-from vision_attn.tools.comparison.controls import LinearBlock2d
 from vision_attn.tools.comparison.experiments import trials
 
 CLASSES, UNLABELED, IGNORED, STRIDE, MIN_GAP, MAX_GAP = 11, 11, -100, 8, 3, 12

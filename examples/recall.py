@@ -29,16 +29,62 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from torch import nn
 
 import vision_attn as va
+from vision_attn.attention.blocks.gated_residual import GatedResidual
+from vision_attn.attention.blocks.projection import Pointwise2d
 from vision_attn.networks.capture.figures import save_figure
 from vision_attn.networks.capture.recording import capture
 from vision_attn.networks.models.recall_net import RecallNet
 from vision_attn.networks.network import quiet_eval
 from vision_attn.tools import cli
-from vision_attn.tools.comparison.controls import ConvBlock2d, GatedConvBlock2d, LinearBlock2d, SqueezeExciteBlock2d
+from vision_attn.tools.comparison.controls import ConvBlock2d, SqueezeExciteBlock2d
 from vision_attn.tools.comparison.experiments import trials
 from vision_attn.tools.comparison.recall import CELLS, NOTHING, PAIRS, accuracy, canvases, training
+
+
+class GatedConvBlock2d(GatedResidual):
+    """Gated long convolution, which multiplies features of different positions without softmax.
+
+    ``x + gate · W₃ (u · depthwise(v))`` with ``u, v = W₁ norm(x), W₂ norm(x)``.
+    It covers all positions of an n×n feature map if the kernel size is at least 2n - 1. It has about as many parameters
+    as attention.
+
+    Source: one step of the operator of Poli et al., *Hyena Hierarchy*, 2023, https://arxiv.org/abs/2302.10866, with an
+    explicit two-dimensional kernel
+    """
+
+    def __init__(self, channels, *, kernel_size, gate_init=None):
+        super().__init__(channels, gate_init)
+        # Attention has 4c² + 4c parameters, this branch has hidden(3c + kernel² + 3) + c.
+        hidden = max(1, round((4 * channels**2 + 3 * channels) / (3 * channels + kernel_size**2 + 3)))
+        self.expand = Pointwise2d(channels, 2 * hidden, 1)
+        self.depthwise = nn.Conv2d(hidden, hidden, kernel_size, padding=kernel_size // 2, groups=hidden)
+        self.project = Pointwise2d(hidden, channels, 1)
+        self.zero_init_last()
+
+    def last_projection(self):
+        return self.project
+
+    def forward(self, x):
+        u, v = self.expand(self.norm(x)).chunk(2, dim=1)
+        return self.add(x, self.project(u * self.depthwise(v)))
+
+
+class LinearBlock2d(GatedResidual):
+    """Residual block with linear attention, which sums products of keys and values independently of queries."""
+
+    def __init__(self, channels, num_heads=8, *, gate_init=None):
+        super().__init__(channels, gate_init)
+        self.attn = va.LinearAttention2d(channels, num_heads)
+        self.zero_init_last()
+
+    def last_projection(self):
+        return self.attn.proj
+
+    def forward(self, x):
+        return self.add(x, self.attn(self.norm(x)))
 
 
 def retrieval_blocks(side):

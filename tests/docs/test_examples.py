@@ -576,3 +576,10 @@ def test_fine_tuning_writes_a_comparison_of_each_data_set(finetuning, tmp_path, 
         trained = {name: by_seed["0"]["trained parameters"] for name, by_seed in results.items()}
         assert trained == {"plain": 1281 * classes, "attention": 1281 * classes + 50_960}
         assert "learning rate 0.001" in (folder / "comparison.md").read_text()
+
+
+def test_the_gated_convolution_of_recall_multiplies_two_projections():
+    block = runpy.run_path(str(ROOT / "examples" / "recall.py"))["GatedConvBlock2d"](8, kernel_size=3, gate_init=0.5)
+    x = torch.randn(2, 8, 4, 5)
+    u, v = block.expand(block.norm(x)).chunk(2, dim=1)
+    torch.testing.assert_close(block(x), x + 0.5 * block.project(u * block.depthwise(v)))

@@ -7,18 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import vision_attn as va
-from vision_attn.tools.comparison.controls import (
-    ConvBlock2d,
-    GatedConvBlock2d,
-    LinearBlock2d,
-    NormBlock2d,
-    SqueezeExciteBlock2d,
-)
+from vision_attn.tools.comparison.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 
 FIRST = {
     ConvBlock2d: {"project.weight", "project.bias"},
-    partial(GatedConvBlock2d, kernel_size=5): {"project.weight", "project.bias"},
-    LinearBlock2d: {"attn.proj.weight", "attn.proj.bias"},
     NormBlock2d: {"gate"},
     SqueezeExciteBlock2d: {"gate"},
 }
@@ -55,9 +47,6 @@ def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
     torch.testing.assert_close(block(x) - x, (0.5 * block.project(pooled)).expand_as(x))
 
 
-def test_a_gated_convolution_multiplies_two_projections():
-    block, x = GatedConvBlock2d(8, kernel_size=3, gate_init=0.5), torch.randn(2, 8, 4, 5)
-    u, v = block.expand(block.norm(x)).chunk(2, dim=1)
-    torch.testing.assert_close(block(x), x + 0.5 * block.project(u * block.depthwise(v)))
+def test_even_kernels_are_rejected():
     with pytest.raises(ValueError, match=r"kernel_size .*4"):
-        GatedConvBlock2d(8, kernel_size=4)
+        ConvBlock2d(8, kernel_size=4)

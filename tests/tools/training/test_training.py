@@ -81,7 +81,7 @@ def batch(count=8):
 
 def test_settings_are_restored_from_their_file_except_call_settings(base, tmp_path):
     file = tmp_path / "settings.yaml"
-    settings = replace(base, mean=(0.1,) * 3, std=(1e-5,) * 3, seed=3, decay_epochs=(1, 2), amp="no")
+    settings = replace(base, mean=(0.1,) * 3, std=(1e-5,) * 3, seed=3, amp="no")
     file.write_bytes(write_settings(settings))
     assert read_settings(tmp_path, ()) == replace(settings, output=None)
     file.write_text("lr: 1e-3\nepochs: 5\nnames: layer3")
@@ -95,7 +95,7 @@ def test_settings_are_restored_from_their_file_except_call_settings(base, tmp_pa
     ("text", "message"),
     [
         ("epoch: 3", "epoch: "),
-        ("- lr", "got list"),
+        ("lr", "does not contain settings"),
         ("model: !!python/object/apply:os.system [echo this ran]", "could not determine a constructor"),
         ("dataset: hfds/someone/photos", "dataset 'hfds/someone/photos'"),
         ("block: os:system", "block 'os:system'"),
@@ -113,7 +113,6 @@ def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_pat
         ({"warmup_epochs": 3}, "warmup_epochs .* epochs=3, got 3"),
         ({"weights": "a.pth", "pretrained": True}, "weights cannot be combined with pretrained=True"),
         ({"mean": (0.5,) * 3}, "mean requires std"),
-        ({"sched": "step"}, "decay_epochs .* sched=step"),
         ({"lr": math.nan, "epochs": 0}, "epochs: .* 1, got 0$"),
         ({"hflip": -0.5}, r"hflip: .* 0, got -0\.5"),
         ({"reprob": 1.5}, r"reprob: .* 1, got 1\.5"),
@@ -218,9 +217,8 @@ def test_the_curves_are_drawn(tmp_path, monkeypatch):
     assert figure.get_figheight() == 8
     lines = [line for axis in figure.axes for line in axis.lines]
     assert [[*line.get_ydata()] for line in lines] == [[row[key] for row in rows] for key in keys]
-    for draw in (False, True):
-        write_metrics(tmp_path, rows, draw=draw)
-        assert (tmp_path / "curves.png").exists() == draw
+    write_metrics(tmp_path, rows)
+    assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
 def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
@@ -232,22 +230,6 @@ def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
     assert not (tmp_path / "runs" / "train-8").exists(), "an invalid run does not use a number"
     result = run_training(replace(base, output=None, epochs=1, batch_size=36), log=quiet)
     assert (result.folder, numbered_folder()) == (Path("runs/train-8"), Path("runs/train-9"))
-
-
-def test_a_run_stops_early_without_improvement(base, monkeypatch):
-    scores, lines, original = iter([0.0, 40.0, 50.0, 50.0, 45.0, 60.0, 60.0]), [], Evaluation.__call__
-
-    def evaluated(evaluation, model, off=()):
-        found, predictions = original(evaluation, model, off)
-        return replace(found, top1=next(scores)), predictions
-
-    monkeypatch.setattr(Evaluation, "__call__", evaluated)
-    monkeypatch.setattr(Evaluation, "compare_without_blocks", lambda *given: None)
-    base = replace(base, epochs=9, batch_size=36, early_stopping=2)
-    assert run_training(base, log=lines.append).best.top1 == 50.0
-    run_training(replace(base, resume="auto"), log=lines.append)  # a resumed run does not continue
-    assert sum(line == "stopped early: no higher top-1 in the 2 epochs after epoch 2" for line in lines) == 2
-    assert sum(line.startswith("epoch ") for line in lines) == 4
 
 
 def test_the_moving_average_warms_up_and_is_saved(base):
@@ -291,30 +273,20 @@ def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base):
         assert len(layers) > 3
 
 
-@pytest.mark.parametrize(
-    ("options", "rates"),
-    [
-        ({"sched": "step", "decay_epochs": (1,), "decay_rate": 0.5}, [0.05] * 4 + [0.025] * 4 + [0.0125] * 4),
-        ({"sched": "multistep", "decay_epochs": (2, 1)}, [0.05] * 3 + [0.005] * 4 + [0.0005] * 5),
-    ],
-    ids=lambda value: value.get("sched") if isinstance(value, dict) else "",
-)
-def test_learning_rates_follow_timms_schedules(base, options, rates):
-    trainer = make_trainer(base, attention_lr=0.2, **options)
-    for done, rate in enumerate(rates):
+def test_a_constant_learning_rate_warms_up(base):
+    trainer = make_trainer(base, attention_lr=0.2, sched="constant", warmup_epochs=1)
+    for done in range(12):
         trainer.step(*batch(2), done // 4, done % 4)
-        assert trainer.lr == pytest.approx(rate)
-        ratios = {round(group["lr"] / trainer.lr, 6) for group in trainer.optimizer.param_groups}
-        assert ratios == {1.0, 4.0}
+        assert trainer.lr == pytest.approx(0.0005 + done / 4 * (0.05 - 0.0005) if done < 4 else 0.05)
 
 
 def test_a_step_clips_gradients_smooths_labels_and_weights_classes(base):
     options = {"momentum": 0.5, "weight_decay": 0.0, "clip_grad": 1e-3, "label_smoothing": 0.3, "class_weights": True}
     trainer = make_trainer(base, **options)
-    torch.testing.assert_close(trainer.class_weights, torch.tensor([32 / 33, 32 / 33, 32 / 30]))
+    torch.testing.assert_close(trainer.loss.weight, torch.tensor([32 / 33, 32 / 33, 32 / 30]))
     before, (images, labels) = copy.deepcopy(trainer.model), batch()
-    trainer.class_weights = torch.tensor([0.5, 1.0, 3.0])
-    losses = F.cross_entropy(before(images), labels, trainer.class_weights, label_smoothing=0.3, reduction="none")
+    trainer.loss.weight = torch.tensor([0.5, 1.0, 3.0])
+    losses = F.cross_entropy(before(images), labels, trainer.loss.weight, label_smoothing=0.3, reduction="none")
     assert trainer.step(images, labels, 0, 0).item() == pytest.approx(losses.mean().item(), rel=1e-5)
     # The first step with Nesterov momentum is 1.5 times the gradient, whose norm is at most 1e-3.
     one, other = (torch.nn.utils.parameters_to_vector(model.parameters()) for model in (trainer.model, before))

@@ -107,9 +107,6 @@ def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = 
     2
     0
     """
-    sys.stderr = sys.stderr or io.StringIO()  # None if standard error is closed
-    if sys.stdout is None:
-        sys.exit(f"{name}: error: standard output is closed. Redirect it to a file or to /dev/null")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Unsupported characters are escaped. With line buffering, print raises errors of the stream.
@@ -126,21 +123,24 @@ def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = 
     except Exception as error:
         if isinstance(error, BrokenPipeError) and error.filename is None:  # the reader closed standard output
             return BROKEN_PIPE
-        reason, distributed = describe_error(error), sys.modules.get("torch.distributed")
-        if reason is None:
+        if (reason := describe_error(error)) is None:
             traceback.print_exc()
         # All processes of torchrun have the same error until they are connected: one of each machine prints.
-        elif os.environ.get("LOCAL_RANK", "0") == "0" or (distributed and distributed.is_initialized()):
+        elif os.environ.get("LOCAL_RANK", "0") == "0" or is_distributed():
             print(f"{name}: error: {reason}", file=sys.stderr)
         return BAD_USAGE if isinstance(error, ValueError) else FAILURE
     finally:
-        distributed = sys.modules.get("torch.distributed")
-        if distributed and distributed.is_initialized():  # its threads may abort the process at exit
-            distributed.destroy_process_group()
+        if is_distributed():  # its threads may abort the process at exit
+            sys.modules["torch.distributed"].destroy_process_group()
         try:
-            sys.stdout.flush()
+            print(end="", flush=True)
         except OSError:  # prevents a second error when Python flushes it at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_distributed() -> bool:
+    """Return True if this process is connected to other processes."""
+    return "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
 
 
 def describe_error(error: Exception) -> str | None:

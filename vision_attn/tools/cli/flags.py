@@ -11,19 +11,8 @@ import tyro
 from tyro.conf import Positional
 
 from vision_attn.tools.hints import hint
-from vision_attn.tools.training.settings import (
-    Augmentation,
-    Blocks,
-    Data,
-    Machine,
-    Model,
-    Output,
-    Settings,
-    Training,
-    make_settings,
-    override,
-    read_settings,
-)
+from vision_attn.tools.training import settings
+from vision_attn.tools.training.settings import Augmentation, Blocks, Data, Machine, Model, Output, Settings, Training
 
 Config = Annotated[Path | None, hint("FILE")]
 
@@ -89,9 +78,8 @@ def parse(kind: Any, words: list[str], command: str, description: str | None = N
     """Parse a command line; return the parsed flags, and the settings that it contains."""
     options: Any = {"prog": f"vision-attn {command}", "description": cleandoc(description or "")}
     found = tyro.cli(kind, args=words, config=(tyro.conf.OmitArgPrefixes,), **options)
-    passed = {
-        word[2:].partition("=")[0].replace("-", "_").removeprefix("no_") for word in words if word.startswith("--")
-    }
+    flags = {word.partition("=")[0].replace("-", "_") for word in words}
+    passed = {flag.removeprefix("__").removeprefix("no_") for flag in flags}
     groups = [group for group in vars(found).values() if isinstance(group, Settings.__bases__)]
     values = {name: value for group in groups for name, value in vars(group).items()}
     defaults = vars(Settings())
@@ -100,5 +88,5 @@ def parse(kind: Any, words: list[str], command: str, description: str | None = N
 
 def merge_settings(file: Path | None, given: dict[str, Any]) -> Settings:
     """Return the settings of a file or of the folder of a run, overridden by the given settings."""
-    base = vars(read_settings(file, given)) if file else {}
-    return make_settings(**override(base, given))
+    base = vars(settings.read_settings(file, given)) if file else {}
+    return settings.make_settings(**settings.override(base, given))

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks.gated_residual import GatedResidual
-from vision_attn.attention.blocks.linear import LinearAttention2d
 from vision_attn.attention.blocks.projection import Pointwise2d
 
 
@@ -35,15 +34,12 @@ class ConvBlock2d(GatedResidual):
     (16797, 16701, 16832)
     """
 
-    #: number of projections before the convolution
-    projections = 1
-
     def __init__(self, channels: int, *, kernel_size: int | None = 3, gate_init: float | None = None) -> None:
         super().__init__(channels, gate_init)
-        # Attention has 4c² + 4c parameters, this branch has hidden(p·c + p + kernel² + 1 + c) + c with p projections.
-        each = self.projections * (channels + 1) + channels + (0 if kernel_size is None else kernel_size**2 + 1)
+        # Attention has 4c² + 4c parameters, this branch has hidden(2c + kernel² + 2) + c.
+        each = 2 * channels + 1 + (0 if kernel_size is None else kernel_size**2 + 1)
         hidden = max(1, round((4 * channels**2 + 3 * channels) / each))
-        self.expand = Pointwise2d(channels, self.projections * hidden, 1)
+        self.expand = Pointwise2d(channels, hidden, 1)
         self.depthwise: nn.Module | None = None
         if kernel_size is not None:
             if kernel_size % 2 == 0:
@@ -59,68 +55,6 @@ class ConvBlock2d(GatedResidual):
         y = self.expand(self.norm(x))
         y = y.mean((-2, -1), keepdim=True) if self.depthwise is None else self.depthwise(y)
         return self.add(x, self.project(F.gelu(y)))
-
-
-class GatedConvBlock2d(ConvBlock2d):
-    """Gated long convolution, which multiplies features of different positions without softmax.
-
-    ``x + gate · W₃ (u · depthwise(v))`` with ``u, v = W₁ norm(x), W₂ norm(x)``. The hidden width is chosen so that the
-    number of parameters is as close as possible to that of :class:`AttentionBlock2d`.
-
-    Args:
-        channels: number of channels.
-        kernel_size: odd height and width of the depthwise kernel. It covers all positions of an n×n feature map if it
-            is at least 2n - 1.
-        gate_init: initial gate, as in :class:`ConvBlock2d`.
-
-    Raises:
-        ValueError: an argument is invalid, as in :class:`ConvBlock2d`.
-
-    Source: one step of the operator of Poli et al., *Hyena Hierarchy*, 2023, https://arxiv.org/abs/2302.10866, with an
-    explicit two-dimensional kernel
-
-    >>> import torch
-    >>> GatedConvBlock2d(64, kernel_size=23)(torch.randn(2, 64, 12, 12)).shape
-    torch.Size([2, 64, 12, 12])
-    """
-
-    projections = 2
-    depthwise: nn.Module
-
-    def __init__(self, channels: int, *, kernel_size: int, gate_init: float | None = None) -> None:
-        super().__init__(channels, kernel_size=kernel_size, gate_init=gate_init)
-
-    def forward(self, x: Tensor) -> Tensor:
-        u, v = self.expand(self.norm(x)).chunk(2, dim=1)
-        return self.add(x, self.project(u * self.depthwise(v)))
-
-
-class LinearBlock2d(GatedResidual):
-    """Residual block with :class:`LinearAttention2d`, which sums products of keys and values independently of queries.
-
-    Args:
-        channels: number of channels, divisible by ``num_heads``.
-        num_heads: number of heads.
-        gate_init: initial gate, as in :class:`ConvBlock2d`.
-
-    Raises:
-        ValueError: an argument is invalid, as in :class:`LinearAttention2d`.
-
-    >>> import torch
-    >>> LinearBlock2d(64)(torch.randn(2, 64, 7, 7)).shape
-    torch.Size([2, 64, 7, 7])
-    """
-
-    def __init__(self, channels: int, num_heads: int = 8, *, gate_init: float | None = None) -> None:
-        super().__init__(channels, gate_init)
-        self.attn = LinearAttention2d(channels, num_heads)
-        self.zero_init_last()
-
-    def last_projection(self) -> nn.Module:
-        return self.attn.proj
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.add(x, self.attn(self.norm(x)))
 
 
 class NormBlock2d(GatedResidual):

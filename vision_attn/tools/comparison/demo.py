@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import vision_attn.networks.models  # noqa: F401  (registers the network with timm)
-from vision_attn.checks import check_above
 from vision_attn.networks.capture.figures import attention_figure, save_figure
 from vision_attn.networks.capture.recording import capture
 from vision_attn.networks.checkpoints.folder import load_model, save_model
@@ -43,7 +42,6 @@ def compare_on_recall(
     variants: Mapping[str, Mapping[str, Any]], *, output: str | Path, steps: int = 400, **options: Any
 ) -> Runs:
     """Train each variant on recall with each seed and compare the accuracies; ``options`` are as in :func:`trials`."""
-    check_above(0, steps=steps)
     names = {name for settings in variants.values() for name in settings}
     if foreign := sorted(names - ({*BLOCK_SETTINGS} - {"attention_lr"})):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)

@@ -6,11 +6,8 @@ import json
 import math
 import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
@@ -23,12 +20,17 @@ import torch
 from joblib import Parallel, cpu_count, delayed
 from joblib.externals.loky.backend.context import set_start_method
 
-from vision_attn.checks import check_above
 from vision_attn.errors import TrainingError
 from vision_attn.networks.capture.figures import save_figure
 from vision_attn.networks.safe import check_writable, write_atomically
-from vision_attn.text import Table, markdown, shorten
-from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_figure, difference_parts
+from vision_attn.text import Table, shorten
+from vision_attn.tools.comparison.statistics import (
+    Difference,
+    as_markdown,
+    compare_scores,
+    difference_figure,
+    difference_parts,
+)
 from vision_attn.tools.environment import describe_environment
 
 #: measurements by name
@@ -79,13 +81,9 @@ def trials(
         **options: options for ``run``: numbers, strings and lists.
 
     Raises:
-        ValueError: the folder contains runs with other options, ``seeds`` are not distinct, ``jobs`` is less than 1, or
-            the package of the backend is not installed.
+        ValueError: the folder contains runs with other options, or the package of the backend is not installed.
         TrainingError: a run failed.
     """
-    check_above(0, jobs=jobs)
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds must be distinct, with at least one seed, got {list(seeds)}")
     folder = Path(output).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "runs.json"
@@ -96,31 +94,20 @@ def trials(
     runs = {(variant, seed): folder / f"{variant}-{seed}" / "run.json" for seed in seeds for variant in custom}
     todo = {key: path for key, path in runs.items() if not is_complete(path, settings[key[0]])}
     calls = [(run, *key, settings[key[0]], path) for key, path in todo.items()]
-    caught = (run_on_ray if backend == "ray" else run_locally)(calls, jobs, len(runs), gpu)
-    for text in dict.fromkeys(text for texts in caught for text in texts):
-        warnings.warn(text, stacklevel=2)
-    found: Runs = {variant: {} for variant in custom}
-    environments: list[dict[str, Any]] = []
-    for (variant, seed), path in runs.items():
-        record = json.loads(path.read_text())
-        found[variant][str(seed)] = record["measured"]
-        if (environment := record.get("environment")) not in (None, *environments):
-            environments.append(environment)
+    (run_on_ray if backend == "ray" else run_locally)(calls, jobs, len(runs), gpu)
+    records = {key: json.loads(path.read_text()) for key, path in runs.items()}
+    found = {variant: {str(seed): records[variant, seed]["measured"] for seed in seeds} for variant in custom}
+    environments = [record["environment"] for record in records.values()]
     times = json.loads(file.read_text()).get("milliseconds", {}) if file.exists() else {}
     if not times.keys() >= custom.keys():
         times = time_steps({variant: step(variant) for variant in custom}) if step else {}
     differences = compare_runs(found)
-    summary = {
-        "options": options,
-        "environments": environments,
-        "runs": found,
-        "milliseconds": times,
-        "differences": differences,
-    }
+    distinct = [one for index, one in enumerate(environments) if one not in environments[:index]]
+    summary = {"options": options, "environments": distinct, "runs": found, "milliseconds": times}
+    summary["differences"] = differences
     write_atomically(file, json.dumps(summary, indent=1, default=Difference.as_dict).encode())
     parts = report_parts(found, times, differences, note)
-    text = "\n\n".join(markdown(*part) if isinstance(part, Table) else part for part in parts)
-    write_atomically(folder / "comparison.md", f"{text}\n".encode())
+    write_atomically(folder / "comparison.md", f"{as_markdown(parts)}\n".encode())
     print("\n\n".join(map(str, parts)), end="\n\n")
     print(f"Tables: {folder / 'comparison.md'}")
     if differences:
@@ -134,29 +121,25 @@ def is_complete(file: Path, settings: Mapping[str, Any]) -> bool:
     if not file.exists():
         return False
     before = json.loads(file.read_text())["settings"]
-    if differing := [name for name in {**before, **settings} if before.get(name) != settings.get(name)]:
-        changes = [f"{name}={before.get(name)!r} instead of {settings.get(name)!r}" for name in differing]
-        remedy = "Choose another folder"
-        raise ValueError(f"output: {file.parent} contains a run with {shorten(changes, limit=3)}. {remedy}")
+    names = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
+    if changes := [f"{name}={before.get(name)!r} instead of {settings.get(name)!r}" for name in names]:
+        others = shorten(changes, limit=3)
+        raise ValueError(f"output: {file.parent} contains a run with {others}. Choose another folder")
     return True
 
 
-def make_run(
-    run: Callable[..., Metrics], variant: str, seed: int, settings: Mapping[str, Any], file: Path
-) -> list[str]:
-    """Execute one run, save its measurements and return its warnings."""
+def make_run(run: Callable[..., Metrics], variant: str, seed: int, settings: Mapping[str, Any], file: Path) -> None:
+    """Execute one run, and save its measurements."""
     print(f"{variant}, seed {seed}: started", flush=True)
     file.parent.mkdir(exist_ok=True)
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            measured = run(variant, seed, **settings)
+        measured = run(variant, seed, **settings)
     except Exception as error:
         raise TrainingError(f"{variant}, seed {seed} failed: {type(error).__name__}: {error}") from error
     record = {"settings": settings, "environment": describe_environment(), "measured": measured}
     write_atomically(file, json.dumps(record, indent=1).encode())
     values = ", ".join(f"{name} {format_values(name, [value])}" for name, value in measured.items())
     print(f"{variant}, seed {seed}: {values}", flush=True)
-    return [str(warning.message) for warning in caught]
 
 
 def progress_printer(variant: str, seed: int) -> Callable[[str], None]:
@@ -172,25 +155,20 @@ def progress_printer(variant: str, seed: int) -> Callable[[str], None]:
     return report
 
 
-def print_count(total: int, todo: int, jobs: int) -> None:
-    kept = f" ({total - todo} complete)" if todo < total else ""
-    print(f"{total} runs{kept}, {jobs} in parallel", flush=True)
-
-
-def run_locally(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, gpu: bool) -> list[list[str]]:
-    """Make the runs in local processes, or a single job in this process; return their warnings."""
+def run_locally(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, gpu: bool) -> None:
+    """Make the runs in local processes, or a single job in this process."""
     set_start_method("loky_init_main", force=True)  # processes import the main script, as in multiprocessing
     gpus = torch.cuda.device_count() if gpu else 0
     jobs = min(jobs or gpus or min(cpu_count(), 16), total)  # each run needs memory for the images
-    print_count(total, len(calls), jobs)
+    print(f"{total} runs, {total - len(calls)} of them complete, {jobs} in parallel", flush=True)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     with TemporaryDirectory() as slots:
         start = {"initializer": start_worker, "initargs": (visible.split(",") if gpus else [], slots)}
         parallel = Parallel(jobs, backend="loky", batch_size=1, pre_dispatch=jobs, **start)
-        return list(parallel(delayed(make_run)(*call) for call in calls))
+        parallel(delayed(make_run)(*call) for call in calls)
 
 
-def run_on_ray(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, gpu: bool) -> list[list[str]]:
+def run_on_ray(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, gpu: bool) -> None:
     """Make the runs as tasks on all nodes of a Ray cluster; tasks of a node that ends are started again."""
     try:
         import ray
@@ -200,27 +178,25 @@ def run_on_ray(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, g
     cpus, gpus = (int(ray.cluster_resources().get(name, 0)) for name in ("CPU", "GPU"))
     gpus = gpus if gpu else 0
     jobs = min(jobs or gpus or cpus, total)
-    print_count(total, len(calls), jobs)
+    print(f"{total} runs, {total - len(calls)} of them complete, {jobs} in parallel", flush=True)
     resources = {"num_cpus": 1, "num_gpus": 1 / math.ceil(jobs / gpus) if gpus else 0}
     task = ray.remote(max_retries=2, scheduling_strategy="SPREAD", **resources)(make_run)
-    remaining, caught = list(calls), list[list[str]]()
     running: list[Any] = []
-    while remaining or running:
-        while remaining and len(running) < jobs:
-            running.append(task.remote(*remaining.pop(0)))
-        done, running = ray.wait(running)
-        try:
-            caught += ray.get(done)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from error
-        except ray.exceptions.RayError as error:
-            raise TrainingError(f"a process of the Ray cluster ended: {str(error).partition(chr(10))[0]}") from error
-    return caught
+    try:
+        for call in calls:
+            running.append(task.remote(*call))
+            if len(running) == jobs:
+                done, running = ray.wait(running)
+                ray.get(done)  # raises the error of a run
+        ray.get(running)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise TrainingError(f"a process of the Ray cluster ended: {str(error).partition(chr(10))[0]}") from error
 
 
 def start_worker(gpus: Sequence[str], slots: str) -> None:
-    """Assign a GPU to this process and end the process with its parent. Several processes may share a GPU."""
-    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+    """Assign a GPU to this process. Several processes may share a GPU."""
     # Loky's start method, which workers inherit, cannot start the worker processes of a DataLoader.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     for slot in count() if gpus else ():
@@ -228,13 +204,6 @@ def start_worker(gpus: Sequence[str], slots: str) -> None:
             (Path(slots) / str(slot)).mkdir()
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
             return
-
-
-def end_with_parent(parent: int) -> None:
-    """Wait until the parent has been killed, and then stop this process, which saves its run."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def time_steps(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
@@ -245,9 +214,8 @@ def time_steps(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
             start = time.perf_counter()
             step()
             times[variant].append(1000 * (time.perf_counter() - start))
-    return {
-        variant: float(np.median(found[ROUNDS // 5 :])) for variant, found in times.items()
-    }  # without the warm-up rounds
+    warm = ROUNDS // 5  # number of rounds that are not counted
+    return {variant: float(np.median(found[warm:])) for variant, found in times.items()}
 
 
 def compare_runs(runs: Runs) -> Differences:

@@ -36,8 +36,6 @@ def compare(
         ValueError: a setting is wrong, or the folder contains runs with other settings.
         TrainingError: a run failed.
     """
-    if len(variants) < 2:
-        raise ValueError(f"variants: expected at least 2, got {[*variants]}")
     settings = {}
     for variant, given in variants.items():
         (complete := make_settings(**given)).require_model()
@@ -68,14 +66,9 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     with open(folder / "log.txt", "a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         result = run_training(make_settings(**settings, seed=seed, output=folder, resume="auto"), log=log)
     speed = float(np.median([row["images_per_second"] for row in result.history]))
-    ablation = result.ablation
-    changed = {}
-    if ablation is not None:
-        changed["% changed when disabled"] = 100 * ablation.predictions_changed / ablation.images
-    return {
-        "parameters": sum(parameter.numel() for parameter in result.model.parameters()),
-        "MACs": count_macs(result.model, (1, *result.input_size)),
-        "ms per step": 1000 * result.settings.batch / speed,
-        **changed,
-        "top-1 %": result.final.top1,
-    }
+    parameters = sum(parameter.numel() for parameter in result.model.parameters())
+    macs, milliseconds = count_macs(result.model, (1, *result.input_size)), 1000 * result.settings.batch / speed
+    measured = {"parameters": parameters, "MACs": macs, "ms per step": milliseconds}
+    if result.ablation is not None:
+        measured["% changed when disabled"] = 100 * result.ablation.predictions_changed / result.ablation.images
+    return {**measured, "top-1 %": result.final.top1}

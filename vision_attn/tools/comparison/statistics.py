@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
@@ -73,10 +73,8 @@ def compare_scores(scores: Scores, *, lower_is_better: bool = False) -> list[Dif
     2.10 (1.02 to 3.18), p = 0.014: better
     """
     *others, last = scores
-    return [
-        Difference((last, other), *compare_samples(scores[last], scores[other], len(others)), lower_is_better)
-        for other in others
-    ]
+    samples = {other: compare_samples(scores[last], scores[other], len(others)) for other in others}
+    return [Difference((last, other), *found, lower_is_better) for other, found in samples.items()]
 
 
 def compare_samples(
@@ -95,9 +93,9 @@ def compare_samples(
     return mean, float(interval.low), float(interval.high), min(1.0, differences * float(result.pvalue))
 
 
-def difference_table(differences: Sequence[Difference]) -> str:
-    """Format the differences as a Markdown table with an explanation."""
-    return "\n\n".join(markdown(*part) if isinstance(part, Table) else part for part in difference_parts(differences))
+def as_markdown(parts: Iterable[str | Table]) -> str:
+    """Format texts and tables as Markdown."""
+    return "\n\n".join(markdown(*part) if isinstance(part, Table) else part for part in parts)
 
 
 def difference_parts(differences: Sequence[Difference]) -> list[str | Table]:
@@ -108,8 +106,8 @@ def difference_parts(differences: Sequence[Difference]) -> list[str | Table]:
         chance = "—" if one.p is None else "< 0.001" if one.p < 0.0005 else f"{one.p:.3f}"
         rows.append((" − ".join(one.variants), f"{one.mean:+.2f}", interval, chance, one.verdict))
     known = [one.low is not None for one in differences]
-    notes = [LEGEND] if all(known) else [LEGEND, UNKNOWN]
-    return [Table(rows, left=(0, 4)), *notes] if any(known) else [UNKNOWN]
+    parts: list[str | Table] = [Table(rows, left=(0, 4)), LEGEND] if any(known) else []
+    return parts if all(known) else [*parts, UNKNOWN]
 
 
 def difference_figure(differences: Mapping[str, Sequence[Difference]]) -> Figure:

@@ -17,13 +17,9 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "large-kernel": {"block": f"{CONTROLS}ConvBlock2d", "block_options": ("kernel_size=13",)},
     "norm-shortcut": {"block": f"{CONTROLS}NormBlock2d"},
     "se": {"block": "se", "at": "branch", "block_options": ("rd_ratio=2",)},
-    # Blocks of timm with default arguments, in the residual branch as in the papers.
-    **{block: {"block": block, "at": "branch"} for block in ("eca", "cbam", "gc")},
-    "coordinate": {"block": "coord", "at": "branch"},
+    "cbam": {"block": "cbam", "at": "branch"},  # with the defaults of timm, in the residual branch as in the paper
     "se-residual": {"block": f"{CONTROLS}SqueezeExciteBlock2d"},
     "pooled-mlp": {"block": f"{CONTROLS}ConvBlock2d", "block_options": ("kernel_size=None",)},
-    "gated-convolution": {"block": f"{CONTROLS}GatedConvBlock2d", "block_options": ("kernel_size=13",)},
-    "linear": {"block": f"{CONTROLS}LinearBlock2d"},
     "averaging": {"block_options": ("scale=0",)},
     "attention": {},
 }
@@ -33,13 +29,6 @@ CIFAR: dict[str, Any] = {
 }  # fmt: skip
 #: Settings of blocks are the only settings of recall.
 RECALL: dict[str, Any] = {"names": ("stage2",), "at": "after", "block_options": ("num_heads=4",)}
-#: Description of recall and of the variants of ``vision-attn demo``.
-TASK = """\
-Task: for each glyph on a black cell, predict the color of the cell with the same glyph. The cells are at random
-positions, and the glyphs of the test images do not occur in the training images. Chance is 12.5 %. Four variants of one
-network are compared: without a block (plain), with a 13×13 convolution (large-kernel), with the mean over all positions
-(averaging), and with attention.
-"""
 #: Recipes by data set. Other data sets use the defaults of ``vision-attn train``.
 RECIPES = {"cifar10": CIFAR, "cifar100": CIFAR, "recall": RECALL}
 #: Settings of blocks, which the plain network does not have.
@@ -95,11 +84,8 @@ def settings_for_variant(base: str, custom: Mapping[str, Any], common: Mapping[s
 
 def parse_options(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the pattern and the block options as a dictionary."""
-    texts = [
-        *settings.get("block_options", ()),
-        *(f"pattern={settings[name]}" for name in ("pattern",) if name in settings),
-    ]
-    return {name: word for name, _, word in (text.partition("=") for text in texts)}
+    options = {name: word for name, _, word in (text.partition("=") for text in settings.get("block_options", ()))}
+    return {**options, "pattern": settings["pattern"]} if "pattern" in settings else options
 
 
 def set_options(settings: Mapping[str, Any], options: Mapping[str, str]) -> dict[str, Any]:

@@ -92,20 +92,16 @@ def explore(
     check_above(0, top=top)
     if images.dim() != 4 or images.shape[1] not in (1, 3) or not len(images):
         raise ValueError(f"images must have shape (b, 1 or 3, height, width) with b ≥ 1, got {tuple(images.shape)}")
-    for name, given in (("titles", titles), ("pictures", pictures)):
-        if given and len(given) != len(images):
-            raise ValueError(f"{name} must have one item per image, {len(images)}, got {len(given)}")
     check_writable(Path(output))
     rounded = (images.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
     titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
     plain = unwrap_model(model)
-    sites = names if where is None else [name for name, module in plain.named_modules() if where(name, module)]
-    weight, shown = next(plain.parameters()), []
+    weight, shown, chosen = next(plain.parameters()), [], {"names": names, "where": where}
     with quiet_eval(model):
         for image, name, picture in zip(images.split(1), titles, pictures or map(to_pil_image, rounded), strict=True):
             x = (image if normalize is None else normalize(image)).to(weight)
             source = {"source": encode_picture(picture)}
-            shown.append({"title": name, **explore_image(model, x, sites, classes, top), **source})
+            shown.append({"title": name, **explore_image(model, x, chosen, classes, top), **source})
     architecture = (getattr(plain, "pretrained_cfg", None) or {}).get("architecture") or type(plain).__name__
     about = f"{architecture}, {sum(parameter.numel() for parameter in plain.parameters()):,} parameters"
     top_of_scale = scale_end(max(block["largest"] for image in shown for block in image["blocks"]))
@@ -116,9 +112,11 @@ def explore(
     return Path(output)
 
 
-def explore_image(model: nn.Module, x: Tensor, sites: Globs, classes: Sequence[str], top: int) -> dict[str, Any]:
+def explore_image(
+    model: nn.Module, x: Tensor, chosen: dict[str, Any], classes: Sequence[str], top: int
+) -> dict[str, Any]:
     """Return the attention maps and predictions for one image."""
-    with capture(model, "all", names=sites) as maps, measure_branches(model) as measures:
+    with capture(model, "all", **chosen) as maps, measure_branches(model) as measures:
         scores = predict(model, x)
     for site, one in maps.items():
         if len(one.map_size) != 2:
@@ -167,9 +165,8 @@ def describe(model: nn.Module, one: AttentionMap) -> dict[str, Any]:
 def modules_to_disable(model: nn.Module, maps: Iterable[str]) -> list[str]:
     """Return for each attention map the residual block that contains its module, or else the module."""
     sites, modules = list(branches(model)), [name.partition(":")[0] for name in maps]
-    return list(
-        dict.fromkeys(next((site for site in sites if f"{one}.".startswith(f"{site}.")), one) for one in modules)
-    )
+    blocks = (next((site for site in sites if f"{one}.".startswith(f"{site}.")), one) for one in modules)
+    return list(dict.fromkeys(blocks))
 
 
 def predict(model: nn.Module, x: Tensor, off: Iterable[str] = ()) -> Tensor | None:

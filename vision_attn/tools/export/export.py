@@ -250,6 +250,6 @@ def quiet() -> Iterator[None]:
 
 def compare(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference, or infinity if the shapes differ or an output is NaN."""
-    return (
-        float((found - expected).abs().nan_to_num(nan=torch.inf).max()) if found.shape == expected.shape else torch.inf
-    )
+    if found.shape != expected.shape:
+        return torch.inf
+    return float((found - expected).abs().nan_to_num(nan=torch.inf).max())

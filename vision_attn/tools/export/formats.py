@@ -48,10 +48,8 @@ class Format:
         """Raise an error if a required package is not installed."""
         for name in self.packages:
             if find_spec(name) is None:
-                remedy = INSTALL.format("export" if "onnx" in name else "runtimes")
-                raise ModuleNotFoundError(
-                    f"{self.runtime} requires the package {name}. Install it: {remedy}", name=name
-                )
+                remedy = f"Install it: {INSTALL.format('export' if 'onnx' in name else 'runtimes')}"
+                raise ModuleNotFoundError(f"{self.runtime} requires the package {name}. {remedy}", name=name)
 
 
 def export_program(
@@ -66,10 +64,8 @@ def export_program(
 
 def write_onnx(program: ExportedProgram, path: Path, metadata: str) -> None:
     names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
-    names["dynamic_shapes"] = (
-        {dim: name for dims in DIMS.values() for dim, name in dims.items()},
-    )  # names of the dynamic dimensions
-    exported = torch.onnx.export(program, dynamo=True, verbose=False, **names)
+    dims = {**DIMS["batch"], **DIMS["size"]}  # names of the dynamic dimensions
+    exported = torch.onnx.export(program, dynamo=True, verbose=False, dynamic_shapes=(dims,), **names)
     assert exported is not None
     exported.model.metadata_props[ENTRY] = metadata
     path.write_bytes(exported.model_proto.SerializeToString())
@@ -143,12 +139,8 @@ def write_executorch(program: ExportedProgram, path: Path, metadata: str) -> Non
 
     # The check of the program makes a dynamic batch static.
     unchecked = EdgeCompileConfig(_check_ir_validity=False)
-    options = {
-        "partitioner": [XnnpackPartitioner()],
-        "compile_config": unchecked,
-        "constant_methods": {ENTRY: metadata},
-    }
-    lowered = to_edge_transform_and_lower(program, **options)
+    options = {"compile_config": unchecked, "constant_methods": {ENTRY: metadata}}
+    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()], **options)
     path.write_bytes(lowered.to_executorch().buffer)
 
 

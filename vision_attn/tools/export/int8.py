@@ -41,20 +41,14 @@ def quantize(path: Path, calibration: list[Tensor], images: list[Tensor], labels
     if not after.isfinite().all():
         raise ExportError("the output of the quantized network is not finite. No file was written")
     exact, rounded = (100 * float((logits.argmax(1) == labels).float().mean()) for logits in (before, after))
-    return (
-        f"quantized to 8 bits with {len(calibration)} images: accuracy {exact:.2f} % before and {rounded:.2f} % after, "
-        f"on {len(images)} images"
-    )
+    accuracy = f"accuracy {exact:.2f} % before and {rounded:.2f} % after, on {len(images)} images"
+    return f"quantized to 8 bits with {len(calibration)} images: {accuracy}"
 
 
 def load_images(folder: Path, metadata: Mapping[str, Any], *, train: bool) -> tuple[list[Tensor], Tensor]:
     """Return batches of one image, preprocessed for the exported file, and their class indices in the network."""
     source = open_data(Settings(data=folder), train=train)
     classes = metadata["classes"]
-    if not classes:
-        raise DataError("int8 requires the class names of the network. Set model.classes")
-    if metadata["input_size"][0] != 3:
-        raise DataError(f"int8 requires a network for 3 channels, got {metadata['input_size'][0]}")
     if unknown := [name for name in source.classes if name not in classes]:
         raise DataError(f"{source.name} contains the class {unknown[0]!r}, which is not a class of the network")
     count = min(CALIBRATION if train else EVALUATION, len(source))

@@ -12,11 +12,10 @@ from vision_attn.networks.capture.figures import save_figure
 from vision_attn.tools.training.folder import write_table
 
 
-def write_metrics(folder: Path, history: Sequence[Mapping[str, Any]], *, draw: bool) -> None:
-    """Write ``metrics.csv`` and, if requested, ``curves.png``."""
+def write_metrics(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
+    """Write ``metrics.csv`` and ``curves.png``."""
     write_table(folder / "metrics.csv", [list(history[0]), *(row.values() for row in history)])
-    if draw:
-        save_figure(curves_figure(history), folder / "curves.png")
+    save_figure(curves_figure(history), folder / "curves.png")
 
 
 def curves_figure(history: Sequence[Mapping[str, Any]]) -> Figure:

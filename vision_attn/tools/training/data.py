@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather
+from accelerate.utils import gather, set_seed
 from joblib import cpu_count
 from PIL import Image
 from timm.data import auto_augment, create_dataset, create_transform
@@ -43,10 +42,7 @@ EVALUATION_FOLDERS = ("val", "validation", "valid", "test")
 
 def seed_all(*numbers: int) -> None:
     """Seed torch, NumPy and Python with a seed that depends only on these numbers."""
-    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
+    set_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 class Folder(ImageFolder):
@@ -301,10 +297,8 @@ def open_images(
     process, processes = (state.process_index, state.num_processes) if train else (0, 1)
     part = torch.arange(process, process + -(-len(source) // processes) * processes, processes) % len(source)
     with closing(decoded):
-        images, labels = (
-            torch.cat(column).to(device) for column in zip(*decoded.batches(part.split(256)), strict=True)
-        )
-    return InMemory(images, labels)
+        columns = zip(*decoded.batches(part.split(256)), strict=True)
+        return InMemory(*(torch.cat(column).to(device) for column in columns))
 
 
 def exchange_parts(data: InMemory | DecodedImages, count: int) -> InMemory | DecodedImages:

@@ -47,8 +47,6 @@ from vision_attn.tools.training.settings import Settings
 
 #: Steps between two checks of the loss and of signals on CUDA, where each check waits for the device.
 CHECK_EVERY = 10
-#: Curves are plotted after epochs of at least so many seconds, because plotting takes a third of a second.
-DRAW_AFTER = 10
 #: Errors of the operating system for a disk without space.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: Number of images in ``first_batch.png``.
@@ -86,13 +84,11 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> Scheduler:
     """Create a schedule of timm, which has no state because it depends only on the number of the step."""
-    warmup, decays = round(settings.warmup_epochs * steps), [epoch * steps for epoch in sorted(settings.decay_epochs)]
+    warmup = round(settings.warmup_epochs * steps)
     schedule, _ = create_scheduler_v2(
         optimizer, settings.sched,
         num_epochs=max(1, settings.epochs * steps - warmup),  # in steps, like all arguments below
-        decay_epochs=decays[0] if decays else 1, decay_milestones=decays, decay_rate=settings.decay_rate,
-        min_lr=settings.min_lr, warmup_lr=optimizer.defaults["lr"] / 100, warmup_epochs=warmup,
-        warmup_prefix=settings.sched not in ("step", "multistep"),  # decay epochs count from the start
+        min_lr=settings.min_lr, warmup_lr=optimizer.defaults["lr"] / 100, warmup_epochs=warmup, warmup_prefix=True,
         step_on_epochs=False, updates_per_epoch=1,
     )  # fmt: skip
     assert schedule is not None
@@ -139,16 +135,16 @@ class Trainer:
         #: network to evaluate and save: the moving average if there is one
         self.evaluated: nn.Module = model
         if self.ema is not None:
-            self.evaluated = self.accelerator.prepare_model(
-                self.ema.module, evaluation_mode=True
-            )  # so that its state is saved
+            # Its state is saved, because it is prepared.
+            self.evaluated = self.accelerator.prepare_model(self.ema.module, evaluation_mode=True)
         self.padding = settings.crop_padding if choose_crop(settings, network.config) == "pad" else 0
         self.erase = RandomErasing(settings.reprob, mode="pixel", device=device)
         self.mixup = Mixup(settings.mixup, settings.cutmix, label_smoothing=0.0, num_classes=len(network.classes))
-        self.class_weights: Tensor | None = None
+        weights = None
         if settings.class_weights:
             counts = data.labels.bincount(minlength=len(network.classes)).to(device)
-            self.class_weights = len(data.labels) / (len(counts) * counts.clamp(min=1))
+            weights = len(data.labels) / (len(counts) * counts.clamp(min=1))
+        self.loss = nn.CrossEntropyLoss(weights, label_smoothing=settings.label_smoothing, reduction="none")
 
     @property
     def lr(self) -> float:
@@ -165,22 +161,11 @@ class Trainer:
         with self.catch_signals(), name_killed_workers():
             scores, predictions = self.evaluation(self.evaluated)
             self.log(f"before epoch {self.progress.epoch + 1}: {scores}")
-            while self.progress.epoch < self.settings.epochs and not self.should_stop_early():
+            while self.progress.epoch < self.settings.epochs:
                 self.train_epoch()
                 scores, predictions = self.evaluation(self.evaluated)
                 self.finish_epoch(scores)
-        if self.accelerator.is_main_process:
-            write_metrics(self.folder, self.progress.history, draw=True)
         return scores, predictions
-
-    def should_stop_early(self) -> bool:
-        """Return True if the last ``early_stopping`` epochs have not improved the top-1 accuracy."""
-        history, limit = self.progress.history, self.settings.early_stopping
-        worse = len(history) - 1 - self.progress.best if history else 0
-        if limit is None or worse < limit:
-            return False
-        self.log(f"stopped early: no higher top-1 in the {worse} epochs after epoch {len(history) - worse}")
-        return True
 
     def train_epoch(self) -> None:
         """Train for one epoch, without the last incomplete batch."""
@@ -215,10 +200,9 @@ class Trainer:
             raise Interrupted(self.signal or signal.SIGTERM, message if self.accelerator.is_main_process else "")
 
     def raise_not_finite(self, what: str) -> None:
-        raise TrainingError(
-            f"{what} is not finite at {self.position}, with a learning rate of {self.lr:.3g}. Use a lower --lr, more "
-            f"--warmup-epochs or --clip-grad. The last valid state is in {self.folder}"
-        )
+        where = f"{self.position}, with a learning rate of {self.lr:.3g}"
+        remedy = f"Use a lower --lr, more --warmup-epochs or --clip-grad. The last valid state is in {self.folder}"
+        raise TrainingError(f"{what} is not finite at {where}. {remedy}")
 
     def step(self, images: Tensor, labels: Tensor, epoch: int, step: int) -> Tensor:
         """Run one training step; return the mean loss over the images of this process."""
@@ -235,9 +219,7 @@ class Trainer:
             with accelerator.accumulate(self.wrapped):
                 logits = self.forward(some_images).float()
                 # The mean is over images, not over class weights, so that all parts of a batch have equal weight.
-                losses = F.cross_entropy(
-                    logits, some_labels, self.class_weights, label_smoothing=settings.label_smoothing, reduction="none"
-                )
+                losses = self.loss(logits, some_labels)
                 accelerator.backward(losses.mean())
                 if accelerator.sync_gradients and settings.clip_grad is not None:
                     accelerator.clip_grad_norm_(self.model.parameters(), settings.clip_grad)
@@ -273,7 +255,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             if progress.best == len(progress.history) - 1:
                 self.save_best()
-            write_metrics(self.folder, progress.history, draw=seconds > DRAW_AFTER)
+            write_metrics(self.folder, progress.history)
         self.save()
 
     def get_network_to_save(self) -> nn.Module:
@@ -309,13 +291,13 @@ class Trainer:
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             # safetensors and torch.save hide the number of the error.
-            of_disk = isinstance(error, SafetensorError) or "inline_container" in str(error)
-            if not (of_disk or isinstance(error, OSError)):
+            hidden = isinstance(error, SafetensorError) or "inline_container" in str(error)
+            if not (hidden or isinstance(error, OSError)):
                 raise
-            full = of_disk or getattr(error, "errno", None) in DISK_FULL
-            reason = " ".join(str(error).split())
-            remedy = f"{'Free disk space, and continue' * full or 'Continue'} with --resume {self.folder}"
-            raise TrainingError(f"cannot write to {self.folder} ({reason}). {remedy}") from error
+            full = hidden or getattr(error, "errno", None) in DISK_FULL
+            remedy = "Free disk space, and continue" if full else "Continue"
+            reason = f"cannot write to {self.folder} ({' '.join(str(error).split())})"
+            raise TrainingError(f"{reason}. {remedy} with --resume {self.folder}") from error
         accelerator.wait_for_everyone()
 
     def restore(self) -> None:

@@ -16,8 +16,6 @@ from torch import nn
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import load_checkpoint_
-from vision_attn.networks.checkpoints.folder import load_model
-from vision_attn.networks.checkpoints.hub import SCHEME
 from vision_attn.networks.checkpoints.option_code import parse_option
 from vision_attn.networks.finetuning import freeze_backbone_
 from vision_attn.networks.insertion import InsertionReport, insert_
@@ -65,8 +63,7 @@ def build_network(
         name = settings.require_model()
         if settings.pretrained and not resumed:
             log(f"loading the pretrained weights of {name}")
-        create = load_published if name.startswith(SCHEME) else create_network
-        model = create(name, classes, settings, pretrained=settings.pretrained and not resumed)
+        model = create_network(name, classes, settings, pretrained=settings.pretrained and not resumed)
         if settings.sync_bn:  # before the insertion, because modules are replaced
             model = convert_sync_batchnorm(model)
     elif settings.sync_bn:
@@ -114,16 +111,6 @@ def create_network(name: str, classes: int, settings: Settings, *, pretrained: b
             raise
         remedy = "Check the connection, or download the file elsewhere and pass it as --weights instead of --pretrained"
         raise CheckpointError(f"the pretrained weights of {name} cannot be downloaded. {remedy}") from error
-
-
-def load_published(name: str, classes: int, settings: Settings, **_: Any) -> nn.Module:
-    """Load a network of the Hugging Face Hub, with a new classifier if it has another number of classes."""
-    if not settings.pretrained or settings.drop_path:
-        raise ValueError(f"model={name} requires pretrained=True and no drop_path: it is loaded with its weights")
-    model: Any = load_model(name).train()
-    if model.num_classes != classes:
-        model.reset_classifier(classes)
-    return model
 
 
 def configure_(model: nn.Module, settings: Settings, source: DataSplit) -> dict[str, Any]:

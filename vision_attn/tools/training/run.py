@@ -107,8 +107,6 @@ def train(model: nn.Module | str | None = None, *, log: Log = print, **options: 
 
 def run_training(settings: Settings, model: nn.Module | None = None, log: Log = print) -> Result:
     """Train the network of the settings or a given network."""
-    if model is None:
-        settings.require_model()
     accelerator = make_accelerator(settings)
     main = accelerator.is_main_process
     log = log if main else (lambda line: None)
@@ -175,8 +173,6 @@ def prepare_run(
     held_out, source = (open_data(settings, train=half) for half in (False, True))
     if only := sorted(set(source.classes) ^ set(held_out.classes)):
         raise DataError(f"classes of {source.name} and {held_out.name} differ: {shorten(only)} are only in one of them")
-    if len(held_out) < processes:
-        raise DataError(f"{held_out.name} contains {len(held_out)} images: expected at least one per process")
     parts = processes * math.lcm(settings.grad_accum_steps, 2 if settings.mixup or settings.cutmix else 1)
     if settings.batch_size is None:
         fitting = 2 ** int(math.log2(min(DEFAULT_BATCH, max(2, len(source) // 8))))  # at least eight steps per epoch
@@ -210,8 +206,6 @@ def compare_command(settings: Settings, folder: Path) -> str:
 
 def evaluate(settings: Settings, folder: Path | None = None, *, log: Log = print) -> Scores:
     """Evaluate the network in the folder of a run or of ``save_model``, or the network of the settings."""
-    if folder is None:
-        settings.require_model()
     accelerator = make_accelerator(settings)
     log = log if accelerator.is_main_process else (lambda line: None)
     source = open_data(settings, train=False)

@@ -20,7 +20,7 @@ DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3}
 #: Default number of images per step, unless the data set is small.
 DEFAULT_BATCH = 128
 #: Settings that do not change the result, or may change when a run is resumed.
-MACHINE_SETTINGS = {"data", "download", "device", "workers", "compile", "log_with", "early_stopping"}
+MACHINE_SETTINGS = {"data", "download", "device", "workers", "compile", "log_with"}
 #: Settings that are not read from the settings of another run.
 CALL_SETTINGS = {"output", "resume"}
 
@@ -32,10 +32,9 @@ def as_tuple(value: Any) -> Any:
 
 def check_dataset(name: str) -> str:
     """Raise an error unless data sets of this name can be read."""
+    expected = "folder, cifar10, cifar100, torch/NAME (torchvision) or hfds/OWNER/NAME (Hugging Face)"
     if name not in ("folder", "cifar10", "cifar100") and not name.startswith(("torch/", "hfds/")):
-        raise ValueError(
-            "expected folder, cifar10, cifar100, torch/NAME (torchvision) or hfds/OWNER/NAME (Hugging Face)"
-        )
+        raise ValueError(f"expected {expected}")
     return name
 
 
@@ -69,9 +68,7 @@ class Data:
     # Standard deviation of each channel, for pixels in 0…1.
     std: Annotated[tuple[Positive, Positive, Positive] | None, hint("R G B", "default: std of the model")] = None
     # Random crop of the padded image, or random resized crop. With pad, validation images are not cropped.
-    crop: Annotated[
-        Literal["pad", "resized"] | None, hint("{pad,resized}", "default: pad for images of at most 64 pixels")
-    ] = None
+    crop: Annotated[Literal["pad", "resized"] | None, hint("{pad,resized}", "default: pad up to 64 pixels")] = None
     # Number of images per step, over all processes.
     batch_size: Annotated[Count | None, hint("COUNT", "default: 128, or less for at least 8 steps per epoch")] = None
 
@@ -80,7 +77,7 @@ class Data:
 class Model:
     """Network and its initial weights."""
 
-    # Name of a timm model or of a model of this library, or hf-hub:OWNER/NAME.
+    # Name of a timm model or of a model of this library.
     model: Annotated[str | None, hint("NAME", "required")] = None
     pretrained: bool = False  # Load the pretrained weights of the model.
     # Checkpoint to start from: .pth, .pt, .th or .safetensors.
@@ -139,12 +136,9 @@ class Training:
     layer_decay: Annotated[Fraction | None, hint("FRACTION")] = None
     momentum: Probability = 0.9  # Momentum of sgd and similar optimizers.
     weight_decay: NonNegative = 5e-4  # Weight decay of all parameters except biases, norms and gates.
-    sched: Literal["cosine", "tanh", "poly", "step", "multistep", "constant"] = "cosine"  # Learning-rate schedule.
+    sched: Literal["cosine", "constant"] = "cosine"  # Learning-rate schedule.
     warmup_epochs: NonNegative = 0.0  # Number of epochs of linear warm-up before the schedule.
-    min_lr: NonNegative = 0.0  # Final learning rate of --sched cosine, tanh and poly.
-    # Epochs between decays (step), or epochs of the decays (multistep).
-    decay_epochs: Annotated[tuple[Count, ...], hint("EPOCH [EPOCH ...]")] = ()
-    decay_rate: Positive = 0.1  # Decay factor of --sched step and multistep, or power of --sched poly.
+    min_lr: NonNegative = 0.0  # Final learning rate of --sched cosine.
     # Maximum norm of the gradients.
     clip_grad: Annotated[Positive | None, hint("NORM")] = None
     grad_accum_steps: Count = 1  # Number of micro-batches per step, to use less memory.
@@ -154,8 +148,6 @@ class Training:
     drop_path: Annotated[Fraction | None, hint("RATE")] = None
     # Evaluate and save a moving average of the weights with this decay, such as 0.999.
     ema: Annotated[Probability | None, hint("DECAY")] = None
-    # Stop after this many epochs without a higher top-1 accuracy.
-    early_stopping: Annotated[Count | None, hint("EPOCHS")] = None
     sync_bn: bool = False  # Compute batch norm statistics over all processes, which requires CUDA.
     deterministic: bool = False  # Make CUDA runs bitwise reproducible. Some kernels are slower or not supported.
     channels_last: bool = False  # Use the channels-last memory format.
@@ -172,8 +164,7 @@ class Machine:
     workers: Annotated[NonNegativeInt | None, hint("COUNT", "default: one per core, at most 16")] = None
     # Mixed precision.
     amp: Annotated[
-        Literal["bfloat16", "float16", "no"] | None,
-        hint("{bfloat16,float16,no}", "default: bfloat16 or float16 on CUDA, no on the CPU"),
+        Literal["bfloat16", "float16", "no"] | None, hint("{bfloat16,float16,no}", "default: 16 bits on CUDA")
     ] = None
     # Trackers to log to: tensorboard, wandb or another tracker that Accelerate supports.
     log_with: Annotated[Strings, hint("TRACKER [TRACKER ...]")] = ()
@@ -205,8 +196,6 @@ class Settings(Output, Machine, Training, Augmentation, Blocks, Model, Data):
         for name in ("attention_lr", "block_options", "pattern"):
             if getattr(self, name) and not self.has_blocks:
                 raise ValueError(f"{name} requires stages or names at which to insert blocks")
-        if self.sched in ("step", "multistep") and not self.decay_epochs:
-            raise ValueError(f"decay_epochs is required for sched={self.sched}")
         if self.epochs <= self.warmup_epochs:
             raise ValueError(f"warmup_epochs must be less than epochs={self.epochs}, got {self.warmup_epochs}")
 
@@ -295,11 +284,9 @@ def read_settings(path: Path, given: Collection[str]) -> Settings:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist. Expected the folder of a run, or its settings.yaml")
     try:
-        values = yaml.safe_load(path.read_bytes())
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path} is not a valid YAML file: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must contain a mapping from names to values, got {type(values).__name__}")
+        values = dict(yaml.safe_load(path.read_bytes()))
+    except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not contain settings ({' '.join(str(error).split())})") from error
     kept = {str(name): value for name, value in values.items() if name not in CALL_SETTINGS | {"download"}}
     for name, mark in (("dataset", "hfds/"), ("block", ":")):
         if mark in str(kept.get(name)) and name not in given:
