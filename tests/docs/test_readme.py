@@ -17,7 +17,10 @@ import types
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import speed
+import timm
+import torch
 import tyro
 
 import vision_attn
@@ -45,10 +48,12 @@ INTEGRATIONS = r"^(?:from|import) (diffusers|segmentation_models_pytorch|torchao
 QUIET = dict.fromkeys(("HF_HUB_OFFLINE", "YOLO_OFFLINE", "OMP_NUM_THREADS"), "1")
 QUIET |= dict.fromkeys(("YOLO_AUTOINSTALL", "YOLO_VERBOSE"), "0")
 
-#: Networks of different families, for which the quick start of the README runs.
+#: Networks of different families, for which the quick start of the README runs: of timm by name, or of torchvision.
 FAMILIES = ["convnext_atto", "edgenext_xx_small", "mobilenetv3_small_050", "nf_regnet_b0", "resnet18"]
-SLOW = ["densenet121", "dla46_c", "ghostnet_050", "poolformerv2_s12", "regnetx_002", "repghostnet_050"]
-FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, "tf_efficientnet_lite0")]
+SLOW = ["densenet121", "dla46_c", "efficientnet_b0", "ghostnet_050", "poolformerv2_s12", "regnety_002"]
+SLOW += ["repghostnet_050", "swin_tiny_patch4_window7_224", "tf_efficientnet_lite0", "vit_tiny_patch16_224"]
+SLOW += ["torchvision.models.mobilenet_v3_small", "torchvision.models.resnet18"]
+FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 
 
 def page(name):
@@ -70,16 +75,44 @@ def without_blocks(text):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_quick_start_of_the_readme_works_for_other_networks(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (code,) = (one for one in blocks(README, "python") if "create_model" in one)
-    assert '"resnet50"' in code
+    codes = blocks(README.partition("## Quick start")[2].partition("\n### ")[0], "python")
+    lines = codes[0].partition("\n\n")[2].splitlines()
+    assert (len(lines), lines[-1]) == (4, "assert torch.equal(model(images), before)")
+    code, call = "\n".join(codes), 'timm.create_model("resnet50", '
+    assert call in code
+    library, _, function = name.rpartition(".")
+    other = f"import_module({library!r}).{function}(" if library else f"timm.create_model({name!r}, "
+    space = {"import_module": importlib.import_module}
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(code.replace('"resnet50"', repr(name)), space := {})
+        exec(code.replace(call, other), space)
     model = space["model"]
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     vision_attn.remove_(model)
-    model.get_classifier().reset_parameters()
+    find_classifier(model).reset_parameters()
     vision_attn.load_adapter_(model, "blocks.safetensors")
     assert all(value.equal(expected[key]) for key, value in model.state_dict().items())
+
+
+def find_classifier(model):
+    if hasattr(model, "get_classifier"):
+        return model.get_classifier()
+    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
+
+
+def test_the_size_of_the_adapter_in_the_readme_is_that_of_its_file(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    finetuning = importlib.import_module("finetuning")
+    model = timm.create_model("tf_efficientnet_lite0", num_classes=finetuning.CLASSES)
+    size = torch.zeros(1, 3, finetuning.SIDE, finetuning.SIDE)
+    vision_attn.insert_(model, names=finetuning.SITE, example_input=size, **finetuning.BLOCKS["attention"][1])
+    vision_attn.freeze_backbone_(model, also_train="head")
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    adapter = vision_attn.save_adapter(model, tmp_path / "adapter.safetensors", also="head").stat().st_size
+    vision_attn.remove_(model)
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    network = (tmp_path / "model.safetensors").stat().st_size
+    file = f"in a file of {adapter / 1e3:.0f} kB; the network has {network / 1e6:.1f} MB"
+    assert f"{trained:,} parameters, with the classifier, {file}" in " ".join(README.split())
 
 
 def code_and_output(text):
