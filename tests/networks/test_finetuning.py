@@ -262,7 +262,6 @@ def test_timm_optimizers_accept_the_groups_and_their_state_fits_a_rebuilt_model(
     ("trained", "options", "message"),
     [
         (True, {"lr": 0.0}, "lr .* above 0, got 0.0"),
-        (False, {}, "unfreeze_backbone_"),
         (True, {"attention_lr": 0.2}, "attention_lr"),
         (True, {"layer_decay": 0.5}, "layer_decay .*Linear"),
     ],

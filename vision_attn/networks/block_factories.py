@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -59,9 +58,12 @@ def get_block_factory(block: BlockFactory | str | None, axes: int = 2) -> BlockF
     if isinstance(block, str | nn.Module) or not callable(block):
         names = ("attention", *BLOCKS, *TIMM_BLOCKS)
         expected = f"a class or function that returns a module, or one of {', '.join(names)}"
-        if isinstance(block, str):
-            raise ValueError(f"block must be {expected}, got {block!r}.{did_you_mean(block, names)}")
-        raise ValueError(f"block must be {expected}, got an instance of {type(block).__name__}")
+        got = (
+            f"{block!r}.{did_you_mean(block, names)}"
+            if isinstance(block, str)
+            else f"an instance of {type(block).__name__}"
+        )
+        raise ValueError(f"block must be {expected}, got {got}")
     return block
 
 
@@ -173,8 +175,8 @@ def timm_layer(block: BlockFactory | None = None, **options: Any) -> BlockFactor
 def refuse_misspelled(options: Iterable[str]) -> None:
     """Raise for an option of a block if its name is close to an argument of :func:`vision_attn.insert_`."""
     for name in options:
-        for close in difflib.get_close_matches(name, SITE_ARGUMENTS, n=1):
-            raise TypeError(f"insert_() got an unexpected argument {name!r}. Did you mean {close!r}?")
+        if guess := did_you_mean(name, SITE_ARGUMENTS):
+            raise TypeError(f"insert_() got an unexpected argument {name!r}.{guess}")
 
 
 def suggest_argument(error: BaseException, make: BlockFactory) -> str:
@@ -185,8 +187,8 @@ def suggest_argument(error: BaseException, make: BlockFactory) -> str:
     known = {*get_arguments(make), *SITE_ARGUMENTS}
     if make in ATTENTION_BLOCKS.values():
         known |= get_arguments(blocks.Attention2d).keys()
-    close = difflib.get_close_matches(name.strip("'"), sorted(known), n=1)
-    return f". Did you mean {close[0]!r}?" if close else ""
+    guess = did_you_mean(name.strip("'"), sorted(known))
+    return f".{guess}" if guess else ""
 
 
 def describe_error(error: BaseException) -> str:

@@ -165,8 +165,8 @@ def parameter_groups(
         blocks. The order is deterministic, so that saved optimizer states can be loaded.
 
     Raises:
-        ValueError: a learning rate or factor is not above 0, the model has no trainable parameter, ``attention_lr`` is
-            given but no block is trained, or ``layer_decay`` is given but the network has no ``group_matcher``.
+        ValueError: a learning rate or factor is not above 0, ``attention_lr`` is given but no block is trained, or
+            ``layer_decay`` is given but the network has no ``group_matcher``.
 
     Source: layer-wise learning rates are from Bao et al., *BEiT*, 2021, https://arxiv.org/abs/2106.08254
 
@@ -178,8 +178,6 @@ def parameter_groups(
     model = unwrap_model(model)
     blocks = inserted_keys(model)
     trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
-    if not trained:
-        raise ValueError("model has no trainable parameter. Call va.unfreeze_backbone_(model) first")
     if attention_lr is not None and not blocks & trained.keys():
         what = "attention_lr applies to inserted blocks, but the model has no trainable block"
         raise ValueError(f"{what}. Insert a block with va.insert_, or omit attention_lr")

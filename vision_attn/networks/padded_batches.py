@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +60,20 @@ def padded(
         raise ValueError(
             f"valid must be bool (True = pixel of an image), got {valid.dtype}. Convert it with valid.bool()"
         )
-    return scope(network, "valid", dict.fromkeys(blocks, Padding(network, valid, image_size)))
+    latest: list[Tensor] = []  # the mask for the size of the last forward pass
+
+    def read_mask(device: torch.device) -> Tensor:
+        """Return the valid pixels, bool ``(b, *image_size)``."""
+        if isinstance(valid, Tensor):
+            return valid.to(device)
+        size = image_size or size_of_call(network)
+        if size is not None and not (latest and latest[0].shape[1:] == tuple(size)):
+            latest[:] = [size_mask(valid, size, device)]
+        if not latest:
+            raise ValueError("image_size must be given if the model does not receive a batch of padded images")
+        return latest[0]
+
+    return scope(network, "valid", dict.fromkeys(blocks, read_mask))
 
 
 def padding_warning(model: nn.Module) -> str | None:
@@ -74,34 +86,13 @@ def padding_warning(model: nn.Module) -> str | None:
     )
 
 
-@dataclass
-class Padding:
-    """The valid pixels of the images of a forward pass."""
-
-    model: nn.Module
-    valid: Tensor | Sequence[Sequence[int]]
-    image_size: Sequence[int] | None
-    #: the mask for sizes, for the size of the last forward pass
-    mask: Tensor | None = None
-
-    def __call__(self, device: torch.device) -> Tensor:
-        """Return the valid pixels, bool ``(b, *image_size)``."""
-        if isinstance(self.valid, Tensor):
-            return self.valid.to(device)
-        size = self.image_size or self.size_of_call()
-        if self.mask is None or (size is not None and self.mask.shape[1:] != tuple(size)):
-            if size is None:
-                raise ValueError("image_size must be given if the model does not receive a batch of padded images")
-            self.mask = size_mask(self.valid, size, device)
-        return self.mask
-
-    def size_of_call(self) -> Sequence[int] | None:
-        """Return the size of the images with which the model is called; None outside its forward pass."""
-        for module, args, kwargs in running_calls():
-            if module is self.model:
-                example = Example(args, kwargs)
-                return None if example.count else example.size
-        return None  # activation checkpointing computes a part of the model again
+def size_of_call(model: nn.Module) -> Sequence[int] | None:
+    """Return the size of the images with which the model is called; None outside its forward pass."""
+    for module, args, kwargs in running_calls():
+        if module is model:
+            example = Example(args, kwargs)
+            return None if example.count else example.size
+    return None  # activation checkpointing computes a part of the model again
 
 
 def size_mask(sizes: Sequence[Sequence[int]], image_size: Sequence[int], device: torch.device) -> Tensor:

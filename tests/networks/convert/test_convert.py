@@ -159,6 +159,7 @@ vit = partial(tl.Attention, 8, num_heads=2)
 add(vit, on_tokens, {}, {"qkv_bias": True}, {"proj_bias": False}, {"attn_head_dim": 3}, GATED)
 add(vit, on_tokens, {"qk_norm": True, "norm_layer": partial(nn.LayerNorm, eps=0.1)}, {"qkv_bias": True, **GATED})
 add(vit, on_tokens, {"qk_norm": True, "norm_layer": partial(tl.RmsNorm, eps=0.1)})
+add(vit, on_tokens, {"qk_norm": True, "norm_layer": lambda width, **_: nn.LayerNorm(width, bias=False)})
 add(partial(tm.beit.Attention, 8, 2), on_tokens, *each(qkv_bias=yes_no))
 add(partial(tm.vision_transformer_relpos.RelPosAttention, 8, 2, qk_norm=True), on_tokens)
 add(partial(tm.nextvit.EfficientAttention, 8, head_dim=4), on_tokens, *each(qkv_bias=yes_no))
@@ -228,7 +229,6 @@ only(maxvit, on_map, {"rel_pos_cls": MLP})
 for mask in (randn(15, 15), randn(2, 1, 15, 15) > -1):
     only(vit, lambda layer, x, mask=mask: on_tokens(layer, x, mask))
 shared, masks = (lambda layer, x, y=y: on_tokens(layer, x, y) for y in (randn(1, 2, 15, 15), MASKS))
-only(vit, on_tokens, {"scale_norm": True, "norm_layer": partial(nn.LayerNorm, eps=0.1)})
 only(partial(tm.beit.Attention, 8, 2), shared)
 only(partial(tm.beit.Attention, 8, 2, window_size=(2, 3)), on_tokens, shapes=[(8, 7)])
 relative = partial(tm.vision_transformer_relpos.RelPosAttention, 8, 2)
@@ -541,14 +541,13 @@ REFUSED = [
     (r"group_norm is not .*va\.swap_", partial(diffusers, norm_num_groups=4)),
     (r"residual_connection is not .*va\.swap_", partial(diffusers, residual_connection=True)),
     ("torch.nn.modules.linear.Linear", lambda: nn.Linear(8, 8)),
-    (r"Attention\.norm is not supported .*va\.swap_", partial(vit, scale_norm=True, norm_layer=nn.LayerNorm)),
+    (r"Attention\.norm is not supported .*no norm before", partial(vit, scale_norm=True, norm_layer=nn.LayerNorm)),
     ("EvaAttention is supported only by va.swap_", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),
 ]
 #: Unsupported layers that only the comparison detects.
 DETECTED = {
     "a token before the map": partial(maxvit, rel_pos_cls=partial(BIAS, prefix_tokens=1)),
     "one norm": lambda: with_parts(SOURCES["timm_attention"](), q_norm=nn.Identity()),
-    "norms without bias": lambda: vit(qk_norm=True, norm_layer=lambda d, **kw: nn.LayerNorm(d, bias=False)),
     "processor": lambda: with_parts(diffusers(), processor=lambda attn, x, **others: x),
     "keys and values of other widths": partial(mha, kdim=5, vdim=3),
     "meta": partial(mha, device="meta"),

@@ -58,11 +58,6 @@ SECTION = "vision_attn"
 RUN_SUBFOLDER = "model"
 #: Largest number of bytes of a configuration.
 MAX_CONFIG_BYTES = 2**20
-#: Entries of timm's configuration that are read from a folder. Sources of weights are ignored.
-CFG_KEYS = {
-    *("input_size", "fixed_input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std"),
-    *("num_classes", "label_names", "pool_size", "first_conv", "classifier"),
-}
 #: Arguments that cause timm to read or download files.
 FILE_ARGS = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only"}
 #: Largest sum of all numbers in the arguments of a network, which limits its size.
@@ -300,7 +295,8 @@ def create(config: Mapping[str, Any]) -> nn.Module:
     arguments = {"num_classes": config["num_classes"], **(config.get("model_args") or {})}
     classes = {"label_names": config.get("label_names"), "num_classes": arguments["num_classes"]}
     cfg = config["pretrained_cfg"] | classes
-    kept = {key: tuple(value) if isinstance(value, list) else value for key, value in cfg.items() if key in CFG_KEYS}
+    kept = filter_pretrained_cfg(cfg, remove_source=True)
+    kept = {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
     channels = arguments.get("in_chans", kept["input_size"][0])
     kept["input_size"] = (channels, *kept["input_size"][1:])
     if not 0 < math.prod(kept["input_size"]) <= MAX_INPUT_NUMEL or len(kept["input_size"]) != 3:

@@ -223,11 +223,8 @@ class LayerConversion:
             device="meta",
             **{"attn_drop": attn_drop, "proj_drop": proj_drop, **options},
         )
-        for name in ("q_norm", "k_norm"):  # state dicts do not contain eps
-            norm, theirs = getattr(block, name), getattr(layer, name, None)
-            if isinstance(norm, nn.LayerNorm) and isinstance(theirs, nn.LayerNorm):
-                norm.eps = theirs.eps
-            elif isinstance(norm, nn.LayerNorm) and theirs is not None:  # an RMS norm
+        for name in ("q_norm", "k_norm"):  # a copy, because state dicts contain neither eps nor the kind of a norm
+            if (theirs := getattr(layer, name, None)) is not None and isinstance(getattr(block, name), nn.LayerNorm):
                 setattr(block, name, deepcopy(theirs).to("meta"))
         return block.train(self.call_options.get("training", layer.training))
 

@@ -53,15 +53,19 @@ def get_part(module: Any, path: str) -> Any:
     return reduce(lambda part, name: getattr(part, name, None), path.split("."), module)
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Return True for a module with hooks, or with a forward that another tool (accelerate, LoRA) has assigned."""
+    return "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in HOOKS)
+
+
 def check_source(module: nn.Module, unsupported: Mapping[str, str]) -> None:
     """Raise an error for a layer with unsupported settings, hooks, parametrizations or submodules in another mode."""
     kind = type(module).__name__
     for name, part in module.named_modules():
         where = f"{kind}.{name}" if name else kind
-        if any(getattr(part, hooks) for hooks in HOOKS):
-            raise ValueError(f"{where} has hooks, which a block does not run. Remove the hooks first")
-        if "forward" in vars(part):
-            raise ValueError(f"{where} has a forward that another tool has assigned. Call va.swap_ before that tool")
+        if is_hooked(part):
+            what = "hooks or a forward that another tool has assigned, which a block does not run"
+            raise ValueError(f"{where} has {what}. Remove them, or call va.swap_ before that tool")
         if is_parametrized(part):
             raise ValueError(f"{where} has parametrizations. Call torch.nn.utils.parametrize.remove_parametrizations")
         if isinstance(part, (nn.Dropout, nn.MultiheadAttention)) and part.training != module.training:

@@ -31,7 +31,7 @@ from vision_attn.networks.convert.conversion import (
     run_on_tokens,
     to_parameters,
 )
-from vision_attn.networks.convert.equivalence import HOOKS, check_equivalence, check_source, class_path
+from vision_attn.networks.convert.equivalence import HOOKS, check_equivalence, check_source, class_path, is_hooked
 from vision_attn.networks.convert.swap_report import SWAPPED, VISION_ATTN, SwappedModule, SwapReport
 from vision_attn.networks.network import require_modifiable
 from vision_attn.networks.selection import Names, ancestor_paths, select_inside
@@ -296,9 +296,7 @@ def read_traits(module: nn.Module, names: Iterable[str] = ()) -> tuple[Any, ...]
     2.11 cannot trace the listing of attributes.
     """
     parts = [*module.modules()][1:]
-    hooked = any(getattr(part, hooks) for part in parts for hooks in HOOKS)
-    # Other tools wrap the forward of a module by assignment (accelerate, diffusers, LoRA), which acts like a hook.
-    hooked = hooked or any("forward" in part.__dict__ for part in parts)
+    hooked = any(map(is_hooked, parts))
     drops = [(part.p, part.training == module.training) for part in parts if isinstance(part, nn.Dropout)]
     if not names:
         public = (item for item in vars(module).items() if not item[0].startswith("_") and item[0] != "training")

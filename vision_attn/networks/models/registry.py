@@ -128,8 +128,6 @@ def create_model(
     configurations = get_arch_pretrained_cfgs(base)
     if not tag:
         name = next((full for full, cfg in configurations.items() if cfg.num_classes == num_classes), name)
-    elif name not in configurations:
-        raise ValueError(f"model: {base!r} has no tag {tag!r}. Available: {', '.join(configurations) or 'none'}")
     try:
         return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_chans, **options)
     except (FileNotFoundError, RuntimeError, TypeError) as error:
