@@ -430,18 +430,25 @@ def test_keys_are_renamed_by_regular_expressions_in_order(form, state, tmp_path)
     assert (report.unexpected, report.newly_initialized) == (("model.0.weight",), ("4.weight", "4.bias"))
 
 
-def test_an_error_for_other_keys_names_rename_and_prefix(state, tmp_path):
-    renamed = {key.replace("4.", "classifier."): value for key, value in state.items()}
-    with pytest.raises(va.errors.CheckpointError, match="rename its keys with rename="):
-        va.load_checkpoint_(small_network(), save(renamed, tmp_path))
-    content = {f"layer{number}": value for number, value in enumerate(state.values())}
+def test_the_same_tensors_under_other_names_are_recognized(state, tmp_path):
+    content = {f"layer{number}": value for number, value in enumerate(without_counters(state).values())}
+    with pytest.raises(va.errors.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
+        va.load_checkpoint_(small_network(), save(dict(reversed(content.items())), tmp_path))
+    fc = {key.replace("4.", "classifier."): value for key, value in state.items()}
+    norm = {key.replace("1.", "norm."): value for key, value in reversed(state.items())}
+    for renamed, pair in ((fc, "'classifier.weight' for '4.weight'"), (norm, "'norm.weight' for '1.weight'")):
+        with pytest.raises(va.errors.CheckpointError, match=f"such as {pair}"):
+            va.load_checkpoint_(small_network(), save(renamed, tmp_path))
     several = save({"loss": {"scale": torch.ones(3)}, "model": {"scale": torch.ones(3)}, "teacher": content}, tmp_path)
     for prefix in ("teacher.", "teacher"):
-        with pytest.raises(va.errors.CheckpointError, match=r"checkpoint has layer0.* prefix= or rename="):
+        with pytest.raises(va.errors.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
             va.load_checkpoint_(small_network(), several, prefix=prefix)
     largest = save({"loss": {"scale": torch.ones(3)}, "teacher": content}, tmp_path)
-    with pytest.raises(va.errors.CheckpointError, match=r"checkpoint has layer0.* prefix= or rename="):
+    with pytest.raises(va.errors.CheckpointError, match=r"'layer0' for '0.weight'. Pass rename"):
         va.load_checkpoint_(small_network(), largest)
+    content = {f"layer{number}": value for number, value in enumerate(without_counters(state).values())}
+    with pytest.raises(va.errors.CheckpointError, match=r"another architecture.* prefix="):
+        va.load_checkpoint_(small_network(classes=5), save(content, tmp_path))
 
 
 def test_unknown_presets_and_colliding_names_are_rejected(state, tmp_path):

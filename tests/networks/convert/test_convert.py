@@ -229,6 +229,7 @@ only(maxvit, on_map, {"rel_pos_cls": MLP})
 for mask in (randn(15, 15), randn(2, 1, 15, 15) > -1):
     only(vit, lambda layer, x, mask=mask: on_tokens(layer, x, mask))
 shared, masks = (lambda layer, x, y=y: on_tokens(layer, x, y) for y in (randn(1, 2, 15, 15), MASKS))
+only(vit, on_tokens, {"scale_norm": True, "norm_layer": partial(nn.LayerNorm, eps=0.1)})
 only(partial(tm.beit.Attention, 8, 2), shared)
 only(partial(tm.beit.Attention, 8, 2, window_size=(2, 3)), on_tokens, shapes=[(8, 7)])
 relative = partial(tm.vision_transformer_relpos.RelPosAttention, 8, 2)
@@ -541,7 +542,7 @@ REFUSED = [
     (r"group_norm is not .*va\.swap_", partial(diffusers, norm_num_groups=4)),
     (r"residual_connection is not .*va\.swap_", partial(diffusers, residual_connection=True)),
     ("torch.nn.modules.linear.Linear", lambda: nn.Linear(8, 8)),
-    (r"Attention\.norm is not supported .*no norm before", partial(vit, scale_norm=True, norm_layer=nn.LayerNorm)),
+    (r"Attention\.norm is not supported .*va\.swap_", partial(vit, scale_norm=True, norm_layer=nn.LayerNorm)),
     ("EvaAttention is supported only by va.swap_", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),
 ]
 #: Unsupported layers that only the comparison detects.

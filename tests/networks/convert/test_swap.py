@@ -229,7 +229,7 @@ ROTARY = [
     ("vit_small_patch16_dinov3", {}),
     ("vit_small_patch16_dinov3", {"qk_norm": True, "norm_layer": partial(timm.layers.RmsNorm, eps=0.1)}),
     ("eva02_tiny_patch14_224", {}),
-    ("eva02_tiny_patch14_224", {"use_rot_pos_emb": False}),
+    ("eva02_tiny_patch14_224", {"scale_attn_inner": True, "use_rot_pos_emb": False}),
     ("vit_small_patch16_rope_224", {}),
     ("vit_small_patch16_rope_mixed_224", {}),
 ]
@@ -278,7 +278,7 @@ def test_rotary_attention_of_timm(name, options):
 
 @pytest.mark.parametrize("impl", ["bmm", "sdpa"])
 def test_rotary_attention_is_compiled_in_its_block(impl):
-    (model, images), functions = rotary("eva02_tiny_patch14_224"), set()
+    (model, images), functions = rotary("eva02_tiny_patch14_224", scale_attn_inner=True), set()
     expected = model(images).detach()
     va.swap_(model)
     va.set_impl_(model, impl)

@@ -19,7 +19,7 @@ from vision_attn.networks.checkpoints.file_format import unwrap_key
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, is_convertible, remedies
 from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
-from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_preset, find_weights
+from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
 from vision_attn.networks.insertion import keys_by_site, replaced_modules
 from vision_attn.networks.network import unwrap_model
 from vision_attn.networks.safe import CheckpointFile, read_file
@@ -223,12 +223,10 @@ def get_kind(tensor: Tensor) -> str:
 
 def explain_refusal(report: LoadReport, model: nn.Module, target: Target, saved: Tensors) -> CheckpointError:
     """Return the error for a checkpoint that does not fit the model, with remedies."""
-    preset = find_preset(saved, target.required) if report.missing else ""
-    flag = f'Pass rename="{preset}" (--rename {preset} on the command line).'
-    hint = f"The checkpoint has other keys for this network. {flag}" if preset else ""
+    hint = rename_hint(saved, target.required) if report.missing else ""
     if not (report.loaded or report.replaced):
         keys = f"the model has the keys {shorten(target.tensors)}; the checkpoint has {shorten(saved)}"
-        hint = hint or "If it contains the network under a prefix or under other keys, pass prefix= or rename="
+        hint = hint or 'If the checkpoint contains the network under a prefix, pass it, as in prefix="backbone."'
         return CheckpointError(f"{report.file} is for another architecture: {keys}. {hint}")
     what = f"{report.file} does not fit the model {type(model).__name__}. Nothing was loaded."
     remedy = [hint] if hint else remedies(report, [unwrap_key(path) for path, _ in model.named_modules()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
@@ -223,9 +224,19 @@ def find_prefix(path: object, saved: Tensors, required: Tensors) -> str:
     return ""
 
 
-def find_preset(saved: Tensors, required: Tensors) -> str:
-    """Return the preset that converts the keys of a checkpoint to those of the model; empty if there is none."""
+def rename_hint(saved: Tensors, required: Tensors) -> str:
+    """Return how to rename the keys of a checkpoint of the same network; empty if it is another network."""
     for preset in PRESETS:
         if required.keys() <= {*rename_keys({key: key for key in saved}, parse_rename(preset, required)).values()}:
-            return preset
-    return ""
+            flag = f"--rename {preset} on the command line"
+            return f'The checkpoint has other keys for this network. Pass rename="{preset}" ({flag}).'
+    theirs = {key: value.shape for key, value in saved.items() if not key.endswith("num_batches_tracked")}
+    if Counter(theirs.values()) != Counter(value.shape for value in required.values()):
+        return ""
+    ours = next((key for key in required if key not in saved), "")
+    fitting = [key for key in theirs if ours and key not in required and theirs[key] == required[ours].shape]
+    closest = get_close_matches(ours, fitting, n=1, cutoff=0)
+    if not closest:
+        return ""
+    pair = f'{closest[0]!r} for {ours!r}. Pass rename=[(r"^pattern", "replacement"), …]'
+    return f"The checkpoint has the same tensors as the model under other keys, such as {pair}."

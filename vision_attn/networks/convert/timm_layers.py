@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from vision_attn.attention.blocks import Attention1d
 from vision_attn.attention.patterns import Halo
 from vision_attn.attention.position import RelPosDecomposed
 from vision_attn.networks.convert.conversion import (
@@ -18,7 +21,7 @@ from vision_attn.networks.convert.conversion import (
     Projection,
     named_weights,
 )
-from vision_attn.networks.convert.equivalence import random_map
+from vision_attn.networks.convert.equivalence import check_without, random_map
 from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -37,9 +40,37 @@ def vit_weights(layer: Any) -> dict[str, Any]:
     if getattr(layer, "gate", None) is not None:
         weights["gate"] = Projection.read(layer.gate).with_bias()
     for name in ("q_norm", "k_norm"):
-        if (norm := getattr(layer, name, None)) is not None:
-            weights |= {f"{name}.{key}": x for key, x in norm.named_parameters()}
+        weights |= norm_weights(name, getattr(layer, name, None))
     return weights
+
+
+def norm_weights(name: str, norm: nn.Module | None) -> dict[str, Tensor]:
+    return {} if norm is None else {f"{name}.{key}": x for key, x in norm.named_parameters()}
+
+
+class NormedProjection(nn.Conv1d):
+    """Output projection after a norm of the channels, ``scale_norm`` in timm."""
+
+    norm: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x.mT).mT)
+
+
+def normed_attention(layer: Any) -> Callable[..., Attention1d] | None:
+    """Return a function that builds a block with the norm of the layer before its projection; None without a norm."""
+    if isinstance(getattr(layer, "norm", nn.Identity()), nn.Identity):
+        return None
+
+    def make(*args: Any, **options: Any) -> Attention1d:
+        check_without(layer, {"gate": "blocks apply the gate before the norm"})
+        block = Attention1d(*args, **options)
+        bias = block.proj.bias is not None
+        proj = NormedProjection(block.proj.in_channels, block.out_channels, 1, bias=bias, device="meta")
+        proj.norm, block.proj = deepcopy(layer.norm).to("meta"), proj
+        return block
+
+    return make
 
 
 def efficientformer_bias(layer: Any, x: Tensor) -> Any:
@@ -125,13 +156,18 @@ def add_window_masks(bias: Tensor, mask: Tensor | None, x: Tensor) -> Tensor:
 
 
 VIT = LayerConversion(weights=vit_weights)
-SCALED = {"norm": "blocks have no norm before the output projection"}
-ROTARY = replace(
+NORMED = replace(
     VIT,
-    options={"position": lambda layer: CallRotation(layer.rotate_half)},
-    unsupported=SCALED,
+    weights=lambda layer: vit_weights(layer) | norm_weights("proj.norm", getattr(layer, "norm", None)),
+    options={"kind": lambda layer: normed_attention(layer)},
+    swap_only=("norm",),
+)
+ROTARY = replace(
+    NORMED,
+    options={**NORMED.options, "position": lambda layer: CallRotation(layer.rotate_half)},
     call=attend_rotary,
     example=example_rotary,
+    swap_only=(),
     only_swap=IN_CALLS,
 )
 MAPS = replace(VIT, axes="b c h w")
@@ -174,7 +210,7 @@ BOTTLENECK = replace(
 )
 POOLED = "blocks pool only keys and values (kv_stride), by averaging. Convert a layer with strides of 1"
 CONVERSIONS |= {
-    "timm.layers.attention.Attention": replace(VIT, bias=vit_bias, unsupported=SCALED),
+    "timm.layers.attention.Attention": replace(NORMED, bias=vit_bias),
     "timm.layers.attention.AttentionRope": replace(
         ROTARY,  # timm 1.0.26 has no grouped heads
         options={**ROTARY.options, "num_kv_heads": lambda layer: getattr(layer, "num_kv_heads", layer.num_heads)},
