@@ -58,12 +58,9 @@ def get_block_factory(block: BlockFactory | str | None, axes: int = 2) -> BlockF
     if isinstance(block, str | nn.Module) or not callable(block):
         names = ("attention", *BLOCKS, *TIMM_BLOCKS)
         expected = f"a class or function that returns a module, or one of {', '.join(names)}"
-        got = (
-            f"{block!r}.{did_you_mean(block, names)}"
-            if isinstance(block, str)
-            else f"an instance of {type(block).__name__}"
-        )
-        raise ValueError(f"block must be {expected}, got {got}")
+        if isinstance(block, str):
+            raise ValueError(f"block must be {expected}, got {block!r}.{did_you_mean(block, names)}")
+        raise ValueError(f"block must be {expected}, got an instance of {type(block).__name__}")
     return block
 
 

@@ -208,6 +208,8 @@ BOTTLENECK = replace(
     size=map_size,
     call=lambda layer, attend, x: layer.pool(attend(x)),
 )
+HIERA = {"q_pool": "blocks have one query per position"}
+GCVIT = {"use_global": "its queries are from another feature map"}
 POOLED = "blocks pool only keys and values (kv_stride), by averaging. Convert a layer with strides of 1"
 CONVERSIONS |= {
     "timm.layers.attention.Attention": replace(NORMED, bias=vit_bias),
@@ -244,12 +246,8 @@ CONVERSIONS |= {
     "timm.models.efficientformer.Attention": EFFICIENTFORMER,
     "timm.models.eva.EvaAttention": ROTARY,
     "timm.models.fastvit.Attention": MAPS,
-    "timm.models.gcvit.WindowAttentionGlobal": replace(
-        REL_POS, unsupported={"use_global": "its queries are from another feature map"}
-    ),
-    "timm.models.hieradet_sam2.MultiScaleAttention": replace(
-        CHANNELS_LAST, unsupported={"q_pool": "blocks have one query per position"}
-    ),
+    "timm.models.gcvit.WindowAttentionGlobal": replace(REL_POS, unsupported=GCVIT),
+    "timm.models.hieradet_sam2.MultiScaleAttention": replace(CHANNELS_LAST, unsupported=HIERA),
     "timm.models.metaformer.Attention": VIT,
     "timm.models.nextvit.EfficientAttention": replace(VIT, call=attend_strided, swap_only=("sr",)),
     "timm.models.pvt_v2.Attention": REDUCED,
