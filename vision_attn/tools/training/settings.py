@@ -127,9 +127,7 @@ class Training:
     # Optimizer: sgd (with Nesterov momentum), adamw or another timm optimizer.
     opt: Annotated[str | None, hint("NAME", "default: adamw with --freeze-backbone, sgd otherwise")] = None
     # Learning rate.
-    lr: Annotated[
-        Positive | None, hint("RATE", "default: 0.1 for sgd, 0.001 for adamw, a tenth to train pretrained weights")
-    ] = None
+    lr: Annotated[Positive | None, hint("RATE", "default: 0.1 (sgd), 0.001 (adamw); 1/10 with weights")] = None
     # Learning rate of the inserted blocks.
     attention_lr: Annotated[Positive | None, hint("RATE", "default: --lr")] = None
     # Ratio of the learning rates of a layer and the next layer, such as 0.75.
