@@ -1,7 +1,6 @@
 """Fixtures of several test files: drawn examples, a small folder of images, and the real data."""
 
 import gc
-import importlib
 import signal
 import socket
 from pathlib import Path
@@ -88,14 +87,6 @@ def image_folder(tmp_path_factory):
                 pixels[:, :, 2 - channel] += 120
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index}.png")
     return root
-
-
-@pytest.fixture
-def no_pictures(monkeypatch):
-    """Skip drawing figures, which takes as long as a test run."""
-    curves = importlib.import_module("vision_attn.tools.training.curves")
-    monkeypatch.setattr(curves, "save_figure", lambda figure, path: path.write_bytes(b""))
-    monkeypatch.setattr(curves, "curves_figure", lambda rows: None)
 
 
 @pytest.fixture(scope="session")

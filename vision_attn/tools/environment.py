@@ -13,8 +13,6 @@ import torch
 
 from vision_attn.version import __version__
 
-LIBRARIES = ("torchvision", "timm", "einx", "numpy")
-
 
 def describe_environment() -> dict[str, str | int | None]:
     """Return versions, commit, device and number of threads for JSON. The GPU is None without CUDA."""
@@ -25,7 +23,7 @@ def describe_environment() -> dict[str, str | int | None]:
         "vision_attn": __version__,
         "commit": get_commit(),
         "torch": torch.__version__,  # with the CUDA version of the build
-        **{name: importlib.metadata.version(name) for name in LIBRARIES},
+        **{name: importlib.metadata.version(name) for name in ("torchvision", "timm", "einx", "numpy")},
         "python": platform.python_version(),
         "os": platform.platform(),
         "cpu": next(names, platform.processor() or platform.machine()),

@@ -189,18 +189,13 @@ def test_invalid_arguments_raise_errors(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("side", "most", "levels"), [(14, 5e6, 255), pytest.param(28, 15e6, 15, marks=pytest.mark.slow)]
-)
-def test_four_blocks_of_eight_heads_stay_below_some_megabytes(tmp_path, side, most, levels):
+def test_four_blocks_of_eight_heads_stay_below_some_megabytes(tmp_path):
     torch.manual_seed(0)
     blocks = [va.AttentionBlock2d(32, 8) for _ in range(4)]
     for block in blocks:
         nn.init.normal_(block.attn.qkv.weight, std=0.5)  # incompressible weights
-    model = nn.Sequential(nn.Conv2d(3, 32, 2, 2), *blocks)
-    page = va.explore(model, torch.rand(1, 3, 2 * side, 2 * side), tmp_path / "page.html")
-    assert page.stat().st_size < most
-    assert min(block["heads"]["levels"] for block in content(page)["images"][0]["blocks"]) >= levels
+    page = va.explore(nn.Sequential(nn.Conv2d(3, 32, 2, 2), *blocks), torch.rand(1, 3, 28, 28), tmp_path / "page.html")
+    assert page.stat().st_size < 5e6
 
 
 @pytest.fixture(scope="module")

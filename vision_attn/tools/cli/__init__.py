@@ -155,6 +155,8 @@ def describe_error(error: Exception) -> str | None:
         if not isinstance(error, ModuleNotFoundError) or str(error.name).startswith("vision_attn"):
             return None
         return f"{message}. Install the required packages: {INSTALL.format('train,export')}"
+    if message.startswith("DataLoader worker"):  # torch raises it in whichever line of the main process runs
+        return f"a worker process ended. Use fewer --workers. Cause: {message}"
     # torch is not imported here, so its error types are compared by name
     memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "allocate memory" in message
     expected = isinstance(error, (ValueError, VisionAttnError, OSError, ImportError)) or memory

@@ -54,8 +54,7 @@ def inspect(
     from vision_attn.networks.models.registry import create_network
 
     options: dict[str, Any] = {} if num_heads is None else {"num_heads": num_heads}
-    if pattern != "full":
-        options["pattern"] = parse_option(pattern)
+    options["pattern"] = parse_option(pattern)
     network = create_network(model)
     print_escaped(insert_(network, dry_run=True, example_input=input_shape(network, img_size), **options))
 
@@ -138,17 +137,16 @@ def predict(
     model, files = load_run(run).to(device), find_images(images)
     names = model.classes or tuple(map(str, range(model.num_classes)))
     top, rows = min(top, len(names)), []
-    with tqdm(total=len(files), desc="predict", leave=False, disable=None) as bar, torch.inference_mode():
-        for some in (files[start : start + batch_size] for start in range(0, len(files), batch_size)):
-            loaded = load_images(some, model.transform)
+    with torch.inference_mode():
+        for start in tqdm(range(0, len(files), batch_size), "predict", leave=False, disable=None):
+            loaded = load_images(files[start : start + batch_size], model.transform)
             if loaded:
                 found = model(torch.stack([*loaded.values()]).to(device)).float().softmax(1).topk(top)
                 for file, scores, labels in zip(loaded, *(part.tolist() for part in found), strict=True):
                     best = [(names[label], score) for label, score in zip(labels, scores, strict=True)]
                     line = f"{file}: {', '.join(f'{name} {100 * score:.1f} %' for name, score in best)}"
-                    bar.write(escape_control_characters(line))
+                    tqdm.write(escape_control_characters(line))
                     rows.append((file, *(cell for name, score in best for cell in (name, f"{score:.6f}"))))
-            bar.update(len(some))
     if output:
         columns = (f"{what}_{rank}" for rank in range(1, top + 1) for what in ("class", "probability"))
         write_table(output, [("image", *columns), *rows])
@@ -204,17 +202,15 @@ def train(words: list[str]) -> None:
 
 
 def evaluate(words: list[str]) -> None:
-    """Evaluate a saved run, or a model described by flags.
+    """Evaluate the network of a run, on its validation images or on other images.
 
-    Examples:
-        vision-attn evaluate runs/train-1
-        vision-attn evaluate --data flowers --model resnet18 --weights flowers.pth
+    Example: vision-attn evaluate runs/train-1 --data other-flowers
     """
     from vision_attn.tools.cli.flags import Evaluate, merge_settings, parse
 
     found, given = parse(Evaluate, words, "evaluate", evaluate.__doc__)
-    run: Path | None = found.run
-    settings = merge_settings(run if run and (run / "settings.yaml").is_file() else None, given)
+    run: Path = found.run
+    settings = merge_settings(run if (run / "settings.yaml").is_file() else None, given)
 
     from vision_attn.tools.training import run as runs
 

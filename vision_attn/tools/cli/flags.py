@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from vision_attn.tools.hints import hint
 from vision_attn.tools.training import settings
-from vision_attn.tools.training.settings import Augmentation, Blocks, Data, Machine, Model, Output, Settings, Training
+from vision_attn.tools.training.settings import Blocks, Data, Machine, Model, Output, Settings, Training
 
 Config = Annotated[Path | None, hint("FILE")]
 
@@ -24,7 +24,6 @@ class Variant:
     data: Data = Data()
     model: Model = Model()
     blocks: Blocks = Blocks()
-    augmentation: Augmentation = Augmentation()
     training: Training = Training()
     machine: Machine = Machine()
 
@@ -43,11 +42,9 @@ class Evaluate:
     """Flags of ``vision-attn evaluate``."""
 
     # Folder of a training run, folder written by va.save_model, or hf-hub:OWNER/NAME.
-    run: Annotated[Positional[Path | None], hint("RUN", "default: the model of --model")] = None
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
 
     data: Data = Data()
-    model: Model = Model()
-    blocks: Blocks = Blocks()
     machine: Machine = Machine()
 
 

@@ -9,10 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -37,8 +34,6 @@ from vision_attn.tools.environment import describe_environment
 Metrics = dict[str, float]
 #: measurements by variant and seed
 Runs = dict[str, dict[str, Metrics]]
-#: differences between the last variant and the others, by measurement
-Differences = dict[str, list[Difference]]
 #: Seconds between two messages on the progress of a run.
 PROGRESS_EVERY = 10
 #: Number of timed steps of each variant, which alternate.
@@ -162,10 +157,9 @@ def run_locally(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, 
     jobs = min(jobs or gpus or min(cpu_count(), 16), total)  # each run needs memory for the images
     print(f"{total} runs, {total - len(calls)} of them complete, {jobs} in parallel", flush=True)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    with TemporaryDirectory() as slots:
-        start = {"initializer": start_worker, "initargs": (visible.split(",") if gpus else [], slots)}
-        parallel = Parallel(jobs, backend="loky", batch_size=1, pre_dispatch=jobs, **start)
-        parallel(delayed(make_run)(*call) for call in calls)
+    start = {"initializer": start_worker, "initargs": (visible.split(",") if gpus else [],)}
+    parallel = Parallel(jobs, backend="loky", batch_size=1, pre_dispatch=jobs, **start)
+    parallel(delayed(make_run)(*call) for call in calls)
 
 
 def run_on_ray(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, gpu: bool) -> None:
@@ -195,15 +189,13 @@ def run_on_ray(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, g
         raise TrainingError(f"a process of the Ray cluster ended: {str(error).partition(chr(10))[0]}") from error
 
 
-def start_worker(gpus: Sequence[str], slots: str) -> None:
+def start_worker(gpus: Sequence[str]) -> None:
     """Assign a GPU to this process. Several processes may share a GPU."""
     # Loky's start method, which workers inherit, cannot start the worker processes of a DataLoader.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-    for slot in count() if gpus else ():
-        with suppress(FileExistsError):
-            (Path(slots) / str(slot)).mkdir()
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
-            return
+    if gpus:
+        number = int(multiprocessing.current_process().name.rpartition("-")[2])  # consecutive, as in LokyProcess-1
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
 
 
 def time_steps(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
@@ -218,7 +210,7 @@ def time_steps(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     return {variant: float(np.median(found[warm:])) for variant, found in times.items()}
 
 
-def compare_runs(runs: Runs) -> Differences:
+def compare_runs(runs: Runs) -> dict[str, list[Difference]]:
     """Return the differences between the last variant and the others in all measurements that have a unit and vary."""
     found = {}
     for name in metric_names(runs):
@@ -241,7 +233,7 @@ def format_values(name: str, values: Sequence[float]) -> str:
     return f"{np.mean(values):,.{digits}f}{spread}" if values else "—"
 
 
-def report_parts(runs: Runs, times: Metrics, differences: Differences, note: str) -> list[str | Table]:
+def report_parts(runs: Runs, times: Metrics, differences: dict[str, list[Difference]], note: str) -> list[str | Table]:
     """Return tables of means, standard deviations and the differences between the last variant and the others."""
     names = metric_names(runs)
     rows = [("variant", *(["ms per step"] if times else []), *names, "runs")]

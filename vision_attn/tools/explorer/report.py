@@ -33,8 +33,8 @@ TOKENS = {
     "the class token": {"cls_token", "class_token", "class_embedding"},
     "the distillation token": {"dist_token", "distillation_token"},
 }
-#: Numbers of quantization levels of the weights, and largest number of characters for an image, which determines them.
-LEVELS, MAX_CHARACTERS = (255, 127, 63, 31, 15, 7), 14_000_000
+#: Number of quantization levels of the weights.
+LEVELS = 255
 
 
 def explore(
@@ -56,9 +56,9 @@ def explore(
 
     The page is a single file that works offline. It contains the attention maps of :func:`capture`, their mean over
     heads and their rollout, the prediction of the network, and the prediction with each block disabled. Class and
-    register tokens can be selected as queries. Weights are rounded to 1/255 of the largest weight of the query, or to
-    fewer levels if an image would need more than 14 MB. In feature maps with more than 28 positions along a side,
-    neighboring positions are merged: one of them is the query, and weights are summed.
+    register tokens can be selected as queries. Weights are rounded to 1/255 of the largest weight of the query. In
+    feature maps with more than 28 positions along a side, neighboring positions are merged: one of them is the query,
+    and weights are summed.
 
     Args:
         model: network with attention, as in :func:`capture`.
@@ -122,13 +122,9 @@ def explore_image(
         if len(one.map_size) != 2:
             axes = f"expected feature maps with 2 axes, got {len(one.map_size)} at {site!r}"
             raise ValueError(f"model: {axes}. Select other modules with names=")
-    rollout = maps.rollout()
-    for levels in LEVELS:
-        kinds = {"heads": maps, "rollout": rollout}
-        encoded = [{kind: encode(found[site], levels) for kind, found in kinds.items()} for site in maps]
-        blocks = [{"site": site, **describe(model, maps[site]), **one} for site, one in zip(maps, encoded, strict=True)]
-        if len(json.dumps(blocks)) < MAX_CHARACTERS:
-            break
+    kinds = {"heads": maps, "rollout": maps.rollout()}
+    encoded = {site: {kind: encode(found[site]) for kind, found in kinds.items()} for site in maps}
+    blocks = [{"site": site, **describe(model, one), **encoded[site]} for site, one in maps.items()]
     shown: dict[str, Any] = {"size": x.shape[2:], "blocks": blocks, "prediction": [], "ablations": []}
     if scores is None:
         return shown
@@ -175,7 +171,7 @@ def predict(model: nn.Module, x: Tensor, off: Iterable[str] = ()) -> Tensor | No
     return None if scores is None or scores.dim() > 2 else scores[0].softmax(0).cpu()
 
 
-def encode(one: AttentionMap, levels: int) -> dict[str, Any]:
+def encode(one: AttentionMap) -> dict[str, Any]:
     """Encode weights for the page: integers relative to the largest weight of each query, on maps of limited size.
 
     Queries on the feature map precede prefix tokens.
@@ -191,8 +187,8 @@ def encode(one: AttentionMap, levels: int) -> dict[str, Any]:
         weights = F.avg_pool2d(weights, key_step, ceil_mode=True, divisor_override=1)
     keys, weights = weights.shape[2:], weights.flatten(2)
     peaks = weights.amax(2)
-    parts = (weights / torch.where(peaks > 0, peaks, 1.0)[:, :, None] * levels).round().to(torch.uint8)
-    sizes = {"map": [-(-n // step) for n in one.map_size], "keys": keys, "step": key_step, "levels": levels}
+    parts = (weights / torch.where(peaks > 0, peaks, 1.0)[:, :, None] * LEVELS).round().to(torch.uint8)
+    sizes = {"map": [-(-n // step) for n in one.map_size], "keys": keys, "step": key_step, "levels": LEVELS}
     packed = {"maps": zlib.compress(parts.numpy().tobytes()), "peaks": peaks.numpy().astype("<f4").tobytes()}
     return {**sizes, "names": one.heads, **{name: as_text(content) for name, content in packed.items()}}
 

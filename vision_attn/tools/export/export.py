@@ -124,8 +124,7 @@ def export_model(
         raise ValueError(f"dynamic: {form.runtime} does not support a dynamic {fixed[0]}. Remove {fixed[0]!r}")
     if int8 is not None and suffix != ".onnx":
         raise ValueError(f"int8 requires an .onnx file, which OpenVINO also supports, got {output.name!r}")
-    open_batch: tuple[Axis, ...] = ("batch",) if "batch" in form.dynamic and form.max_batch is None else ()
-    axes = open_batch if dynamic is None else tuple(dynamic)
+    axes = form.default if dynamic is None else tuple(dynamic)
     metadata = make_metadata(plain, example_input, normalize)
     form.check_packages()
     network = copy.deepcopy(plain).cpu().float().eval()

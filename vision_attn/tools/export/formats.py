@@ -39,8 +39,9 @@ class Format:
     open: Callable[[Path], Run]
     #: suffix of a separate file for the weights
     weights: tuple[str, ...] = ()
-    #: dimensions that may be dynamic
+    #: dimensions that may be dynamic, and those that are by default
     dynamic: tuple[Axis, ...] = ("batch", "size")
+    default: tuple[Axis, ...] = ("batch",)
     #: largest batch, if the runtime allocates memory for it
     max_batch: int | None = None
 
@@ -157,6 +158,6 @@ FORMATS = {
     ".aoti.pt2": Format("AOTInductor", (), write_compiled, open_compiled),
     ".pt2": Format("torch.export", (), write_program, open_program),
     ".xml": Format("OpenVINO", ("openvino",), write_openvino, open_openvino, (".bin",)),
-    ".tflite": Format("LiteRT", ("litert_torch", "ai_edge_litert"), write_tflite, open_tflite, dynamic=()),
-    ".pte": Format("ExecuTorch", ("executorch",), write_executorch, open_executorch, (), ("batch",), 8),
+    ".tflite": Format("LiteRT", ("litert_torch", "ai_edge_litert"), write_tflite, open_tflite, (), (), ()),
+    ".pte": Format("ExecuTorch", ("executorch",), write_executorch, open_executorch, (), ("batch",), (), 8),
 }

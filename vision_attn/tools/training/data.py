@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -215,15 +215,7 @@ class DecodedImages:
         self.loader = None
 
 
-@contextmanager
-def name_killed_workers() -> Iterator[None]:
-    """Report a worker process that was killed, which torch raises in whichever line of the main process runs then."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        raise DataError(f"a worker process ended. Use fewer --workers. Cause: {error}") from error
+Images = InMemory | DecodedImages
 
 
 def ignore_signals(worker: int) -> None:
@@ -270,7 +262,7 @@ def eval_transform(config: Mapping[str, Any]) -> Any:
 
 def open_images(
     source: DataSplit, settings: Settings, config: Mapping[str, Any], device: torch.device, *, train: bool = False
-) -> InMemory | DecodedImages:
+) -> Images:
     """Open images as bytes ``(b, c, h, w)`` of the network's input size, in memory if possible.
 
     Args:
@@ -301,7 +293,7 @@ def open_images(
         return InMemory(*(torch.cat(column).to(device) for column in columns))
 
 
-def exchange_parts(data: InMemory | DecodedImages, count: int) -> InMemory | DecodedImages:
+def exchange_parts(data: Images, count: int) -> Images:
     """Return all training images, of which each process has decoded a part."""
     if isinstance(data, DecodedImages) or len(data.labels) == count:
         return data

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from vision_attn.networks.contributions import branches, compute_scores, measure_branches, rms_ratio
 from vision_attn.networks.network import quiet_eval
-from vision_attn.tools.training.data import DataSplit, DecodedImages, InMemory, open_images
+from vision_attn.tools.training.data import DataSplit, Images, open_images
 from vision_attn.tools.training.network import NetworkSetup
 from vision_attn.tools.training.settings import Settings
 
@@ -70,7 +70,7 @@ class Evaluation:
         self.count = len(source)
         share = replace(source, indices=source.indices[accelerator.process_index :: accelerator.num_processes])
         #: images that this process evaluates
-        self.data: InMemory | DecodedImages = open_images(share, settings, config, accelerator.device)
+        self.data: Images = open_images(share, settings, config, accelerator.device)
         #: conversion of bytes to the network's input: ``(x / 255 - mean) / std`` in each channel
         to_float = v2.ToDtype(torch.float32, scale=True)
         self.normalize = v2.Compose([to_float, v2.Normalize(config["mean"], config["std"])])

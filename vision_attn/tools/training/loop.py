@@ -38,10 +38,9 @@ from vision_attn.networks.checkpoints.folder import save_model
 from vision_attn.networks.finetuning import parameter_groups
 from vision_attn.networks.insertion import inserted_blocks
 from vision_attn.networks.safe.write import rename_folder
-from vision_attn.tools.training.curves import write_metrics
-from vision_attn.tools.training.data import DecodedImages, InMemory, choose_crop, name_killed_workers, seed_all
+from vision_attn.tools.training.data import Images, choose_crop, seed_all
 from vision_attn.tools.training.evaluation import Evaluation, Scores
-from vision_attn.tools.training.folder import newest_state
+from vision_attn.tools.training.folder import newest_state, write_table
 from vision_attn.tools.training.network import Log, NetworkSetup
 from vision_attn.tools.training.settings import Settings
 
@@ -113,7 +112,7 @@ class Trainer:
         self,
         settings: Settings,
         network: NetworkSetup,
-        data: InMemory | DecodedImages,
+        data: Images,
         evaluation: Evaluation,
         log: Log,
     ) -> None:
@@ -158,7 +157,7 @@ class Trainer:
 
     def train(self) -> tuple[Scores, Tensor]:
         """Train to the end; return the scores of the last epoch and the predictions of this process."""
-        with self.catch_signals(), name_killed_workers():
+        with self.catch_signals():
             scores, predictions = self.evaluation(self.evaluated)
             self.log(f"before epoch {self.progress.epoch + 1}: {scores}")
             while self.progress.epoch < self.settings.epochs:
@@ -255,7 +254,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             if progress.best == len(progress.history) - 1:
                 self.save_best()
-            write_metrics(self.folder, progress.history)
+            write_table(self.folder / "metrics.csv", [row.keys(), *(one.values() for one in progress.history)])
         self.save()
 
     def get_network_to_save(self) -> nn.Module:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,10 +70,9 @@ def build_network(
         raise ValueError("sync_bn requires the name of a model. Call convert_sync_batchnorm before insert_")
     name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture", "")
     if not timm.is_model(name) or model.num_classes != classes:
-        raise ValueError(
-            f"model must be a network of timm.create_model for the {classes} classes of {source.name}, got "
-            f"{type(model).__name__} with {getattr(model, 'num_classes', 'unknown')} classes"
-        )
+        expected = f"a network of timm.create_model for the {classes} classes of {source.name}"
+        got = f"{type(model).__name__} with {getattr(model, 'num_classes', 'unknown')} classes"
+        raise ValueError(f"model must be {expected}, got {got}")
     config, report = configure_(model, settings, source), None
     new_head: tuple[str, ...] = ()
     if not given:
@@ -155,12 +154,11 @@ def insert_blocks_(model: nn.Module, settings: Settings, config: dict[str, Any])
 
 def block_class(name: str) -> str | Callable[..., nn.Module]:
     """Import the class ``MODULE:CLASS``; return any other name unchanged, for ``insert_``."""
-    module, sign, attribute = name.partition(":")
-    if not sign:
+    if ":" not in name:
         return name
     sys.path.append(os.getcwd())  # as with python -m, but last, so that no other module is hidden
     try:
-        found: Callable[..., nn.Module] = getattr(importlib.import_module(module), attribute)
+        found: Callable[..., nn.Module] = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"block must be a name or a class MODULE:CLASS, got {name!r} ({error})") from error
     return found

@@ -29,15 +29,7 @@ from vision_attn.tools.training.folder import newest_state, numbered_folder
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.network import Log, NetworkSetup, block_class, build_network
 from vision_attn.tools.training.processes import run_together
-from vision_attn.tools.training.settings import (
-    DEFAULT_BATCH,
-    MACHINE_SETTINGS,
-    Settings,
-    changes,
-    make_settings,
-    read_settings,
-    write_settings,
-)
+from vision_attn.tools.training.settings import MACHINE_SETTINGS, Settings, changes, make_settings, read_settings
 
 #: Smallest number of validation images of which one is at most half a point of accuracy.
 MIN_VALIDATION = 200
@@ -80,7 +72,7 @@ def train(model: nn.Module | str | None = None, *, log: Log = print, **options: 
 
     Returns:
         The network and its scores. The folder of the run, ``result.folder``, contains the settings, ``metrics.csv``,
-        ``curves.png``, the best network for :func:`vision_attn.load_model`, and the state for resuming the run.
+        the best network for :func:`vision_attn.load_model`, and the state for resuming the run.
 
     Raises:
         ValueError: a setting is wrong, or names something that does not exist.
@@ -139,8 +131,7 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
     ):
         trainer = Trainer(settings, network, data, evaluation, log)
         if main:
-            write_atomically(folder / "settings.yaml", write_settings(settings))
-            write_atomically(folder / "inserted.txt", f"{network}\n".encode())
+            write_atomically(folder / "settings.yaml", settings.to_yaml())
         if state is None:
             trainer.save()
         saved = broadcast_object_list([state or newest_state(folder)])[0]
@@ -175,7 +166,7 @@ def prepare_run(
         raise DataError(f"classes of {source.name} and {held_out.name} differ: {shorten(only)} are only in one of them")
     parts = processes * math.lcm(settings.grad_accum_steps, 2 if settings.mixup or settings.cutmix else 1)
     if settings.batch_size is None:
-        fitting = 2 ** int(math.log2(min(DEFAULT_BATCH, max(2, len(source) // 8))))  # at least eight steps per epoch
+        fitting = 2 ** int(math.log2(min(settings.batch, max(2, len(source) // 8))))  # at least eight steps per epoch
         settings = replace(settings, batch_size=max(parts, fitting // parts * parts))
     if settings.batch > len(source) or settings.batch % parts:
         multiple = "" if parts == 1 else f" and a multiple of {parts}"
@@ -204,18 +195,16 @@ def compare_command(settings: Settings, folder: Path) -> str:
     return shlex.join(words)
 
 
-def evaluate(settings: Settings, folder: Path | None = None, *, log: Log = print) -> Scores:
-    """Evaluate the network in the folder of a run or of ``save_model``, or the network of the settings."""
+def evaluate(settings: Settings, folder: Path, *, log: Log = print) -> Scores:
+    """Evaluate the network in the folder of a run or of ``save_model``."""
     accelerator = make_accelerator(settings)
     log = log if accelerator.is_main_process else (lambda line: None)
     source = open_data(settings, train=False)
-    model = None
-    if folder is not None:
-        model = load_model(folder, block=get_block_factory(block_class(settings.block)))
-        classes = vars(model)["classes"] or source.classes
-        if classes != source.classes:
-            found = f"expected {shorten(classes)}, got {shorten(source.classes)}"
-            raise ValueError(f"classes of {source.name} differ from those of {folder}: {found}. Rename the folders")
+    model = load_model(folder, block=get_block_factory(block_class(settings.block)))
+    classes = vars(model)["classes"] or source.classes
+    if classes != source.classes:
+        found = f"expected {shorten(classes)}, got {shorten(source.classes)}"
+        raise ValueError(f"classes of {source.name} differ from those of {folder}: {found}. Rename the folders")
     network = build_network(settings, source, log, model=model)
     evaluation = Evaluation(source, settings, network, accelerator)
     log(f"{network}\n{len(source):,} images of {source.name} on {accelerator.device}")

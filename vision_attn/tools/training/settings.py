@@ -104,8 +104,8 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Augmentation:
-    """Random changes of training images."""
+class Training:
+    """Augmentation, optimization and regularization."""
 
     crop_padding: NonNegativeInt = 4  # Padding on each side in pixels, for --crop pad.
     crop_scale: Fraction = 0.08  # Smallest fraction of the image area, for --crop resized.
@@ -116,12 +116,6 @@ class Augmentation:
     reprob: Probability = 0.0  # Probability of random erasing.
     mixup: NonNegative = 0.0  # Mixup alpha, such as 0.2.
     cutmix: NonNegative = 0.0  # CutMix alpha, such as 1.
-
-
-@dataclass(frozen=True)
-class Training:
-    """Optimization and regularization."""
-
     epochs: Count = 30  # Number of passes over the training images.
     freeze_backbone: bool = False  # Train only the blocks and a new classifier, and save them as an adapter too.
     # Optimizer: sgd (with Nesterov momentum), adamw or another timm optimizer.
@@ -180,7 +174,7 @@ class Output:
 
 
 @validated_dataclass(frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
-class Settings(Output, Machine, Training, Augmentation, Blocks, Model, Data):
+class Settings(Output, Machine, Training, Blocks, Model, Data):
     """Settings of ``va.train`` and of the command line, where ``vision-attn train --help`` describes them."""
 
     def __post_init__(self) -> None:
@@ -234,6 +228,12 @@ class Settings(Output, Machine, Training, Augmentation, Blocks, Model, Data):
         """Return the settings as values for ``settings.yaml``."""
         return TypeAdapter(Settings).dump_python(self, mode="json")
 
+    def to_yaml(self) -> bytes:
+        """Return the content of ``settings.yaml``."""
+        import yaml
+
+        return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True).encode()
+
 
 def make_settings(**values: Any) -> Settings:
     """Return validated settings; raise an error with one line for the first wrong setting."""
@@ -257,13 +257,6 @@ def changes(settings: Settings, other: Settings) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in CALL_SETTINGS}
 
 
-def write_settings(settings: Settings) -> bytes:
-    """Return the content of ``settings.yaml``."""
-    import yaml
-
-    return yaml.safe_dump(settings.as_dict(), sort_keys=False, allow_unicode=True).encode()
-
-
 def read_settings(path: Path, given: Collection[str]) -> Settings:
     """Read the settings of another run, except :data:`CALL_SETTINGS`.
 
@@ -279,8 +272,6 @@ def read_settings(path: Path, given: Collection[str]) -> Settings:
     import yaml
 
     path = path / "settings.yaml" if path.is_dir() else path
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist. Expected the folder of a run, or its settings.yaml")
     try:
         values = dict(yaml.safe_load(path.read_bytes()))
     except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
