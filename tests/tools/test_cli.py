@@ -365,8 +365,7 @@ sys.exit(main())
     ("missing", "words", "needed"),
     [
         ("matplotlib", "demo", "viz"),
-        ("matplotlib", "explore IMAGE --model RUN -o page.html", "viz"),
-        ("accelerate,joblib,pydantic,sklearn,scipy,yaml", "explore IMAGE --model RUN -o page.html", None),
+        ("accelerate,joblib,matplotlib,pydantic,sklearn,scipy,yaml", "explore IMAGE --model RUN -o page.html", None),
         ("accelerate,joblib,matplotlib,pydantic,sklearn,scipy,yaml", "predict RUN IMAGE", None),
         ("onnxruntime", "export RUN -o net.onnx", "export"),
     ],
