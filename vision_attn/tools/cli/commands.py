@@ -209,12 +209,11 @@ def evaluate(words: list[str]) -> None:
     from vision_attn.tools.cli.flags import Evaluate, merge_settings, parse
 
     found, given = parse(Evaluate, words, "evaluate", evaluate.__doc__)
-    run: Path = found.run
-    settings = merge_settings(run if (run / "settings.yaml").is_file() else None, given)
+    settings = merge_settings(found.run if (found.run / "settings.yaml").is_file() else None, given)
 
     from vision_attn.tools.training import run as runs
 
-    runs.evaluate(replace(settings, freeze_backbone=False), run, log=print_escaped)
+    runs.evaluate(replace(settings, freeze_backbone=False), found.run, log=print_escaped)
 
 
 def compare(words: list[str]) -> None:

@@ -206,8 +206,8 @@ def time_steps(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
             start = time.perf_counter()
             step()
             times[variant].append(1000 * (time.perf_counter() - start))
-    warm = ROUNDS // 5  # number of rounds that are not counted
-    return {variant: float(np.median(found[warm:])) for variant, found in times.items()}
+    # The first rounds are not counted.
+    return {variant: float(np.median(found[ROUNDS // 5 :])) for variant, found in times.items()}
 
 
 def compare_runs(runs: Runs) -> dict[str, list[Difference]]:

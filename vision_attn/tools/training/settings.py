@@ -154,10 +154,8 @@ class Machine:
     device: Annotated[Literal["cpu", "cuda"] | None, hint("{cpu,cuda}", "default: cuda if available")] = None
     # Number of processes that decode images.
     workers: Annotated[NonNegativeInt | None, hint("COUNT", "default: one per core, at most 16")] = None
-    # Mixed precision.
-    amp: Annotated[
-        Literal["bfloat16", "float16", "no"] | None, hint("{bfloat16,float16,no}", "default: 16 bits on CUDA")
-    ] = None
+    # Mixed precision: bfloat16, float16 or no.
+    amp: Annotated[Literal["bfloat16", "float16", "no"] | None, hint("PRECISION", "default: 16 bits on CUDA")] = None
     # Trackers to log to: tensorboard, wandb or another tracker that Accelerate supports.
     log_with: Annotated[Strings, hint("TRACKER [TRACKER ...]")] = ()
 
@@ -181,8 +179,7 @@ class Settings(Output, Machine, Training, Blocks, Model, Data):
         for one, other in (("weights", "pretrained"), ("freeze_backbone", "layer_decay")):
             if getattr(self, one) and getattr(self, other):
                 raise ValueError(f"{one} cannot be combined with {other}={getattr(self, other)}")
-        needs = {"rename": "weights", "reset_head": "weights", "mean": "std", "std": "mean"}
-        for name, other in needs.items():
+        for name, other in (("rename", "weights"), ("reset_head", "weights"), ("mean", "std"), ("std", "mean")):
             if getattr(self, name) and not getattr(self, other):
                 raise ValueError(f"{name} requires {other}")
         for name in ("attention_lr", "block_options", "pattern"):
