@@ -116,7 +116,7 @@ def test_without_a_command_all_commands_are_listed(capsys):
         (["predict", RUN, "broken.png"], 1, "broken.png"),
         (["predict", RUN, "missing.png"], 1, "missing.png"),
         (["evaluate", RUN], 2, "data is required"),
-        (["explore", "IMAGE", "--model", "resnet20"], 2, "error: --model has no Attention2d to capture"),
+        (["explore", "IMAGE", "--model", "resnet20"], 2, "error: --model resnet20 has no attention modules"),
         (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "got Windo. Did you mean 'Window'"),
         (["train", "--stages", "-1", "--pattern", "row"], 2, "got 'row'. Did you mean 'rows'"),
         (["train", "--stages", "-1", "--block", "cbma"], 2, "got 'cbma'. Did you mean 'cbam'"),

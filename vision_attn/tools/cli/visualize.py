@@ -76,11 +76,15 @@ def explore(
     import torch
     from torchvision.transforms import Compose
 
+    from vision_attn.attention.blocks import attention_modules
     from vision_attn.networks.checkpoints.hub import SCHEME
     from vision_attn.tools import explorer
     from vision_attn.tools.images import check_none_skipped, find_images, load_images, open_image
 
     files, network, note = find_images(images), open_network(model, pretrained), ""
+    if not attention_modules(network):
+        expected = "expected a network with attention, such as a run of vision-attn train --stages"
+        raise ValueError(f"model {model} has no attention modules: {expected} or vit_tiny_patch16_224")
     if not (pretrained or Path(model).exists() or model.startswith(SCHEME)):
         note = f"The weights of {model} are random. Use --pretrained to download pretrained weights."
         print(note)

@@ -16,6 +16,8 @@ from torch import nn
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import load_checkpoint_
+from vision_attn.networks.checkpoints.folder import load_model
+from vision_attn.networks.checkpoints.hub import SCHEME
 from vision_attn.networks.checkpoints.option_code import parse_option
 from vision_attn.networks.finetuning import freeze_backbone_
 from vision_attn.networks.insertion import InsertionReport, insert_
@@ -101,7 +103,14 @@ def build_network(
 
 
 def create_network(name: str, classes: int, settings: Settings, *, pretrained: bool) -> nn.Module:
-    """Create a network of timm; name the alternative if its weights cannot be downloaded."""
+    """Create a network of timm, or load one of the Hub; name the alternative if weights cannot be downloaded."""
+    if name.startswith(SCHEME):
+        if not settings.pretrained or settings.drop_path:
+            raise ValueError(f"model={name} requires pretrained=True and no drop_path: it is loaded with its weights")
+        model: Any = load_model(name).train()
+        if model.num_classes != classes:
+            model.reset_classifier(classes)
+        return model
     options: dict[str, Any] = {"drop_path_rate": settings.drop_path} if settings.drop_path else {}
     try:
         return create_model(name, num_classes=classes, pretrained=pretrained, **options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import sys
+import traceback
 import warnings
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, b
 from filelock import FileLock
 from torch import nn
 
-from vision_attn.errors import DataError
+from vision_attn.errors import DataError, TrainingError
 from vision_attn.networks.block_factories import get_block_factory
 from vision_attn.networks.checkpoints.folder import load_model
 from vision_attn.networks.safe import write_atomically
@@ -140,7 +142,11 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
             run_together(accelerator, trainer.restore)
         accelerator.project_configuration.logging_dir = str(folder / "logs")
         accelerator.init_trackers("vision_attn", config={key: str(value) for key, value in settings.as_dict().items()})
-        final, predictions = trainer.train()
+        try:
+            final, predictions = trainer.train()
+        except Exception as error:
+            raise_block_error(error, settings.block)
+            raise
         for tracker in accelerator.trackers:
             tracker.finish()
         ablation = evaluation.compare_without_blocks(trainer.evaluated, final, predictions)
@@ -193,6 +199,14 @@ def compare_command(settings: Settings, folder: Path) -> str:
     if settings.block != "attention":
         words += ["--variants", "plain", f"{settings.block.rpartition(':')[2]}=--block {settings.block}"]
     return shlex.join(words)
+
+
+def raise_block_error(error: Exception, name: str) -> None:
+    """Raise an error that names the line in the code of a custom block, if the error occurred there."""
+    path = getattr(sys.modules.get(name.partition(":")[0]), "__file__", "")
+    if lines := [line for line in traceback.extract_tb(error.__traceback__) if line.filename == path]:
+        where = f"line {lines[-1].lineno} of {lines[-1].filename}"
+        raise TrainingError(f"the block {name!r} raised {type(error).__name__} ({error}) in {where}") from error
 
 
 def evaluate(settings: Settings, folder: Path, *, log: Log = print) -> Scores:
