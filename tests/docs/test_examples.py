@@ -307,7 +307,7 @@ def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, pl
     monkeypatch.syspath_prepend(ROOT / "examples")
     evidence, built = importlib.import_module("evidence"), {}
 
-    def build(settings):
+    def build(settings, log=None):
         plain = replace(settings, weights=None, reset_head=False, freeze_backbone=False)
         model = build_network(plain, open_data(plain, train=True), lambda line: None).model
         name = "/".join(settings.output.relative_to(tmp_path / "runs").parts)

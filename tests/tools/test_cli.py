@@ -289,7 +289,7 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     given = "--weights", tmp_path / "zoo.pth", "--names", "layer3", "--freeze-backbone"
     code, out, err = train(capsys, image_folder, tmp_path, *given)
     assert (code, err) == (0, "")
-    printed = "layer3.2  AttentionBlock2d", "128 tensors loaded", "7 keys not expected in the checkpoint"
+    printed = "layer3.2  AttentionBlock2d", "128 tensors loaded", "7 keys newly initialized"
     assert all(words in out for words in printed)
     logged = out.partition("best epoch, 1: ")[2].partition(", in ")[0]
     assert "\r" not in out
@@ -455,7 +455,7 @@ def test_train_names_the_command_that_compares_its_run(capsys, image_folder, tmp
 def test_swapped_arguments_are_named(capsys, image_folder):
     code, _, err = run(capsys, "predict", image_folder / "val", RUN)
     assert (code, err.count("\n")) == (1, 1)
-    assert f"{image_folder / 'val'} contains no network: expected RUN first" in err
+    assert f"{image_folder / 'val'} contains no network. Pass RUN first" in err
 
 
 def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):

@@ -357,3 +357,12 @@ def test_ray_assigns_each_run_a_fraction_of_the_gpus(monkeypatch):
         experiments.run_on_ray([], jobs, 20, gpu)
     assert [options["num_gpus"] for options in made] == [1, 0.5, 0]
     assert {options["num_cpus"] for options in made} == {1}
+
+
+@pytest.mark.slow
+def test_a_worker_ends_with_its_parent(monkeypatch):
+    parents, killed = iter((7, 7, 1)), []
+    for name, function in {"getppid": lambda: next(parents), "kill": lambda *how: killed.append(how)}.items():
+        monkeypatch.setattr(experiments.os, name, function)
+    experiments.end_with_parent(7)
+    assert killed == [(os.getpid(), signal.SIGTERM)]

@@ -444,7 +444,11 @@ def test_machines_without_a_shared_folder_stop_with_one_error(image_folder, tmp_
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["--batch-size", "15"], 2, "batch_size must be at most 72, the number of training images and a multiple of 2"),
+        (
+            ["--batch-size", "15"],
+            2,
+            "--batch-size must be at most 72, the number of training images and a multiple of 2",
+        ),
         (["--model", "resnet999"], 2, "'resnet999' does not exist"),
         (["--data", "nothing"], 1, "nothing: no such folder"),
         (["--amp", "float16"], 2, "amp=float16 requires a CUDA device"),

@@ -59,7 +59,7 @@ class LoadReport(Report):
         titles = (
             ("key", "loaded into replaced modules", self.replaced),
             ("key", "without the prefix ignored", self.ignored),
-            ("key", "not expected in the checkpoint", self.newly_initialized),
+            ("key", "newly initialized", self.newly_initialized),
             ("key", "missing from the checkpoint", self.missing),
             ("key", "unexpected in the checkpoint", self.unexpected),
             ("tensor", "converted to the shape in the model", format_shapes(self.converted)),

@@ -99,8 +99,9 @@ def load_run(run: Path) -> Any:
     try:
         return folder.load_model(run)
     except FileNotFoundError as error:
-        expected = "expected RUN first: the folder of a training run or of va.save_model, or hf-hub:OWNER/NAME"
-        raise FileNotFoundError(f"{run} contains no network: {expected}") from error
+        expected = "Pass RUN first: the folder of a training run or of va.save_model, or hf-hub:OWNER/NAME"
+        what = "contains no network" if run.exists() else "does not exist"
+        raise FileNotFoundError(f"{run} {what}. {expected}") from error
 
 
 def predict(

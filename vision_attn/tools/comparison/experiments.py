@@ -6,7 +6,9 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -190,12 +192,20 @@ def run_on_ray(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, g
 
 
 def start_worker(gpus: Sequence[str]) -> None:
-    """Assign a GPU to this process. Several processes may share a GPU."""
+    """Assign a GPU to this process and end the process with its parent. Several processes may share a GPU."""
+    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     # Loky's start method, which workers inherit, cannot start the worker processes of a DataLoader.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     if gpus:
         number = int(multiprocessing.current_process().name.rpartition("-")[2])  # consecutive, as in LokyProcess-1
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+
+
+def end_with_parent(parent: int) -> None:
+    """Wait until the parent has been killed, and then stop this process, which saves its run."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def time_steps(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
