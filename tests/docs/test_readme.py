@@ -111,7 +111,7 @@ def test_the_size_of_the_adapter_in_the_readme_is_that_of_its_file(tmp_path, mon
     vision_attn.remove_(model)
     safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
     network = (tmp_path / "model.safetensors").stat().st_size
-    file = f"in a file of {adapter / 1e3:.0f} kB; the network has {network / 1e6:.1f} MB"
+    file = f"in a file of {adapter / 1e3:.0f} kB; the file of the network has {network / 1e6:.1f} MB"
     assert f"{trained:,} parameters, with the classifier, {file}" in " ".join(README.split())
 
 
