@@ -5,8 +5,8 @@
 One attention block is trained to find each position of a photograph in another view of it, which is passed as
 `context=`. Feature maps at stride 16 are computed by timm's EfficientNet-Lite0 with ImageNet weights, which are frozen.
 A view is the photograph after a random rotation, perspective transform and change of brightness, and mirrored in half
-of the cases. The loss is the negative logarithm of the attention weight at the true position. The photographs of the
-training set are those of scikit-image and scikit-learn, without Chelsea (CC0, Stefan van der Walt), which is drawn.
+of the cases. The loss is the negative logarithm of the attention weight at the true position. It is trained
+on photographs of scikit-image and scikit-learn. Chelsea (CC0, Stefan van der Walt), which is drawn, is not among them.
 
 The opacity of each color is the square root of the weight, divided by the largest weight of its mark; a circle is the
 true position. The script prints the error before and after training: the mean distance in pixels between the true

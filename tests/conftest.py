@@ -1,6 +1,7 @@
 """Fixtures of several test files: drawn examples, a small folder of images, and the real data."""
 
 import gc
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -96,3 +97,15 @@ def real_data():
     if not (folder / "zoo").is_dir():
         pytest.skip("the real images and model-zoo checkpoints are not available")
     return folder
+
+
+@pytest.fixture(scope="session")
+def browser():
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -1,7 +1,6 @@
 """The documentation as a site: it builds without warnings, and every page fits on a phone."""
 
 import importlib.util
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,18 +29,6 @@ def test_notebooks_are_rendered_with_their_output(site):
         page = (site / "examples/notebooks" / f"{path.stem}.html").read_text()
         assert page.count("<img ") >= path.read_text().count("image/png")
         assert "execution_count" not in page
-
-
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("Chromium is not installed: apt-get install chromium")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 def test_no_page_is_wider_than_a_phone(site, browser):

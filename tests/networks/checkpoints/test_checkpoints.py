@@ -288,6 +288,30 @@ def test_a_model_without_values_is_rejected(tmp_path):
             va.load_checkpoint_(empty, path)
 
 
+def expanded():
+    return torch.ones(1).expand(3)
+
+
+def sparse():
+    return torch.ones(3).to_sparse()
+
+
+@torch.inference_mode()
+def created_in_inference_mode():
+    return torch.ones(3)
+
+
+@pytest.mark.parametrize("make", [expanded, sparse, created_in_inference_mode])
+def test_if_a_tensor_cannot_be_written_the_model_is_unchanged(make, tmp_path):
+    model = nn.Linear(2, 2)
+    model.odd = nn.Buffer(make())
+    before = copied(model)
+    path = save({"weight": torch.ones(2, 2), "bias": torch.ones(2), "odd": torch.zeros(3)}, tmp_path)
+    with pytest.raises(ValueError, match="model: odd cannot be written, because it"):
+        va.load_checkpoint_(model, path)
+    assert torch.equal(model.weight, before["weight"])
+
+
 def test_each_shard_is_released_after_its_last_copy(state, tmp_path, monkeypatch):
     """Loading needs memory for one shard in addition to the model."""
     index, copy, references, alive = shards(tmp_path, "model.safetensors", state), torch.Tensor.copy_, [], []

@@ -123,6 +123,15 @@ def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
         save_adapter(model, path, also=["fc.*", "head.*"])
 
 
+def test_an_adapter_is_loaded_completely_or_not_at_all(model, tmp_path):
+    train(model, also=["fc.weight"])
+    path, other = save_adapter(model, tmp_path / "a.safetensors", also="fc.weight"), small_network()
+    other.fc.weight = nn.Parameter(torch.ones(1, 8).expand(3, 8))
+    with pytest.raises(va.errors.CheckpointError, match=r"fc\.weight cannot be written, because it is expanded"):
+        load_adapter_(other, path)
+    assert not va.inserted_blocks(other)
+
+
 def test_blocks_loaded_in_inference_mode_can_be_trained(adapter, saved):
     network = small_network()
     with torch.inference_mode():

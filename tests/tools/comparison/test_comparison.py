@@ -359,6 +359,22 @@ def test_ray_assigns_each_run_a_fraction_of_the_gpus(monkeypatch):
     assert {options["num_cpus"] for options in made} == {1}
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seeds": (0, 0)}, r"seeds must be distinct"),
+        ({"seeds": ()}, "at least one"),
+        ({"jobs": 0}, "jobs must be above 0"),
+    ],
+)
+def test_wrong_seeds_and_jobs_are_named_before_a_run(tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        trials(print, ["a", "b"], output=tmp_path / "new", **{"seeds": (0, 1), **given})
+    with pytest.raises(ValueError, match="expected at least 2"):
+        compare({"plain": {}}, output=tmp_path / "new", seeds=(0,))
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.slow
 def test_a_worker_ends_with_its_parent(monkeypatch):
     parents, killed = iter((7, 7, 1)), []

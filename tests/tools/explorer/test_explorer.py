@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import re
-import shutil
 import zlib
 from functools import partial
 from pathlib import Path
@@ -196,18 +195,6 @@ def test_four_blocks_of_eight_heads_stay_below_some_megabytes(tmp_path):
         nn.init.normal_(block.attn.qkv.weight, std=0.5)  # incompressible weights
     page = va.explore(nn.Sequential(nn.Conv2d(3, 32, 2, 2), *blocks), torch.rand(1, 3, 28, 28), tmp_path / "page.html")
     assert page.stat().st_size < 5e6
-
-
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("Chromium is not installed: apt-get install chromium")
-    with api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

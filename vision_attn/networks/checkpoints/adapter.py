@@ -15,7 +15,7 @@ from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints import file_format
 from vision_attn.networks.checkpoints.file_format import Saved, fingerprint, gather, unwrap_key
 from vision_attn.networks.checkpoints.hub import resolve_source
-from vision_attn.networks.checkpoints.load import copy_all_, refuse_without_values
+from vision_attn.networks.checkpoints.load import copy_all_, refuse_read_only, refuse_without_values
 from vision_attn.networks.insertion import InsertionReport, inserted_blocks, records, remove_
 from vision_attn.networks.network import require_modifiable, unwrap_model
 from vision_attn.networks.safe import read_file
@@ -149,14 +149,15 @@ def load_adapter_(
         shapes = {(unwrap_key(key), state[unwrap_key(key)].shape) for key in insertion.inserted_keys(model)}
         if wrong := shapes ^ {(key, value.shape) for key, value in adapter.tensors.items() if key not in adapter.also}:
             raise CheckpointError(f"created and saved blocks differ in {shorten(sorted(dict(wrong)))}")
+        refuse_read_only({key: state[key] for key in adapter.tensors})
         report = InsertionReport(records(model))
-        copy_all_([(state[key], value) for key, value in adapter.tensors.items()])
     except BaseException as error:
         if inserted_blocks(model):
             remove_(model)
         if isinstance(error, Exception):
             raise CheckpointError(f"{path}: the blocks cannot be inserted into the model ({error})") from error
         raise
+    copy_all_([(state[key], value) for key, value in adapter.tensors.items()])
     return AdapterReport(str(path), report, tuple(adapter.tensors), len(adapter.base or ()), changed_tensors)
 
 

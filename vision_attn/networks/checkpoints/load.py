@@ -73,8 +73,8 @@ def load_checkpoint_(
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: a tensor of the model is on the meta device or lazy, ``skip`` matches no key, or ``rename`` is
-            invalid.
+        ValueError: a tensor of the model is on the meta device, lazy, expanded or sparse, ``skip`` matches no key, or
+            ``rename`` is invalid.
         CheckpointError: the file is damaged, requires code, contains no weights, or does not fit the model, or the Hub
             cannot be read. The message lists the keys and a remedy.
 
@@ -110,6 +110,7 @@ def load_file_(
         strict and (report.missing or report.unexpected or report.mismatched or report.config_mismatches)
     ):
         raise explain_refusal(report, model, target, tensors)
+    refuse_read_only({key: target.tensors[key] for key in fitting})
     values = [(target.tensors[key], converted.get(key, saved[key])) for key in fitting]
     del file, tensors, saved, converted  # the only references to the tensors of the file are in the list
     copy_all_(values)
@@ -246,3 +247,14 @@ def copy_all_(values: list[tuple[Any, Tensor]]) -> None:
 
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(value)
+
+
+def refuse_read_only(tensors: Mapping[str, Any]) -> None:
+    """Raise an error if values cannot be copied into one of the tensors of a model."""
+    for key, x in tensors.items():
+        refused = (
+            x.is_nested or x.layout != torch.strided or (x.is_inference() and not torch.is_inference_mode_enabled())
+        )
+        if refused or any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)):
+            kinds = "expanded, sparse, nested, or was created in inference mode"
+            raise ValueError(f"model: {key} cannot be written, because it is {kinds}. Replace it by a dense copy")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import vision_attn.networks.models  # noqa: F401  (registers the network with timm)
+from vision_attn.checks import check_above
 from vision_attn.networks.capture.figures import attention_figure, save_figure
 from vision_attn.networks.capture.recording import capture
 from vision_attn.networks.checkpoints.folder import load_model, save_model
@@ -46,6 +47,7 @@ def compare_on_recall(
     if foreign := sorted(names - ({*BLOCK_SETTINGS} - {"attention_lr"})):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
         raise ValueError(f"{flags}: not available without --data or --dataset")
+    check_above(0, steps=steps)
     return trials(partial(train_recall, output=Path(output).resolve()), variants, output=output, steps=steps, **options)
 
 

@@ -19,6 +19,7 @@ import torch
 from joblib import Parallel, cpu_count, delayed
 from joblib.externals.loky.backend.context import set_start_method
 
+from vision_attn.checks import check_above
 from vision_attn.errors import TrainingError
 from vision_attn.networks.capture.figures import save_figure
 from vision_attn.networks.safe import check_writable, write_atomically
@@ -78,9 +79,13 @@ def trials(
         **options: options for ``run``: numbers, strings and lists.
 
     Raises:
-        ValueError: the folder contains runs with other options, or the package of the backend is not installed.
+        ValueError: the folder contains runs with other options, ``seeds`` are not distinct, ``jobs`` is less than 1, or
+            the package of the backend is not installed.
         TrainingError: a run failed.
     """
+    check_above(0, jobs=jobs)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must be distinct, with at least one seed, got {list(seeds)}")
     folder = Path(output).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "runs.json"

@@ -37,6 +37,8 @@ def compare(
         TrainingError: a run failed.
     """
     settings = {}
+    if len(variants) < 2:
+        raise ValueError(f"variants: expected at least 2, got {[*variants]}")
     for variant, given in variants.items():
         (complete := make_settings(**given)).require_model()
         values = complete.as_dict().items()

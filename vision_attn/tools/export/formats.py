@@ -39,7 +39,7 @@ class Format:
     open: Callable[[Path], Run]
     #: suffix of a separate file for the weights
     weights: tuple[str, ...] = ()
-    #: dimensions that may be dynamic, and those that are by default
+    #: dimensions that may be dynamic, and dimensions that are dynamic by default
     dynamic: tuple[Axis, ...] = ("batch", "size")
     default: tuple[Axis, ...] = ("batch",)
     #: largest batch, if the runtime allocates memory for it
