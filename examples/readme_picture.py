@@ -1,6 +1,6 @@
 """Draw the figure of the README: three marked positions of a photograph, and their attention to another view of it.
 
-    python examples/readme_picture.py --output examples/pictures/two_views.png      # two minutes on one core
+    python examples/readme_picture.py --output examples/pictures/two_views.png      # about a minute on one core
 
 One attention block is trained to find each position of a photograph in another view of it, which is passed as
 `context=`. Feature maps at stride 16 are computed by timm's EfficientNet-Lite0 with ImageNet weights, which are frozen.
