@@ -116,7 +116,6 @@ def build_parser(description, variants, *, steps, output):
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="random seeds of each variant")
     parser.add_argument("--steps", type=int, default=steps, help="training steps of each run")
     parser.add_argument("--jobs", type=int, help="runs at a time (default: number of cores)")
-    parser.add_argument("--backend", choices=("loky", "ray"), default="loky", help="local processes or a Ray cluster")
     parser.add_argument("--output", default=output, help="folder of the results")
     return parser
 

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from contextlib import redirect_stdout
 from functools import partial
@@ -300,6 +299,13 @@ def test_the_progress_of_a_run_is_printed_from_its_start(tmp_path, monkeypatch, 
     ]
 
 
+def test_the_page_lists_the_variants_that_exist():
+    page = (Path(__file__).parents[3] / "docs/when-not.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page.partition("<summary>Variants")[2].partition("</details>")[0], re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
+    assert listed == VARIANTS.keys()
+
+
 @pytest.mark.slow
 def test_compare_without_data_compares_on_recall(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recall, "BATCH", 2)
@@ -312,51 +318,6 @@ def test_compare_without_data_compares_on_recall(tmp_path, monkeypatch, capsys):
     assert (repr(block.attn.position).partition("(")[0], block.attn.num_heads) == ("RotaryEncoding", 4)
     assert cli.main([*flags, "--epochs", "2", "--lr", "0.1"]) == 2
     assert re.search(r"--epochs, --lr: .*--data", capsys.readouterr().err)
-
-
-@pytest.mark.slow
-def test_runs_are_spread_over_the_nodes_of_a_ray_cluster_and_survive_the_end_of_one(tmp_path):
-    """Test in a separate process, because Ray leaves threads and files open."""
-    pytest.importorskip("ray")
-    code = """if True:
-        import sys, threading, time
-        import ray
-        from ray.cluster_utils import Cluster
-        from vision_attn.tools.comparison.experiments import trials
-        def where(variant, seed):
-            time.sleep(1)
-            return {"node": int(ray.get_runtime_context().get_node_id()[:8], 16), "right %": 50.0 + seed}
-
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-        other = cluster.add_node(num_cpus=2)
-        ray.init(cluster.address)
-        if sys.argv[1] == "killed":
-            threading.Timer(1.5, lambda: cluster.remove_node(other, allow_graceful=False)).start()
-        trials(where, ["a", "b"], seeds=(0, 1), output=sys.argv[2], backend="ray", jobs=4)
-    """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    for how in ("whole", "killed"):
-        line = [sys.executable, "-c", code, how, str(tmp_path / how)]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=500, env=environment)
-        assert done.returncode == 0, done.stderr
-        runs = json.loads((tmp_path / how / "runs.json").read_text())["runs"]
-        assert {name: list(by_seed) for name, by_seed in runs.items()} == {"a": ["0", "1"], "b": ["0", "1"]}
-        nodes = {one["node"] for by_seed in runs.values() for one in by_seed.values()}
-        assert how == "killed" or len(nodes) == 2
-
-
-def test_ray_assigns_each_run_a_fraction_of_the_gpus(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match="pip install ray"):
-        experiments.run_on_ray([], None, 1, False)
-    ray = SimpleNamespace(init=lambda **options: None, cluster_resources=lambda: {"CPU": 8.0, "GPU": 4.0}, get=list)
-    made = []
-    ray.remote = lambda **options: made.append(options) or (lambda function: function)
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    for jobs, gpu in ((None, True), (6, True), (None, False)):
-        experiments.run_on_ray([], jobs, 20, gpu)
-    assert [options["num_gpus"] for options in made] == [1, 0.5, 0]
-    assert {options["num_cpus"] for options in made} == {1}
 
 
 @pytest.mark.parametrize(

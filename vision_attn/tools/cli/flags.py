@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import Positional, arg
@@ -57,7 +57,6 @@ class Comparison:
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # Random seeds of each variant.
     # Number of runs in parallel.
     jobs: Annotated[int | None, hint("INT", "default: number of GPUs, or of cores")] = None
-    backend: Literal["loky", "ray"] = "loky"  # Where to run: local processes or a Ray cluster.
     # Folder for the runs and the tables.
     output: Annotated[Path, hint("FOLDER", "", "-o")] = Path("runs/compare")
 

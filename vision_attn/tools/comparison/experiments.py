@@ -1,9 +1,8 @@
-"""Runs of variants with several seeds, in processes or on a cluster, and tables that compare them."""
+"""Runs of variants with several seeds, in local processes, and tables that compare them."""
 
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import signal
@@ -52,7 +51,6 @@ def trials(
     seeds: Sequence[int],
     output: str | Path,
     jobs: int | None = None,
-    backend: str = "loky",
     gpu: bool = False,
     step: Callable[[str], Callable[[], object]] | None = None,
     note: str = "",
@@ -70,17 +68,15 @@ def trials(
             better).
         variants: names of variants, optionally with additional options for ``run``.
         seeds: random seeds of each variant.
-        output: folder for the results, which all machines of a cluster must share.
+        output: folder for the results.
         jobs: number of runs in parallel; the number of GPUs or cores by default. A single local job uses this process.
-        backend: ``"loky"`` for local processes, ``"ray"`` for tasks on a Ray cluster.
         gpu: assign a GPU to each run if GPUs are available.
         step: function ``step(variant)`` that returns a function for one training step. Steps are timed after the runs.
         note: text below the table.
         **options: options for ``run``: numbers, strings and lists.
 
     Raises:
-        ValueError: the folder contains runs with other options, ``seeds`` are not distinct, ``jobs`` is less than 1, or
-            the package of the backend is not installed.
+        ValueError: the folder contains runs with other options, ``seeds`` are not distinct, or ``jobs`` is less than 1.
         TrainingError: a run failed.
     """
     check_above(0, jobs=jobs)
@@ -96,7 +92,7 @@ def trials(
     runs = {(variant, seed): folder / f"{variant}-{seed}" / "run.json" for seed in seeds for variant in custom}
     todo = {key: path for key, path in runs.items() if not is_complete(path, settings[key[0]])}
     calls = [(run, *key, settings[key[0]], path) for key, path in todo.items()]
-    (run_on_ray if backend == "ray" else run_locally)(calls, jobs, len(runs), gpu)
+    execute(calls, jobs, len(runs), gpu)
     records = {key: json.loads(path.read_text()) for key, path in runs.items()}
     found = {variant: {str(seed): records[variant, seed]["measured"] for seed in seeds} for variant in custom}
     environments = [record["environment"] for record in records.values()]
@@ -157,7 +153,7 @@ def progress_printer(variant: str, seed: int) -> Callable[[str], None]:
     return report
 
 
-def run_locally(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, gpu: bool) -> None:
+def execute(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, gpu: bool) -> None:
     """Make the runs in local processes, or a single job in this process."""
     set_start_method("loky_init_main", force=True)  # processes import the main script, as in multiprocessing
     gpus = torch.cuda.device_count() if gpu else 0
@@ -167,33 +163,6 @@ def run_locally(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, 
     start = {"initializer": start_worker, "initargs": (visible.split(",") if gpus else [],)}
     parallel = Parallel(jobs, backend="loky", batch_size=1, pre_dispatch=jobs, **start)
     parallel(delayed(make_run)(*call) for call in calls)
-
-
-def run_on_ray(calls: Sequence[tuple[Any, ...]], jobs: int | None, total: int, gpu: bool) -> None:
-    """Make the runs as tasks on all nodes of a Ray cluster; tasks of a node that ends are started again."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ValueError("backend: 'ray' requires the package ray. Install it: pip install ray") from error
-    ray.init(ignore_reinit_error=True)
-    cpus, gpus = (int(ray.cluster_resources().get(name, 0)) for name in ("CPU", "GPU"))
-    gpus = gpus if gpu else 0
-    jobs = min(jobs or gpus or cpus, total)
-    print(f"{total} runs, {total - len(calls)} of them complete, {jobs} in parallel", flush=True)
-    resources = {"num_cpus": 1, "num_gpus": 1 / math.ceil(jobs / gpus) if gpus else 0}
-    task = ray.remote(max_retries=2, scheduling_strategy="SPREAD", **resources)(make_run)
-    running: list[Any] = []
-    try:
-        for call in calls:
-            running.append(task.remote(*call))
-            if len(running) == jobs:
-                done, running = ray.wait(running)
-                ray.get(done)  # raises the error of a run
-        ray.get(running)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from error
-    except ray.exceptions.RayError as error:
-        raise TrainingError(f"a process of the Ray cluster ended: {str(error).partition(chr(10))[0]}") from error
 
 
 def start_worker(gpus: Sequence[str]) -> None:

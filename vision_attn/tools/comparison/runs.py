@@ -30,7 +30,7 @@ def compare(
         variants: settings of each variant, by name.
         output: folder for the results, as in :func:`trials`.
         command: command line, for ``comparison.md``.
-        **options: ``seeds``, ``jobs`` and ``backend`` of :func:`trials`.
+        **options: ``seeds`` and ``jobs`` of :func:`trials`.
 
     Raises:
         ValueError: a setting is wrong, or the folder contains runs with other settings.
