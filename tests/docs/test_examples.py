@@ -36,6 +36,7 @@ EXAMPLES = {
     "classify.py": "",
     "evidence.py": "--epochs 1 --seeds 0 --jobs 1",
     "recall.py": "--variants linear matching --seeds 0 --steps 20 --jobs 1",
+    "shredded.py": "--variants borders plain linear cost-volume matching --seeds 0 --steps 1 --jobs 1",
     "mosaic.py": "--variants nearest-neighbor matching --seeds 0 --steps 1 --thaw 1 --jobs 1",
     "stereo.py": "--variants cost-volume matching --seeds 0 --steps 1 --jobs 1",
     "one_shot_video.py": "--seeds 0 --steps 1 --jobs 1 --device cpu",
@@ -200,6 +201,35 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
     assert ((given.sum(2) == 1) == (target == mosaic.IGNORED)).all()
     correct = mosaic.NearestNeighbor()(features, given).argmax(1) == target
     assert correct[target != mosaic.IGNORED].all()
+
+
+def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    shredded = importlib.import_module("shredded")
+    monkeypatch.setattr(shredded, "EVALUATED", 16)
+    column, row = np.meshgrid(np.arange(32), np.arange(32))
+    for number in range(40):  # brightness follows the column; each photograph has its own stripes
+        for split in ("train", "test"):
+            pixels = np.stack([4 * column, row * (number + 1) % 256, np.full_like(row, 6 * number)], 2).astype(np.uint8)
+            file = tmp_path / split / "class" / f"{number:02}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(file)
+    pool = shredded.load_photographs(tmp_path, "test")
+    strips, following = shredded.canvases(2, pool, torch.Generator().manual_seed(0))
+    scored = following >= 0
+    given, right = strips[scored], shredded.take(strips, following)[scored]
+    assert (given.shape[0], right.shape[1:]) == (2 * 48, (3, 32, 4))
+    torch.testing.assert_close(right[:, 0, :, 0], given[:, 0, :, -1] + 4 * 5 / 255)  # four columns are lost
+    torch.testing.assert_close(right[:, 1:], given[:, 1:])
+    assert len(shredded.load_photographs(tmp_path, "train")) + len(shredded.load_photographs(tmp_path, "val")) == 40
+    arguments = ["--data", str(tmp_path), *EXAMPLES["shredded.py"]]
+    shredded.main([*arguments, "--output", str(tmp_path / "runs")])
+    runs = json.loads((tmp_path / "runs/runs.json").read_text())["runs"]
+    assert runs["borders"]["0"]["found %"] == 100
+    assert [runs[name]["0"]["parameters"] // 1000 for name in ("linear", "cost-volume", "matching")] == [255, 238, 255]
+    shredded.main([*arguments, "--picture", str(tmp_path / "shredded.png")])
+    with Image.open(tmp_path / "shredded.png") as picture:
+        assert picture.width > 800
 
 
 def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch):
