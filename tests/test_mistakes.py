@@ -68,7 +68,7 @@ TRAIN += " --names layer2"
 @pytest.mark.parametrize(
     ("command", "code", "message"),
     [
-        ("explore {images}/val/red/0.png --model tiny", 2, "vit_tiny_patch16_224"),
+        ("explore tiny {images}/val/red/0.png", 2, "vit_tiny_patch16_224"),
         ("inspect torchvision:resnet999", 2, "'torchvision:resnet999' does not exist. Did you mean 'resnet"),
         (f"{TRAIN} --block-options num_head=4", 2, "'num_head'. Did you mean 'num_heads' or"),
         (f"{TRAIN} --block test_mistakes:Breaks", 1, "'test_mistakes:Breaks' raised KeyError ('window') in line "),

@@ -116,7 +116,7 @@ def test_without_a_command_all_commands_are_listed(capsys):
         (["predict", RUN, "broken.png"], 1, "broken.png"),
         (["predict", RUN, "missing.png"], 1, "missing.png"),
         (["evaluate", RUN], 2, "data is required"),
-        (["explore", "IMAGE", "--model", "resnet20"], 2, "error: --model resnet20 has no attention modules"),
+        (["explore", "resnet20", "IMAGE"], 2, "error: model resnet20 has no attention modules"),
         (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "got Windo. Did you mean 'Window'"),
         (["train", "--stages", "-1", "--pattern", "row"], 2, "got 'row'. Did you mean 'rows'"),
         (["train", "--stages", "-1", "--block", "cbma"], 2, "got 'cbma'. Did you mean 'cbam'"),
@@ -200,7 +200,7 @@ def test_a_full_output_is_an_error(words):
     ("words", "output"),
     [
         (["predict", RUN, "IMAGE", "-o"], "/nothing/here"),
-        (["explore", "IMAGE", "--model", RUN, "-o"], "/nothing/here"),
+        (["explore", RUN, "IMAGE", "-o"], "/nothing/here"),
         (["export", RUN, "-o"], "/proc/net.onnx"),
     ],
     ids=lambda value: f"{value[0]} {value[-1]}" if isinstance(value, list) else "",
@@ -343,10 +343,10 @@ def test_damaged_images_are_skipped_and_reported(capsys, image_folder, tmp_path)
     for one, other in zip(*tables, strict=True):
         assert (one["image"], one["class_1"]) == (other["image"], other["class_1"])
         assert float(one["probability_1"]) == pytest.approx(float(other["probability_1"]), abs=1e-5)
-    explore = "explore", good / "0.png", broken, "--model", RUN, "-o", tmp_path / "page.html"
+    explore = "explore", RUN, good / "0.png", broken, "-o", tmp_path / "page.html"
     code, out, err = run(capsys, *explore)
     assert (code, f"wrote {tmp_path / 'page.html'}" in out, err.count("\n")) == (1, True, 2)
-    assert run(capsys, "explore", broken, "--model", RUN)[0] == 1
+    assert run(capsys, "explore", RUN, broken)[0] == 1
 
 
 #: A program in which some packages are not installed.
@@ -365,7 +365,7 @@ sys.exit(main())
     ("missing", "words", "needed"),
     [
         ("matplotlib", "demo", "viz"),
-        ("accelerate,joblib,matplotlib,pydantic,sklearn,scipy,yaml", "explore IMAGE --model RUN -o page.html", None),
+        ("accelerate,joblib,matplotlib,pydantic,sklearn,scipy,yaml", "explore RUN IMAGE -o page.html", None),
         ("accelerate,joblib,matplotlib,pydantic,sklearn,scipy,yaml", "predict RUN IMAGE", None),
         ("onnxruntime", "export RUN -o net.onnx", "export"),
     ],
@@ -469,7 +469,7 @@ def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
 
 def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path):
     images = [image_folder / "val" / name / "0.png" for name in ("red", "blue")]
-    explore = "explore", *images, "--model", RUN, "-o", tmp_path / "page.html"
+    explore = "explore", RUN, *images, "-o", tmp_path / "page.html"
     code, out, err = run(capsys, *explore, "--top", 3)
     page = (tmp_path / "page.html").read_text()
     assert (code, err) == (0, "")
@@ -485,8 +485,8 @@ def test_a_network_is_explored_by_name_with_swapped_attention(capsys, image_fold
     assert (len(found.classes), found.classes[1]) == (1000, "goldfish, Carassius auratus")
     assert found.transform(Image.new("RGB", (240, 240))).shape == (3, 224, 224)
 
-    explore = "explore", image_folder / "val" / "red", "-o", tmp_path / "page.html", "--model"
-    out, page = run(capsys, *explore, "test_vit")[1], (tmp_path / "page.html").read_text()
+    explore = "explore", "test_vit", image_folder / "val" / "red", "-o", tmp_path / "page.html"
+    out, page = run(capsys, *explore)[1], (tmp_path / "page.html").read_text()
     warning = "The weights of test_vit are random. "
     assert ("replaced 6 attention modules" in out, "blocks.5.attn" in page) == (True, True)
     assert (warning in out, f'"note": "{warning}' in page) == (True, True)

@@ -91,7 +91,7 @@ def test_a_network_is_loaded_without_other_files_and_again_offline(folder, reque
     assert network.classes == ("a", "b", "c")
     image = str(image_folder / "val" / "red" / "0.png")
     assert main(["predict", names[0], image, "--top", "1"]) == 0
-    assert main(["explore", image, "--model", names[0], "-o", str(folder.parent / "page.html")]) == 0
+    assert main(["explore", names[0], image, "-o", str(folder.parent / "page.html")]) == 0
     assert "random" not in capsys.readouterr().out
     bare = timm.create_model("tiny", num_classes=3)
     bare.load_state_dict({key: value for key, value in expected.state_dict().items() if "inserted" not in key})

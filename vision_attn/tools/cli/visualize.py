@@ -55,9 +55,9 @@ def open_network(name: str, pretrained: bool) -> Any:
 
 
 def explore(
+    model: Annotated[Positional[str], arg(metavar="MODEL")],
     images: Images,
     /,
-    model: str,
     pretrained: bool = False,
     names: Annotated[tuple[str, ...], hint("MODULE [MODULE ...]", "default: all attention modules")] = (),
     output: Output = Path("report.html"),
@@ -66,8 +66,8 @@ def explore(
     """Write an interactive HTML page with the attention maps of a network.
 
     Args:
-        images: Image files, or folders of images.
         model: Folder of a training run, hf-hub:OWNER/NAME, or name of a timm model.
+        images: Image files, or folders of images.
         pretrained: Load the pretrained weights of the timm model.
         names: Attention modules to show: names, or globs such as 'layer*.1'.
         output: HTML file to write.
