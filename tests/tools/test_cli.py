@@ -455,7 +455,7 @@ def test_train_names_the_command_that_compares_its_run(capsys, image_folder, tmp
 def test_swapped_arguments_are_named(capsys, image_folder):
     code, _, err = run(capsys, "predict", image_folder / "val", RUN)
     assert (code, err.count("\n")) == (1, 1)
-    assert f"{image_folder / 'val'} contains no network. Pass RUN first" in err
+    assert f"{image_folder / 'val'} contains no network. Pass it first" in err
 
 
 def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from vision_attn.text import escape_control_characters
-from vision_attn.tools.cli.visualize import Images, Output
+from vision_attn.tools.cli.visualize import Images, Output, load_run
 from vision_attn.tools.hints import hint
 
 #: Argument type shared by several commands.
@@ -90,18 +90,6 @@ def env() -> None:
     from vision_attn.tools.environment import describe_environment
 
     print_escaped("\n".join(f"{name}: {value}" for name, value in describe_environment().items()))
-
-
-def load_run(run: Path) -> Any:
-    """Load the network of a run; name the expected arguments if the folder contains none."""
-    from vision_attn.networks.checkpoints import folder
-
-    try:
-        return folder.load_model(run)
-    except FileNotFoundError as error:
-        expected = "Pass RUN first: the folder of a training run or of va.save_model, or hf-hub:OWNER/NAME"
-        what = "contains no network" if run.exists() else "does not exist"
-        raise FileNotFoundError(f"{run} {what}. {expected}") from error
 
 
 def predict(

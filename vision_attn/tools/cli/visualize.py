@@ -29,6 +29,18 @@ def crop_as_network(image: Image.Image, transform: Any) -> Image.Image:
     return image
 
 
+def load_run(run: Path) -> Any:
+    """Load the network of a run; name the expected arguments if the folder contains none."""
+    from vision_attn.networks.checkpoints import folder
+
+    try:
+        return folder.load_model(run)
+    except FileNotFoundError as error:
+        expected = "Pass it first: the folder of a training run or of va.save_model, or hf-hub:OWNER/NAME"
+        what = "contains no network" if run.exists() else "does not exist"
+        raise FileNotFoundError(f"{run} {what}. {expected}") from error
+
+
 def open_network(name: str, pretrained: bool) -> Any:
     """Load a network from a folder or create it by name, with its classes and image transform."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
@@ -40,7 +52,7 @@ def open_network(name: str, pretrained: bool) -> Any:
     from vision_attn.networks.models.registry import create_model, get_model_cfg
 
     if Path(name).exists() or name.startswith(SCHEME):
-        model = folder.load_model(name)
+        model = load_run(Path(name))
     else:
         known = get_pretrained_cfg(name)
         count = known.num_classes if known else 1000
@@ -81,7 +93,7 @@ def explore(
     from vision_attn.tools import explorer
     from vision_attn.tools.images import check_none_skipped, find_images, load_images, open_image
 
-    files, network, note = find_images(images), open_network(model, pretrained), ""
+    network, files, note = open_network(model, pretrained), find_images(images), ""
     if not attention_modules(network):
         expected = "expected a network with attention, such as a run of vision-attn train --stages"
         raise ValueError(f"model {model} has no attention modules: {expected} or vit_tiny_patch16_224")
