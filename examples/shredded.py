@@ -8,18 +8,18 @@ Two columns of pixels are lost at each edge of a strip, so four are missing betw
 turns each strip into one position of an 8×8 feature map. One block and a decoder of each position follow, which draws
 the strip on the right. The last strip of a photograph has none and is not scored.
 
-A value must be found at an unknown position and copied, and the match is not symmetric: the strip on the left fits, too.
-`found %` is the percentage of drawn strips that are closer to the next strip of their photograph than to any of the
-other 62, and dB the peak signal-to-noise ratio of the drawn strips. Two variants without training compare the
-nearest columns of pixels: `borders` copies the strip whose left column is closest to the right column of the query, and
-`soft-borders` averages all strips, weighted by a softmax over squared distances, with the scale that finds most strips
-in training photographs. The cost volume uses the same features for queries and keys, as is usual; with separate
-features, it would be attention. It does not compare a strip with itself.
+A value must be found at an unknown position and copied, and the match is not symmetric: the strip on the left fits as
+well as the strip on the right. `found %` is the percentage of drawn strips that are closer to the next strip of their
+photograph than to any of the other 62, and dB the peak signal-to-noise ratio of the drawn strips. Two variants without
+training compare the nearest columns of pixels: `borders` copies the strip whose left column is closest to the right
+column of the query, and `soft-borders` averages all strips, weighted by a softmax over squared distances, with the
+scale that finds most strips in training photographs. The cost volume uses the same features for queries and keys, as
+is usual; with separate features, it would be attention. It does not compare a strip with itself.
 
 The plan, written before the runs: eight trained variants, five seeds, 3,000 steps, test photographs. The learning rate
 of each variant was selected from 0.0015, 0.003, 0.006 and 0.012 by 1,000 steps with seed 100, on 5,000 training
-photographs that are held out for it (`--split val`). In these runs, `matching` found 33 % of the strips, attention
-30 %, a cost volume 28 %, and every other block, like none, between 21 and 22 %. The border columns find 39 % of the test
+photographs that are held out for it (`--split val`). In these runs, `matching` found 33 % of the strips, attention 30
+%, a cost volume 28 %, and every other block, like none, between 21 and 22 %. The border columns find 39 % of the test
 strips. After 3,000 steps, `matching` is expected to find more strips than every variant that is not attention, and at
 least five points more than every such block that is trained.
 """

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -267,7 +267,8 @@ def test_video_is_segmented_without_reading_the_test_split(video, monkeypatch):
     video.main([*arguments, "--split", "val"])  # the folder has no test split
     results = json.loads((folder / "runs" / "runs.json").read_text())["runs"]
     assert tuple(results) == video.VARIANTS
-    assert all(set(runs["0"]) == {"parameters", "pixels %", "classes %"} for runs in results.values())
+    drives = {f"{drive} pixels %" for drive in ("0001TP", "Seq05VD")}
+    assert all(set(runs["0"]) == {"parameters", "pixels %", "classes %", *drives} for runs in results.values())
     sizes = {variant: runs["0"]["parameters"] for variant, runs in results.items()}
     assert len({sizes[variant] // 1000 for variant in ("averaging", "linear", "attention", "matching")}) == 1
     assert sizes["matching"] <= min(sizes[variant] for variant in video.MERGED if variant not in ("plain", "cbam"))
@@ -284,7 +285,7 @@ def test_video_is_segmented_without_reading_the_test_split(video, monkeypatch):
 
 def test_pairs_of_video_frames_have_consistent_labels(video):
     video, _, folder = video
-    features, labels, pairs = video.load_frames(str(folder), "train", "cpu")
+    features, labels, pairs, _ = video.load_frames(str(folder), "train", "cpu")
     assert features.shape == (12, 152, 6, 8)
     assert {(query, reference) for query, reference in pairs.tolist()} == {
         (query, reference)
@@ -292,11 +293,11 @@ def test_pairs_of_video_frames_have_consistent_labels(video):
         if query // 6 == reference // 6 and 3 <= abs(query - reference) <= 12
     }
     features[:, 0], features[:, 1] = torch.arange(12.0)[:, None, None], torch.arange(8.0)  # encode frame and column
-    batch = video.draw_batch((features, labels, pairs), 64, torch.Generator().manual_seed(0))
+    batch = video.draw_batch((features, labels, pairs, None), 64, torch.Generator().manual_seed(0))
     mirrored = batch[1][:, 1, 0, 0] > 0
     assert 16 < mirrored.sum() < 48
     orders = set()
-    for query, reference, given, target, classes, flip in zip(*batch, mirrored, strict=True):
+    for query, reference, given, target, classes, index, flip in zip(*batch, mirrored, strict=True):
         source = labels[int(reference[0, 0, 0])]
         source = source.flip(1) if flip else source
         order = dict(zip(source.flatten().tolist(), given.flatten().tolist(), strict=True))
@@ -304,6 +305,7 @@ def test_pairs_of_video_frames_have_consistent_labels(video):
         assert len(set(order.values())) == len(order)
         assert order.get(video.UNLABELED, video.UNLABELED) == video.UNLABELED
         assert torch.equal(classes, labels[int(query[0, 0, 0])])
+        assert index == query[0, 0, 0]
         order[video.UNLABELED] = video.IGNORED
         assert torch.equal(target, classes.clone().apply_(lambda name, order=order: order.get(name, video.IGNORED)))
         orders.add(tuple(sorted(order.items())))
@@ -314,8 +316,8 @@ def test_labels_of_the_same_video_frame_are_copied(video):
     video, *_ = video
     generator = torch.Generator().manual_seed(0)
     features, labels = torch.randn(4, 9, 6, 8, generator=generator), torch.randint(12, (4, 6, 8), generator=generator)
-    frames = features, labels, torch.arange(4)[:, None].expand(-1, 2)
-    *inputs, target, classes = video.draw_batch(frames, 32, generator)
+    frames = features, labels, torch.arange(4)[:, None].expand(-1, 2), np.array(["a", "a", "b", "b"])
+    *inputs, target, classes, _ = video.draw_batch(frames, 32, generator)
     correct = {
         variant: video.copy_labels(*inputs, variant=variant, scale=100.0).argmax(1) == target
         for variant in video.UNTRAINED
@@ -326,6 +328,10 @@ def test_labels_of_the_same_video_frame_are_copied(video):
     assert correct["reference-position"][known & mirrored[:, None, None]].double().mean() < 0.5
     assert correct["nearest-neighbor"][known].all()
     assert correct["soft-nearest-neighbor"][known].all(), "a high scale selects the most similar position"
+    copying = partial(video.copy_labels, variant="reference-position")
+    measured = video.accuracy(copying, frames, 0)
+    assert measured["pixels %"] == pytest.approx(np.mean([measured[f"{drive} pixels %"] for drive in "ab"]), abs=15)
+    assert len({*measured.values()}) == 4
     scores = video.copy_labels(*inputs, variant="soft-nearest-neighbor", scale=0.0)
     share = torch.stack([(inputs[2] == label).double().mean((1, 2)) for label in range(video.CLASSES)], 1)
     torch.testing.assert_close(scores, share[..., None, None].expand_as(scores).float())
