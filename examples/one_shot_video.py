@@ -19,9 +19,9 @@ weighted by a softmax over their cosine similarities with the scale that has the
 drives (soft-nearest-neighbor). The last one was added after the other runs.
 
 Scores are computed at stride 8 for classes that occur in the reference: the accuracy over all positions, and the mean
-of the accuracies of the classes. The accuracy in each drive was added after the runs, and measured in new runs of
-four variants: 171 of the 233 test frames are from Seq05VD, of which no frame is used in training. The loss weights classes by the inverse square root of their frequency. All settings
-were selected on the validation split.
+of the accuracies of the classes. The accuracy in each drive was added after the runs, and measured in new runs of four
+variants: 171 of the 233 test frames are from Seq05VD, of which no frame is used in training. The loss weights classes
+by the inverse square root of their frequency. All settings were selected on the validation split.
 
 The plan, written before the runs: five seeds; the pixel accuracy of `matching` is at least 15 points higher than that
 of every block that does not compare positions, and both scores are higher than those of linear attention and of the
