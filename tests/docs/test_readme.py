@@ -32,6 +32,7 @@ from vision_attn.networks.convert import equations
 from vision_attn.networks.convert.conversion import CONVERSIONS
 from vision_attn.tools import cli
 from vision_attn.tools.cli import flags
+from vision_attn.tools.comparison.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -208,6 +209,11 @@ def test_the_tables_of_implementations_and_of_the_benchmark_are_complete():
     assert sorted(first_cells(page("performance"), "| `--rows` |")) == sorted([*speed.ROWS, "all"])
 
 
+def test_the_table_of_variants_is_complete():
+    rows = first_cells(page("when-not"), "| variant | inserted block |")
+    assert sorted(row for row in rows if not row.startswith("NAME=")) == sorted(VARIANTS)
+
+
 def test_the_table_and_the_diagram_contain_every_module():
     package = ROOT / "vision_attn"
     layers = {path.name: path for path in package.iterdir() if (path / "__init__.py").exists()}
@@ -238,8 +244,11 @@ def parse(name, *words):
     if name in cli.PLAIN:
         tyro.cli(functools.wraps(cli.PLAIN[name])(lambda *arguments, **flags: None), args=words)
     else:
-        _, given = flags.parse(getattr(flags, name.title()), [*words], name)
+        found, given = flags.parse(getattr(flags, name.title()), [*words], name)
         flags.merge_settings(None, given)
+        if name == "compare":
+            bases = (re.match(r"(?:[^=]+=)?([^-]\S*)", variant) for variant in found.comparison.variants)
+            assert {base[1] for base in bases if base} <= {*VARIANTS}
 
 
 def test_the_commands_can_be_parsed():
