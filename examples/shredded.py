@@ -1,7 +1,6 @@
 """Shredded photographs: find the strip that follows each strip, and draw it.
 
-    python examples/shredded.py --data cifar100                         # with train/CLASS/IMAGE and test/CLASS/IMAGE
-    python examples/shredded.py --data cifar100 --picture shredded.png  # train two blocks, draw reassembled photographs
+    python examples/shredded.py --data cifar100      # with train/CLASS/IMAGE and test/CLASS/IMAGE
 
 Sixteen photographs of CIFAR-100 (32×32 pixels) are cut into four vertical strips each, and the 64 strips are shuffled.
 Two columns of pixels are lost at each edge of a strip, so four are missing between neighbors. A convolutional network
@@ -36,7 +35,6 @@ from recall import build_parser, retrieval_blocks
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.capture.figures import Figure, save_figure
 from vision_attn.networks.network import quiet_eval
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.experiments import trials
@@ -181,33 +179,6 @@ def run(variant, seed, steps, data, split, learning_rate):
     }
 
 
-@torch.no_grad()
-def reassembled(draw, strips, starts):
-    """Return the photographs ``(n, 3, 32, 16)`` that start with the given strips and continue with the strips found."""
-    found = nearest(draw(strips), strips)[0]
-    indices = [starts]
-    for _ in range(STRIPS - 1):
-        indices.append(found[indices[-1]])
-    return torch.cat([strips[0, index] for index in indices], dim=3)
-
-
-def picture(data, steps):
-    """Draw test photographs that were reassembled from 64 strips, by borders and by two trained blocks."""
-    strips, following = canvases(1, load_photographs(data, "test"), torch.Generator().manual_seed(1))
-    last = set(range(CELLS**2)) - set(following[0].tolist())  # strips that follow no strip start a photograph
-    starts = torch.tensor(sorted(last))[:PHOTOGRAPHS]
-    rows = {"photograph": lambda strips: take(strips, following.clamp(min=0)), "borders": copy_by_borders}
-    for variant in ("linear", "matching"):
-        rows[variant] = train(variant, 0, steps, LEARNING_RATES[variant], load_photographs(data, "train")).eval()
-    figure = Figure((9, 4.6), layout="constrained")
-    for (title, draw), axes in zip(rows.items(), figure.subplots(len(rows), PHOTOGRAPHS), strict=True):
-        for image, axis in zip(reassembled(draw, strips, starts), axes, strict=True):
-            axis.imshow(image.permute(1, 2, 0).numpy())
-            axis.set(xticks=[], yticks=[])
-        axes[0].set_ylabel(title)
-    return figure
-
-
 def main(arguments=None):
     parser = build_parser(__doc__, VARIANTS, steps=3000, output="runs/shredded")
     parser.add_argument(
@@ -217,14 +188,7 @@ def main(arguments=None):
     parser.add_argument(
         "--learning-rate", type=float, help="learning rate of all variants (default: the selected rates)"
     )
-    parser.add_argument(
-        "--picture", metavar="FILE", help="train two blocks, and draw reassembled photographs to this file"
-    )
-    options = vars(parser.parse_args(arguments))
-    if file := options.pop("picture"):
-        save_figure(picture(options["data"], options["steps"]), file)
-    else:
-        trials(run, **options)
+    trials(run, **vars(parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":

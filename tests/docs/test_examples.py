@@ -227,9 +227,6 @@ def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, m
     runs = json.loads((tmp_path / "runs/runs.json").read_text())["runs"]
     assert runs["borders"]["0"]["found %"] == 100
     assert [runs[name]["0"]["parameters"] // 1000 for name in ("linear", "cost-volume", "matching")] == [255, 238, 255]
-    shredded.main([*arguments, "--picture", str(tmp_path / "shredded.png")])
-    with Image.open(tmp_path / "shredded.png") as picture:
-        assert picture.width > 800
 
 
 def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch):
