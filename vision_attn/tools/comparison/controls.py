@@ -1,4 +1,4 @@
-"""Controls: blocks without attention that have at most as many parameters as :class:`AttentionBlock2d`.
+"""Controls: blocks without attention, with about as many parameters as :class:`AttentionBlock2d` or fewer.
 
 Comparisons with them show how much of the gain of a block is due to attention.
 """
