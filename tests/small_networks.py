@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import timm
 import torch
 from torch import nn
 
@@ -13,6 +14,13 @@ def convolutions(*widths, **options):
     for given, made in pairwise(widths):
         layers += [nn.Conv2d(given, made, 3, padding=1, **options), nn.ReLU()]
     return nn.Sequential(*layers[:-1]).eval()
+
+
+def resnet(num_classes=5, depth=2, **options):
+    """Return a narrow ResNet in evaluation mode with reproducible weights, and with the module names of ResNet-18."""
+    torch.manual_seed(0)
+    options = {"channels": (16, 16, 32, 64), "num_classes": num_classes, **options}
+    return timm.models.ResNet(timm.models.resnet.BasicBlock, [depth] * 4, **options).eval()
 
 
 def randomize_(model):
