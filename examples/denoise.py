@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import vision_attn as va
+from vision_attn.networks.controls import ConvBlock2d, SqueezeExciteBlock2d
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import markdown
 from vision_attn.tools import cli
-from vision_attn.tools.comparison.controls import ConvBlock2d, SqueezeExciteBlock2d
 from vision_attn.tools.comparison.statistics import as_markdown, compare_scores, difference_parts
 from vision_attn.tools.environment import describe_environment
 

@@ -41,9 +41,9 @@ from torchvision.transforms.functional import pil_to_tensor
 from torchvision.tv_tensors import Mask
 
 import vision_attn as va
+from vision_attn.networks.controls import ConvBlock2d
 from vision_attn.networks.network import quiet_eval
 from vision_attn.tools import cli
-from vision_attn.tools.comparison.controls import ConvBlock2d
 from vision_attn.tools.comparison.experiments import trials
 
 CLASSES = 11  # label 11 means unlabeled

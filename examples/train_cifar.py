@@ -49,8 +49,8 @@ from torchvision.transforms.functional import pil_to_tensor
 import vision_attn as va
 import vision_attn.networks.models  # registers resnet20 and others with timm
 from vision_attn.errors import TrainingError
+from vision_attn.networks.controls import ConvBlock2d, SqueezeExciteBlock2d
 from vision_attn.tools import cli
-from vision_attn.tools.comparison.controls import ConvBlock2d, SqueezeExciteBlock2d
 from vision_attn.tools.comparison.experiments import trials
 
 #: Blocks to insert after each residual block of the last stage. All have about the same number of parameters.

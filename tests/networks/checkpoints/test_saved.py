@@ -26,8 +26,8 @@ import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.networks.checkpoints import load_adapter_, save_adapter
 from vision_attn.networks.checkpoints.option_code import from_code, to_code
+from vision_attn.networks.controls import ConvBlock2d
 from vision_attn.networks.insertion import inserted_keys, records
-from vision_attn.tools.comparison.controls import ConvBlock2d
 
 #: Some feature maps of the small networks in these tests are 2×2.
 pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
@@ -363,10 +363,15 @@ def replace_block(model):
     va.insert_(model, names="stage1", num_heads=2, pattern="rows")
 
 
+class CustomBlock(ConvBlock2d):
+    """A block that the library does not know."""
+
+
 NETWORKS = {
     "branch": ("resnet20", {"in_chans": 1}, lambda m: va.insert_(m, names="layer2.0", at="branch", num_heads=2)),
     "instead": ("resnet20", {}, lambda m: va.replace_(m, names="layer3.0.conv2", num_heads=2)),
-    "control": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, ConvBlock2d, stages=-1)),
+    "control": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, "ConvBlock2d", stages=-1)),
+    "custom": ("tiny", {}, lambda m: va.insert_(m, CustomBlock, stages=-1)),
     "tokens": ("test_vit", {"img_size": 64}, lambda m: va.insert_(m, names="blocks.1", num_heads=2)),
     "none": ("test_efficientnet", {"global_pool": "max"}, lambda m: None),
     "another block": ("recall_attention", {}, replace_block),
@@ -387,9 +392,9 @@ def test_networks_with_any_blocks_are_restored_bitwise(case, tmp_path):
     train(model.eval())
     state = torch.get_rng_state()
     assert va.save_model(model, tmp_path / "net", classes=["a", "b", "c"]) == tmp_path / "net"
-    how = {"block": ConvBlock2d} if case == "control" else {}
+    how = {"block": CustomBlock} if case == "custom" else {}
     if how:
-        with pytest.raises(va.errors.CheckpointError, match="block=ConvBlock2d"):
+        with pytest.raises(va.errors.CheckpointError, match="block=CustomBlock"):
             va.load_model(tmp_path / "net")
     again = va.load_model(tmp_path / "net", **how)
     assert torch.equal(torch.get_rng_state(), state)

@@ -158,6 +158,10 @@ def test_a_comparison_resumes_where_it_was_interrupted(image_folder, tmp_path, m
     assert (saved.count("plain-0"), saved.count("rope-0") < 8) == (5, True), "completed steps are not repeated"
     with pytest.raises(ValueError, match=r"plain-0 contains a run with lr=None instead of 0\.1"):
         compare(two_variants(lr=0.1), seeds=(0,), output=resumed, jobs=1)
+    moved = tmp_path / "moved"
+    moved.symlink_to(image_folder)
+    compare(two_variants(data=moved, workers=0), seeds=(0,), output=resumed, jobs=1)
+    assert "2 runs, 2 of them complete" in capsys.readouterr().out, "these settings do not change the result"
 
 
 def test_accuracies_and_changes_are_percentages(tmp_path, monkeypatch):
@@ -297,13 +301,6 @@ def test_the_progress_of_a_run_is_printed_from_its_start(tmp_path, monkeypatch, 
         f"Tables: {tmp_path / 'comparison.md'}",
         f"Plot of the differences and their intervals: {tmp_path / 'comparison.png'}",
     ]
-
-
-def test_the_page_lists_the_variants_that_exist():
-    page = (Path(__file__).parents[3] / "docs/when-not.md").read_text()
-    rows = re.findall(r"^\| (`.*?) \|", page.partition("<summary>Variants")[2].partition("</details>")[0], re.MULTILINE)
-    listed = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
-    assert listed == VARIANTS.keys()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ def trials(
     gpu: bool = False,
     step: Callable[[str], Callable[[], object]] | None = None,
     note: str = "",
+    may_change: Collection[str] = (),
     **options: Any,
 ) -> Runs:
     """Run each variant with each seed and compare the measurements.
@@ -73,6 +74,7 @@ def trials(
         gpu: assign a GPU to each run if GPUs are available.
         step: function ``step(variant)`` that returns a function for one training step. Steps are timed after the runs.
         note: text below the table.
+        may_change: names of options that may differ when a comparison is resumed or extended, such as the device.
         **options: options for ``run``: numbers, strings and lists.
 
     Raises:
@@ -90,7 +92,7 @@ def trials(
     settings = json.loads(json.dumps({variant: {**options, **custom[variant]} for variant in custom}))
     # Runs are ordered by seed, so that an interrupted comparison has a similar number of runs for each variant.
     runs = {(variant, seed): folder / f"{variant}-{seed}" / "run.json" for seed in seeds for variant in custom}
-    todo = {key: path for key, path in runs.items() if not is_complete(path, settings[key[0]])}
+    todo = {key: path for key, path in runs.items() if not is_complete(path, settings[key[0]], may_change)}
     calls = [(run, *key, settings[key[0]], path) for key, path in todo.items()]
     execute(calls, jobs, len(runs), gpu)
     records = {key: json.loads(path.read_text()) for key, path in runs.items()}
@@ -114,12 +116,13 @@ def trials(
     return found
 
 
-def is_complete(file: Path, settings: Mapping[str, Any]) -> bool:
-    """Return True if a run is complete; raise if its settings differ."""
+def is_complete(file: Path, settings: Mapping[str, Any], may_change: Collection[str]) -> bool:
+    """Return True if a run is complete; raise if its settings differ, except those that may change."""
     if not file.exists():
         return False
     before = json.loads(file.read_text())["settings"]
-    names = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
+    fixed = [name for name in {**before, **settings} if name not in may_change]
+    names = [name for name in fixed if before.get(name) != settings.get(name)]
     if changes := [f"{name}={before.get(name)!r} instead of {settings.get(name)!r}" for name in names]:
         others = shorten(changes, limit=3)
         raise ValueError(f"output: {file.parent} contains a run with {others}. Choose another folder")

@@ -14,7 +14,7 @@ import torch
 from vision_attn.networks.macs import count_macs
 from vision_attn.tools.comparison.experiments import Metrics, Runs, progress_printer, trials
 from vision_attn.tools.training.run import run_training
-from vision_attn.tools.training.settings import CALL_SETTINGS, make_settings
+from vision_attn.tools.training.settings import CALL_SETTINGS, MACHINE_SETTINGS, make_settings
 from vision_attn.version import __version__
 
 
@@ -48,7 +48,7 @@ def compare(
     note = f"Top-1 accuracy after the last epoch on {images}, with torch {torch.__version__} and "
     note += f"vision_attn {__version__}. Command: `{command}`"
     run, gpu = partial(train_variant, output=Path(output).resolve()), first["device"] != "cpu"
-    return trials(run, settings, output=output, gpu=gpu, note=note, **options)
+    return trials(run, settings, output=output, gpu=gpu, note=note, may_change=MACHINE_SETTINGS, **options)
 
 
 def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> Metrics:

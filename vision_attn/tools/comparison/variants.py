@@ -9,17 +9,16 @@ from typing import Any
 from vision_attn.text import did_you_mean
 from vision_attn.tools.training.settings import Settings, changes, override, read_settings
 
-CONTROLS = "vision_attn.tools.comparison.controls:"
 #: Settings of each variant, by name; None for the network without a block.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    "convolution": {"block": f"{CONTROLS}ConvBlock2d"},
-    "large-kernel": {"block": f"{CONTROLS}ConvBlock2d", "block_options": ("kernel_size=13",)},
-    "norm-shortcut": {"block": f"{CONTROLS}NormBlock2d"},
+    "convolution": {"block": "ConvBlock2d"},
+    "large-kernel": {"block": "ConvBlock2d", "block_options": ("kernel_size=13",)},
+    "norm-shortcut": {"block": "NormBlock2d"},
     "se": {"block": "se", "at": "branch", "block_options": ("rd_ratio=2",)},
     "cbam": {"block": "cbam", "at": "branch"},  # with the defaults of timm, in the residual branch as in the paper
-    "se-residual": {"block": f"{CONTROLS}SqueezeExciteBlock2d"},
-    "pooled-mlp": {"block": f"{CONTROLS}ConvBlock2d", "block_options": ("kernel_size=None",)},
+    "se-residual": {"block": "SqueezeExciteBlock2d"},
+    "pooled-mlp": {"block": "ConvBlock2d", "block_options": ("kernel_size=None",)},
     "averaging": {"block_options": ("scale=0",)},
     "attention": {},
 }

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import vision_attn as va
-from vision_attn.tools.comparison.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
+from vision_attn.networks.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 
 FIRST = {
     ConvBlock2d: {"project.weight", "project.bias"},
