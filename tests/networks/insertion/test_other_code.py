@@ -288,6 +288,15 @@ def test_traced_graphs_run_each_block_after_fusion(names, options):
     assert not torch.equal(create_feature_extractor(model, {"layer3": "tap"})(IMAGE)["tap"], taps)
 
 
+def test_a_block_is_not_removed_from_a_traced_graph_that_calls_it():
+    model, before = with_block("layer2.1")
+    traced = torch.fx.symbolic_trace(model)
+    with pytest.raises(ValueError, match="no inserted block"):
+        va.remove_(traced)
+    for network in (traced, model):
+        torch.testing.assert_close(network(IMAGE), before)
+
+
 def test_tracing_a_block_at_a_fused_norm_raises_an_error():
     with pytest.raises(va.errors.SiteError, match=r"cannot be traced by torch.fx.* BatchNorm2d"):
         torch.fx.symbolic_trace(with_block("layer2.1", "branch")[0])
