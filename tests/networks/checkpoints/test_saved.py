@@ -625,6 +625,27 @@ def test_a_network_of_any_class_is_saved_with_its_arguments(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"net", "again"}
 
 
+class Phases(nn.Module):
+    """A network with a complex parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 4, 1), nn.Linear(4, 3)
+        self.phase = nn.Parameter(torch.randn(4, 1, 1, dtype=torch.complex64))
+
+    def forward(self, x):
+        y = (self.conv(x) * self.phase).abs().mean((2, 3))
+        return self.head(y.to(self.head.weight.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_tensor_keeps_its_dtype(dtype, tmp_path):
+    model = Phases().eval()
+    model.head.to(dtype)
+    va.save_model(model, tmp_path, network=Phases, example_input=(1, 2, 4, 4))
+    assert_same(va.load_model(tmp_path, network=Phases).state_dict(), model.state_dict())
+
+
 def test_a_network_is_passed_only_for_a_folder_that_names_one(saved):
     with pytest.raises(ValueError, match="created by timm"):
         va.load_model(saved[0], network=small_network)

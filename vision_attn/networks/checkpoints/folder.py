@@ -251,9 +251,9 @@ def load_model(
         raise
     except Exception as error:  # invalid arguments can cause any exception
         raise CheckpointError(f"{folder}: cannot create the network ({type(error).__name__}: {error})") from error
-    kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
-    if len(kinds) == 1:
-        model.to(kinds.pop())
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and weights[key].is_floating_point():
+            tensor.data = tensor.data.to(weights[key].dtype)
     load_file_(model, file)
     classes = config.get("label_names")
     transform = create_eval_transform(model) if getattr(model, "pretrained_cfg", None) else None
