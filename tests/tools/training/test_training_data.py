@@ -114,7 +114,7 @@ def test_hidden_folders_and_files_are_ignored(tmp_path):
         ({"data": "empty"}, "empty: no images in the class folders b, c"),
         ({"dataset": "hfds/someone/photos"}, "hfds/someone/photos requires the package datasets: pip install datasets"),
         ({"data": "without"}, "without contains no folder 'train': .* val$"),
-        ({"data": "few"}, r"few: cannot hold out 10 % "),
+        ({"data": "few"}, r"few: cannot hold out 10 % .* Add images"),
         ({"data": "few", "dataset": "cifar100"}, "cannot read torch/cifar100 .*--download"),
         ({}, "data is required: expected a folder of images"),
     ],

@@ -131,7 +131,8 @@ def split_source(source: DataSplit, settings: Settings, train: bool, fraction: f
     try:
         halves = train_test_split(source.indices, **options)
     except ValueError as error:
-        raise DataError(f"{source.name}: cannot hold out {100 * fraction:.3g} % of the images ({error})") from error
+        what = f"{source.name}: cannot hold out {100 * fraction:.3g} % of the images ({error})"
+        raise DataError(f"{what}. Add images of each class, hold out more, or add a folder val") from error
     percent, seed = 100 * (1 - fraction if train else fraction), f" (split with seed {settings.seed})"
     name = f"{source.name}, {percent:.3g} % of each class{seed}"
     return replace(source, name=name, indices=sorted(halves[0 if train else 1]))
