@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import timm
 import torch
+import torchvision
 from torch import nn
 
 
@@ -16,11 +17,21 @@ def convolutions(*widths, **options):
     return nn.Sequential(*layers[:-1]).eval()
 
 
-def resnet(num_classes=5, depth=2, **options):
-    """Return a narrow ResNet in evaluation mode with reproducible weights, and with the module names of ResNet-18."""
+def resnet(num_classes=5, **options):
+    """Return a narrow ResNet-18 of timm in evaluation mode with reproducible weights."""
     torch.manual_seed(0)
-    options = {"channels": (16, 16, 32, 64), "num_classes": num_classes, **options}
-    return timm.models.ResNet(timm.models.resnet.BasicBlock, [depth] * 4, **options).eval()
+    return timm.create_model("resnet18", channels=(16, 16, 32, 64), num_classes=num_classes, **options).eval()
+
+
+class NarrowResNet(torchvision.models.ResNet):
+    """ResNet-18 of torchvision with an eighth of the channels after the first convolution."""
+
+    def __init__(self):
+        super().__init__(torchvision.models.resnet.BasicBlock, [2, 2, 2, 2], num_classes=10)
+        self.fc = nn.Linear(64, 10)
+
+    def _make_layer(self, block, planes, *args, **options):
+        return super()._make_layer(block, planes // 8, *args, **options)
 
 
 def randomize_(model):

@@ -145,7 +145,8 @@ def test_kernel_selection_follows_the_rules_of_torch():
 
 BOTH = (HALF, SINGLE)
 #: Channels, options, masks and types: every pattern and position, the masks with every option, every mask with some
-#: patterns. All pairs occur, but not all products: the types alternate between the positions of a pattern.
+#: patterns. All pairs occur, but not all products: the types alternate between the positions of a pattern, and between
+#: the masks of an option.
 LAYERS = [
     *(
         (64, {"pattern": pattern, "position": make_position(position, pattern, SIZE)}, None, BOTH[(row + column) % 2])
@@ -153,10 +154,9 @@ LAYERS = [
         for column, position in enumerate(POSITIONS)
     ),
     *(
-        (96, options, mask, dtype)
-        for options in OPTIONS
-        for mask in (None, "bool", "float32 per image and head")
-        for dtype in BOTH
+        (96, options, mask, BOTH[(row + column) % 2])
+        for row, options in enumerate(OPTIONS)
+        for column, mask in enumerate((None, "bool", "float32 per image and head"))
     ),
     *(
         (64, {"pattern": pattern, "position": va.Rope()}, mask, BOTH[(row + column) % 2])

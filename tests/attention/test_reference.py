@@ -1,5 +1,7 @@
 """The NumPy definition compared with torch, and the blocks compared with the definition."""
 
+import itertools
+
 import impls
 import numpy as np
 import pytest
@@ -177,9 +179,9 @@ def test_every_pair_of_pattern_position_and_implementation_equals_the_definition
         case = {
             "pattern": pattern,
             "mask": MASKS[(turn + number) % len(MASKS)],
-            "size": ((5, 4), (3, 6))[number % 2],
+            "size": ((5, 4), (3, 6))[turn % 2],  # with the batch and the heads: few shapes, which einx compiles
             "batch": (2, None)[turn % 2],
-            "heads": ((2, 1), (4, 2))[first % 2],
+            "heads": ((2, 1), (4, 2))[turn % 2],
             "seed": turn,
         }
         options = {name: bool(turn >> bit & 1) for bit, name in enumerate(FLAGS)}
@@ -298,7 +300,14 @@ few, many = settings(max_examples=8), settings.get_profile("random")
 
 test_attention_equals_the_definition_forward_and_backward = few(attention_drawn(check_attention))
 test_weights_equal_the_definition = few(weights_drawn(check_weights))
-test_linear_attention_equals_its_definition = settings(max_examples=20)(linear_drawn(check_linear_attention))
+
+
+@pytest.mark.parametrize("feature_map", LINEAR["feature_map"])
+def test_linear_attention_equals_its_definition(feature_map):
+    inputs = ("none", (5, 4)), ("bool", (5, 4)), ("bool", (1, 1))
+    for number, (impl, (mask, size)) in enumerate(itertools.product(LINEAR["impl"], inputs)):
+        case = {"mask": mask, "size": size, "batch": (2, None)[number % 2], "heads": (2, 1), "seed": number}
+        check_linear_attention(case, impl, feature_map, DTYPES[number // 2 % 2])
 
 
 @pytest.mark.thorough

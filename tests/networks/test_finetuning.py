@@ -19,6 +19,7 @@ from vision_attn.attention.position import PositionEncoding
 from vision_attn.networks.insertion import inserted_keys
 
 BLOCK = {"num_heads": 4, "example_input": (1, 3, 64, 64)}
+SMALL = {"num_heads": 4, "example_input": (1, 3, 32, 32)}
 
 
 def network(name="resnet20", stages=None, **options):
@@ -78,7 +79,7 @@ def test_a_frozen_backbone_is_bitwise_unchanged_while_its_blocks_train(name):
 )
 def test_every_norm_with_running_statistics_is_frozen(make):
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), make(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-    va.insert_(model, names="0", **BLOCK)
+    va.insert_(model, names="0", **SMALL)
     va.freeze_backbone_(model)
     before = copied(model)
     learn(model, epochs=1)
@@ -91,7 +92,7 @@ def test_every_norm_with_running_statistics_is_frozen(make):
 def test_a_frozen_model_is_copied_pickled_and_compiled():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
-    va.insert_(model, names="2", **BLOCK)
+    va.insert_(model, names="2", **SMALL)
     before, x = copied(model), images()
     va.freeze_backbone_(model)
     assert list(model.state_dict()) == list(before)

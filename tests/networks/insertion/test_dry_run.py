@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from small_networks import assert_same, copied
+from small_networks import assert_same, copied, resnet
 from torch import nn
 
 import vision_attn as va
@@ -16,11 +16,18 @@ from vision_attn.attention.blocks import AttentionBlock2d, use_impl
 from vision_attn.networks.insertion.costs import count_saved_bytes
 
 
+def network(name, **options):
+    """Return a network by name; ResNet-18 and ViT-Tiny have few channels."""
+    if name == "resnet18":
+        return resnet(**options)
+    return timm.create_model(name, **({"embed_dim": 48} if name.startswith("vit") else {}), **options)
+
+
 @cache
 def look(name, size=None, **options):
     """Return the report of a dry run, which is cached for several tests."""
     example = {} if size is None else {"example_input": (1, 3, size, size)}
-    return va.insert_(timm.create_model(name), dry_run=True, **example, **options)
+    return va.insert_(network(name), dry_run=True, **example, **options)
 
 
 def bytes_really_saved(block, x, impl):
@@ -110,7 +117,7 @@ def test_fused_kernels_and_several_images_are_counted():
 
 
 def test_the_image_has_the_input_shape_of_the_network():
-    gray_model = timm.create_model("resnet18", in_chans=1)
+    gray_model = network("resnet18", in_chans=1)
     assert va.insert_(gray_model, dry_run=True).blocks[0].input_shape == (1, 1, 224, 224)
 
 
@@ -137,7 +144,7 @@ def test_proposals_can_be_executed(name, size, expected):
     found = look(name, size).proposals
     assert [call.partition(": ")[0] for call in found] == [f"va.insert_(model, {sites})" for sites in expected]
     for call in found:
-        model = timm.create_model(name)
+        model = network(name)
         example = "" if size is None else f", example_input=(1, 3, {size}, {size})"
         code = call.partition(": ")[0].removesuffix(")") + f"{example})"
         assert eval(code, {"va": va, "model": model}).verb == "inserted"
@@ -168,7 +175,7 @@ def test_stages_with_a_block_are_not_proposed():
 
 def test_stages_counted_from_the_end_have_an_effect():
     # The head of a ViT reads only the class token of the last block.
-    make = partial(timm.create_model, "vit_tiny_patch16_224", depth=3, img_size=64)
+    make = partial(network, "vit_tiny_patch16_224", depth=3, img_size=64)
     for stages, sites in (
         (-1, ["blocks.1"]),
         ([-2, -1], ["blocks.0", "blocks.1"]),

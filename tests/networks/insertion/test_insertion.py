@@ -202,7 +202,7 @@ def test_the_layout_with_equal_channels_and_rows_is_inferred():
         (block,) = va.insert_(convolution(), names="0", example_input=(1, 3, 16, 16)).blocks
         assert (block.channels, block.layout) == (16, "b c h w")
         # 96 channels on 96×96 positions are ambiguous; the other feature maps of the network decide.
-        swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=384)
+        swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=384, depths=(1, 1, 1, 1))
         (block,) = va.insert_(swin, names="layers.0", example_input=(1, 3, 384, 384), pattern="rows").blocks
     assert (block.channels, block.map_size, block.layout) == (96, (96, 96), "b h w c")
 

@@ -17,6 +17,7 @@ import timm
 import torch
 import torchvision
 from reach import anatomy
+from small_networks import NarrowResNet
 from timm.layers import freeze_batch_norm_2d
 from torch import nn
 from torch.fx.experimental.optimization import fuse as fuse_graph
@@ -68,9 +69,9 @@ def resnet(seed=0):
 
 @cache
 def create_resnet(seed):
-    """Create a ResNet-18 in evaluation mode with random running statistics."""
+    """Create a narrow ResNet-18 in evaluation mode with random running statistics."""
     torch.manual_seed(seed)
-    model = torchvision.models.resnet18().eval()
+    model = NarrowResNet().eval()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.running_var, 0.5, 2)
@@ -242,7 +243,7 @@ def fusing(*names):
         ("conv1", fusing("conv1", "bn1")),
         ("relu", fusing("conv1", "bn1", "relu")),
         ("conv1", exchanging("conv1", lambda old: nn.Conv2d(3, 64, 7, stride=2, padding=3))),
-        ("layer2.1.conv1", exchanging("layer2", lambda old: torchvision.models.resnet18().layer2)),
+        ("layer2.1.conv1", exchanging("layer2", lambda old: NarrowResNet().layer2)),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated")

@@ -5,16 +5,16 @@ import re
 from pathlib import Path
 
 import pytest
-import timm
 import torch
+from small_networks import resnet
 from torch import nn
 from torch.nn.utils import prune
 
 import vision_attn as va
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "insert.md"
-#: Number of channels at the sites.
-CHANNELS = 256
+#: Number of channels at the sites, and in the network of the page.
+CHANNELS, CHANNELS_OF_PAGE = 32, 256
 SHAPE = (1, 3, 128, 128)
 
 #: Warnings of torch-pruning.
@@ -22,8 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Unwrapped parameters", "ignore::
 
 
 def network():
-    torch.manual_seed(0)
-    return timm.create_model("resnet18", num_classes=10, zero_init_last=False).eval()
+    return resnet(num_classes=10, zero_init_last=False)
 
 
 def with_blocks(**options):
@@ -118,5 +117,5 @@ def test_the_code_of_the_page_runs():
     codes, page = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.M | re.S), {}
     exec(next(code for code in codes if "torch_pruning" in code), page)
     site = page["model"].layer3[1]
-    assert site.conv2.out_channels == CHANNELS > site.conv1.out_channels
+    assert site.conv2.out_channels == CHANNELS_OF_PAGE > site.conv1.out_channels
     assert page["model"](torch.randn(1, 3, 224, 224)).shape == (1, 10)
