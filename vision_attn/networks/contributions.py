@@ -241,7 +241,8 @@ def disabled(
     """Disable blocks inside a ``with`` block: they return their input unchanged, in this thread or task only.
 
     The model is not changed: other threads, including threads that are started inside the ``with`` block, and copies of
-    the model run the blocks. A compiled model runs in eager mode inside the ``with`` block.
+    the model run the blocks. A compiled model runs in eager mode inside the ``with`` block. With activation
+    checkpointing, the backward pass must run inside it as well, on a CPU.
 
     Args:
         model: a network with inserted blocks.

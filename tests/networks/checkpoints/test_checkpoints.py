@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 from crafted import shards
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file, save_model
 from small_networks import assert_same, copied, randomize_
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -76,6 +76,11 @@ FORMATS = {
     "data parallel": (lambda state: {"state_dict": prefixed("module.", state)}, "state_dict", ""),
     "parallel and compiled": (lambda state: prefixed("_orig_mod.module.", state), "", ""),
     "AveragedModel": (lambda s: {"model": {"n_averaged": torch.tensor(3), **prefixed("module.", s)}}, "model", ""),
+    "AveragedModel in a module": (
+        lambda s: {"ema.n_averaged": torch.tensor(3), **prefixed("ema.module.", s)},
+        "",
+        "ema.",
+    ),
     "activation checkpointing": (lambda state: wrapped("_checkpoint_wrapped_module", state), "", ""),
     "FSDP1 around a parallel layer": (lambda state: wrapped("_fsdp_wrapped_module.module", state), "", ""),
     "Lightning#2617": (lightning, "state_dict", "model."),
@@ -177,6 +182,21 @@ def test_an_error_lists_entries_that_match_equally(state, tmp_path):
         assert_same(model.state_dict(), state)
     with pytest.raises(va.errors.CheckpointError, match=r"prefix='head\.'"):
         va.load_checkpoint_(model, path, prefix="head.")
+
+
+def test_a_file_may_contain_a_shared_parameter_once(tmp_path):
+    def network():
+        shared = nn.Conv2d(3, 3, 1)
+        return nn.Sequential(shared, nn.BatchNorm2d(3), shared)
+
+    model, other, path = network(), network(), tmp_path / "net.safetensors"
+    save_model(model, path)  # of safetensors, which omits further names of a tensor
+    assert len(load_file(path)) < len(model.state_dict())
+    assert va.load_checkpoint_(other, path).missing == ()
+    assert_same(other.state_dict(), model.state_dict())
+    other[2] = nn.Conv2d(3, 3, 1)  # not shared, so it is missing
+    with pytest.raises(va.errors.CheckpointError, match="2 keys missing from the checkpoint"):
+        va.load_checkpoint_(other, path)
 
 
 def test_model_keys_that_resemble_wrappers_are_kept(tmp_path):

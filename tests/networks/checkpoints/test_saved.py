@@ -8,6 +8,7 @@ import re
 import threading
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,13 @@ def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
         load_adapter_(small_network(classes=5), path)
     with pytest.raises(ValueError, match=r"also='head.*' .*classifier .*'fc'; pass also=\"head\""):
         save_adapter(model, path, also=["fc.*", "head.*"])
+
+
+def test_an_adapter_is_saved_from_an_average_of_weights(model, tmp_path):
+    train(model)
+    average, other = torch.optim.swa_utils.AveragedModel(model), small_network()
+    load_adapter_(other, save_adapter(average, tmp_path / "adapter.safetensors"))
+    assert_same(other.state_dict(), model.state_dict())
 
 
 def test_an_adapter_is_loaded_completely_or_not_at_all(model, tmp_path):
@@ -611,6 +619,10 @@ def test_a_network_of_any_class_is_saved_with_its_arguments(tmp_path):
     assert_same(again(image), model(image))
     va.save_model(again, tmp_path / "again", model_args=arguments, **how)
     assert va.load_model(tmp_path / "again", network=TwoHeads).classes == ("a", "b")
+
+    given = partial(TwoHeads, (8, 3, 2), act="silu")
+    va.save_model(again, tmp_path / "again", network=given, example_input=(1, 2, 8, 8))
+    assert_same(va.load_model(tmp_path / "again", network=given).state_dict(), model.state_dict())
 
     with pytest.raises(va.errors.CheckpointError, match=r"network .*test_saved\.TwoHeads, .* network=TwoHeads\)"):
         va.load_model(tmp_path / "net")

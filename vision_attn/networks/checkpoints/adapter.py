@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks import insertion
@@ -84,7 +85,7 @@ def save_adapter(
     >>> len(load_adapter_(model, file).loaded)
     7
     """
-    model = unwrap_model(model)
+    model = unwrap_model(model.module if isinstance(model, AveragedModel) else model)
     refuse_without_values(model)
     blocks = file_format.blocks_to_save(model)
     if not blocks:

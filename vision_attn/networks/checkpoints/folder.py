@@ -147,7 +147,8 @@ def save_model(
         metadata = filter_pretrained_cfg(get_model_cfg(model), remove_source=True)
         config["pretrained_cfg"] = metadata | {"architecture": architecture}
     else:
-        name = f"{network.__module__}.{network.__qualname__}"
+        named: Any = getattr(network, "func", network)  # of a partial
+        name = f"{named.__module__}.{named.__qualname__}"
         config |= {"network": name, "model_args": dict(model_args or {})}
     identity = file_format.compute_hash([config, arguments, file_format.fingerprint(state)])
     config[SECTION] = {"format": file_format.FORMAT, "library": __version__, "save": identity}

@@ -136,6 +136,10 @@ class Target:
         self.tensors: dict[str, Any] = (
             self.state | {key: value for part in removed for key, value in part.items()} | self.state
         )
+        #: the same number for each name of a shared parameter
+        self.identities: dict[str, int] = {
+            unwrap_key(key): id(parameter) for key, parameter in model.named_parameters(remove_duplicate=False)
+        }
         blocks = [set(map(unwrap_key, keys)) for keys in keys_by_site(model).values()]
         self.block_keys: set[str] = set[str]().union(*blocks)
         # Checkpoints from torch before 0.4.1 have no batch counters.
@@ -197,6 +201,9 @@ def compare(
     absent = set[str]().union(*(keys for keys in target.groups if keys.isdisjoint(saved)))
     new = target.skipped | (absent & target.block_keys)
     loaded = tuple(key for key in fitting if key in target.state)
+    # A file may contain a shared parameter under one of its names only.
+    written = {target.identities.get(key) for key in loaded}
+    absent |= {key for key, identity in target.identities.items() if identity in written} - saved.keys()
     blocks = [path for path in target.arguments if any(key.startswith(f"{path}." if path else "") for key in loaded)]
     return LoadReport(
         **source,

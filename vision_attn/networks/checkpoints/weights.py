@@ -95,7 +95,7 @@ def read_values(file: CheckpointFile, content: Any, required: Tensors) -> dict[s
         raise CheckpointError(f"{file.path} is an adapter. {remedy}")
     values = {key: value for key, value in content.items() if isinstance(value, Tensor | Placeholder)}
     if "n_averaged" not in required:  # a counter of torch's AveragedModel
-        values.pop("n_averaged", None)
+        values = {key: value for key, value in values.items() if key.rpartition(".")[2] != "n_averaged"}
     try:
         arguments = saved.arguments if saved else get_arguments(content)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
