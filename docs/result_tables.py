@@ -33,6 +33,7 @@ LABELS = {
     "the normalized shortcut": "norm-shortcut",
     "large kernel, 13×13": "large-kernel",
     "gated long convolution": "gated-convolution",
+    "kernel over the complete feature map": "map-kernel",
     "squeeze and excitation": "se",
     "CBAM": "cbam",
     "coordinate attention": "coordinate",

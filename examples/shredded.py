@@ -21,6 +21,9 @@ photographs that are held out for it (`--split val`). In these runs, `matching` 
 %, a cost volume 28 %, and every other block, like none, between 21 and 22 %. The border columns find 39 % of the test
 strips. After 3,000 steps, `matching` is expected to find more strips than every variant that is not attention, and at
 least five points more than every such block that is trained.
+
+The result: both predictions hold. `matching` finds 49 % of the strips, attention 46 %, the cost volume 36 %, linear
+attention 26 %, and the other blocks 23 to 24 %.
 """
 
 import sys
