@@ -445,7 +445,7 @@ def test_train_names_the_command_that_compares_its_run(capsys, image_folder, tmp
     without = {"stages": (), "block_options": (), "block": "attention"}
     assert replace(make_settings(**compared["plain"]), output=trained.output) == replace(trained, **without)
     control = settings_for_variant("convolution", {}, recipe({}, tmp_path / "run"))
-    assert (control["block"].endswith(":ConvBlock2d"), control["lr"]) == (True, 0.01)
+    assert (control["block"], control["lr"]) == ("ConvBlock2d", 0.01)
     (tmp_path / "run" / "settings.yaml").write_text("dataset: hfds/someone/photos")
     assert "can download or run code: pass --dataset" in run(capsys, *words)[2]
     with_flag = compare_command(replace(trained, dataset="hfds/a/b"), tmp_path)

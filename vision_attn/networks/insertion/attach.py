@@ -33,6 +33,7 @@ from vision_attn.networks.insertion.record import (
     CHILD,
     InsertedBlock,
     get_record,
+    is_inserted,
     replaced_module,
     set_record_,
 )
@@ -199,9 +200,11 @@ def blocks_by_site(network: nn.Module) -> dict[str, nn.Module]:
 def all_blocks(network: nn.Module) -> list[nn.Module]:
     """Return the blocks of a network, including blocks that other code has removed and that only hooks refer to.
 
-    A block that is a node of a graph of torch.fx has no hooks, and the graph cannot run without it.
+    A block that is a node of a graph of torch.fx is not returned: the graph cannot run without it.
     """
-    blocks = {module: None for module in network.modules() if replaced_module(module)}
+    nodes = {x for graph in network.modules() if isinstance(graph, GraphModule) for x in graph.modules()}
+    found = (module for module in network.modules() if is_inserted(module))
+    blocks = {module: None for module in found if module not in nodes or replaced_module(module)}
     for module in network.modules():
         blocks |= dict.fromkeys(hook.keywords["block"] for hook in our_hooks(module))
     return list(blocks)
