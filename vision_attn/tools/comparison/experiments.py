@@ -70,7 +70,7 @@ def trials(
         variants: names of variants, optionally with additional options for ``run``.
         seeds: random seeds of each variant.
         output: folder for the results.
-        jobs: number of runs in parallel; the number of GPUs or cores by default. A single local job uses this process.
+        jobs: number of runs in parallel; the number of GPUs or cores by default. A single job uses this process.
         gpu: assign a GPU to each run if GPUs are available.
         step: function ``step(variant)`` that returns a function for one training step. Steps are timed after the runs.
         note: text below the table.
@@ -117,7 +117,7 @@ def trials(
 
 
 def is_complete(file: Path, settings: Mapping[str, Any], may_change: Collection[str]) -> bool:
-    """Return True if a run is complete; raise if its settings differ, except those that may change."""
+    """Return True if a run is complete; raise if settings other than ``may_change`` differ."""
     if not file.exists():
         return False
     before = json.loads(file.read_text())["settings"]
