@@ -108,7 +108,8 @@ def split_heads_einx(x: Tensor, *heads: int) -> list[Tensor]:
 
     width = x.shape[1] // sum(heads)
     parts = x.split([n * width for n in heads], dim=1)
-    return [einx.id("b (n d) s... -> b n (s...) d", part, n=n) for part, n in zip(parts, heads, strict=True)]
+    axes = " ".join(AXES[2 - x.dim() :])
+    return [einx.id(f"b (n d) {axes} -> b n ({axes}) d", part, n=n) for part, n in zip(parts, heads, strict=True)]
 
 
 def attend_einx(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
