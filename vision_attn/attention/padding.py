@@ -9,24 +9,17 @@ import torch
 from torch import Tensor
 
 from vision_attn.attention.patterns.grouping import in_graph
-from vision_attn.attention.scopes import in_backward, scoped_values
-
-#: The blocks, by id, whose last forward pass had padded images: their activations must not be recomputed without them.
-PADDED: set[int] = set()
+from vision_attn.attention.scopes import check_recomputation, scoped_values
 
 
 def valid_positions(block: Any, *maps: Tensor) -> list[Tensor] | None:
     """Return the valid positions of each feature map, bool ``(b, 1, *size)``; None outside ``va.padded``."""
-    if not (found := scoped_values("valid", block)):
-        if id(block) in PADDED and in_backward():
-            raise RuntimeError(
-                "activation checkpointing ran a block outside va.padded. Run the backward pass inside it"
-            )
-        PADDED.discard(id(block))
+    found = scoped_values("valid", block)
+    check_recomputation("va.padded", block, bool(found))
+    if not found:
         return None
     if in_graph(maps[0]):
         raise ValueError("va.padded must not be part of a graph that is traced or exported. Pass mask= to the blocks")
-    PADDED.add(id(block))
     pixels: Tensor = found[-1](maps[0].device)
     if pixels.shape[0] != maps[0].shape[0]:
         raise ValueError(

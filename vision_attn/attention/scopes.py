@@ -22,6 +22,9 @@ ORIGINAL = "original"
 #: The active ``with`` blocks of this thread or task, innermost last: values by kind and module.
 SCOPES: ContextVar[tuple[dict[tuple[str, nn.Module], Any], ...]] = ContextVar("SCOPES", default=())
 
+#: Functions whose ``with`` block changed the last forward pass of a module, and the id of the module.
+CHANGED: set[tuple[str, int]] = set()
+
 
 @contextmanager
 def scope(model: nn.Module, kind: str, values: Mapping[Any, Any]) -> Iterator[None]:
@@ -52,9 +55,29 @@ def scoped_values(kind: str, module: nn.Module) -> list[Any]:
 
 def scoped_output(block: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Apply the functions of the active ``with`` blocks to the output ``y`` of a residual block with input ``x``."""
-    for function in scoped_values("output", block):
+    functions = scoped_values("output", block)
+    check_recomputation("va.disabled", block, return_input in functions)
+    for function in functions:
         y = function(x, y)
     return y
+
+
+def return_input(x: Tensor, y: Tensor) -> Tensor:
+    """Return the input of a residual block as its output."""
+    return x
+
+
+def check_recomputation(function: str, module: nn.Module, changed: bool) -> None:
+    """Raise if activation checkpointing computes a forward pass again outside the ``with`` block that changed it."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    if changed:
+        CHANGED.add((function, id(module)))
+    elif (function, id(module)) in CHANGED and in_backward():
+        remedy = "Run the backward pass inside it, or turn activation checkpointing off"
+        raise RuntimeError(f"activation checkpointing ran a block outside {function}. {remedy}")
+    else:
+        CHANGED.discard((function, id(module)))
 
 
 def in_backward() -> bool:

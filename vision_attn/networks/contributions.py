@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.attention.inputs import AttentionInputs
-from vision_attn.attention.scopes import scope
+from vision_attn.attention.scopes import return_input, scope
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.networks.capture.maps import AttentionMap
@@ -242,7 +242,7 @@ def disabled(
 
     The model is not changed: other threads, including threads that are started inside the ``with`` block, and copies of
     the model run the blocks. A compiled model runs in eager mode inside the ``with`` block. With activation
-    checkpointing, the backward pass must run inside it as well, on a CPU.
+    checkpointing, the backward pass must run inside it as well, on a CPU; otherwise, an error is raised.
 
     Args:
         model: a network with inserted blocks.
@@ -271,7 +271,7 @@ def disabled(
 
 def disable_sites(model: nn.Module, sites: Collection[str]) -> AbstractContextManager[None]:
     """Disable the blocks with these names, inside a ``with`` block."""
-    return scope(model, "output", {block: lambda x, y: x for site, block in branches(model).items() if site in sites})
+    return scope(model, "output", {block: return_input for site, block in branches(model).items() if site in sites})
 
 
 def rms_ratio(squares: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
 from vision_attn.attention.kernels import from_groups, to_groups
 from vision_attn.attention.masks import broadcast_mask, check_mask, combine_masks, upcast
-from vision_attn.attention.padding import PADDED, valid_positions
+from vision_attn.attention.padding import valid_positions
 from vision_attn.attention.patterns import AnyPattern, resolve_pattern
 from vision_attn.attention.patterns.grouping import in_graph
 from vision_attn.attention.plan import Plan, PlanCache, make_plan
 from vision_attn.attention.position import AnyPosition, AttentionShape, PositionEncoding, new_encoding
-from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
+from vision_attn.attention.scopes import CHANGED, SCOPES, in_scope, scoped_values
 from vision_attn.checks import product
 
 
@@ -146,7 +146,7 @@ class Attention(ConfigurableImpl):
         """Return the plan for inputs of this kind (None if they are empty), and the mask, with that of the padding."""
         graph = in_graph(x)
         scoped, valid = in_scope() if graph else bool(SCOPES.get()), None
-        if scoped or (not graph and id(self) in PADDED):
+        if scoped or (not graph and ("va.padded", id(self)) in CHANGED):
             valid = valid_positions(self, x, x if context is None else context)
         if valid is not None:
             keys = self.pool_kv(valid[1].to(x.dtype)).flatten(1)[:, None, None] > 0

@@ -24,9 +24,9 @@ from vision_attn.attention.blocks.projection import Pointwise2d, accepts_unbatch
 from vision_attn.attention.dispatch import without_autocast
 from vision_attn.attention.kernels import BMM, EINX
 from vision_attn.attention.masks import broadcast_mask, check_mask, unmask_empty_rows, upcast
-from vision_attn.attention.padding import PADDED, valid_positions
+from vision_attn.attention.padding import valid_positions
 from vision_attn.attention.patterns.grouping import in_graph
-from vision_attn.attention.scopes import SCOPES, in_scope
+from vision_attn.attention.scopes import CHANGED, SCOPES, in_scope
 from vision_attn.checks import check_choice, check_divides
 
 #: Names of the kernel's feature maps.
@@ -185,7 +185,7 @@ class LinearAttention2d(ConfigurableImpl):
             mask = broadcast_mask(mask).mT
         if 0 in x.shape:  # einx does not support empty tensors
             return self.proj(torch.zeros_like(x))
-        scoped = in_scope() if in_graph(x) else SCOPES.get() or id(self) in PADDED
+        scoped = in_scope() if in_graph(x) else SCOPES.get() or ("va.padded", id(self)) in CHANGED
         if scoped and (valid := valid_positions(self, x)):
             keys = valid[0].flatten(1)[:, None, :, None]
             mask = keys if mask is None else torch.logical_and(mask, keys)
