@@ -9,11 +9,12 @@ imports nothing, hashes only plain keys, and counts values.
 from __future__ import annotations
 
 import math
+import pickle
 import pickletools
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,25 +40,32 @@ STORAGES: dict[str, torch.dtype] = {
 #: Names of these modules show that a file is an attack.
 BLOCKED = {"nt", "os", "posix", "subprocess", "sys"}
 
-#: Instructions that push their argument, and instructions that push a constant.
-ARGUMENTS = {"BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "LONG1", "SHORT_BINSTRING"}
-CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+#: Instructions that torch.save writes: values, containers, the memo, names and calls. Files cannot execute any other.
+INSTRUCTIONS = (
+    "BININT BININT1 BININT2 BINFLOAT BINUNICODE LONG1 SHORT_BINSTRING NONE NEWTRUE NEWFALSE "
+    "EMPTY_LIST EMPTY_DICT EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 MARK APPEND APPENDS SETITEM SETITEMS "
+    "BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL BINPERSID REDUCE NEWOBJ BUILD PROTO STOP"
+)
 
 
 class NotAllowedError(ValueError):
     """Raised if a file contains an object that checkpoints do not need; the message is a noun phrase."""
 
 
-class Name(str):
-    """Name of a function or class in a file. It is only compared, not imported."""
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Placeholder:
-    """Stands for an object that is neither a tensor nor a plain value."""
+    """Stands for a function or class, and for an object that is neither a tensor nor a plain value."""
 
     #: name of the function or class of the object in the file
     name: str
+
+    def __call__(self, *arguments: object) -> Placeholder:
+        return self
+
+    def extend(self, items: object) -> None:
+        """Ignore the items of a custom list."""
+
+    append = extend
 
 
 @dataclass(frozen=True)
@@ -70,19 +78,27 @@ class Storage:
     dtype: torch.dtype
 
 
-class PickleReader:
-    """Reader for the pickles of one file.
+class PickleReader(pickle._Unpickler):
+    """Python's own reader, restricted to :data:`INSTRUCTIONS` and to names that it replaces, for the pickles of a file.
+
+    :meth:`load` returns one pickle after the other.
 
     Args:
+        file: the file, at the start of a pickle.
         size: size of the file in bytes, which is the maximum size of a tensor.
         new_storage: function that returns the bytes of a storage, given its key and length in bytes.
     """
 
-    def __init__(self, size: int, new_storage: Callable[[str, int], Tensor]) -> None:
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+
+    def __init__(self, file: IO[bytes], size: int, new_storage: Callable[[str, int], Tensor]) -> None:
+        super().__init__(file, encoding="utf-8")
         self.max_bytes = max(size, 2**20)  # small files can contain expanded tensors
         self.new_storage = new_storage
         self.storages: dict[str, Tensor] = {}
         self.budget = BUDGET
+        self.dispatch = Instructions(self)  # type: ignore[misc]
         self.makers: dict[str, Callable[..., object]] = {
             "collections.OrderedDict": self.make_ordered_dict,
             "collections.defaultdict": lambda factory=None: {},
@@ -92,93 +108,61 @@ class PickleReader:
             **{f"torch._utils._rebuild_parameter{state}": self.make_parameter for state in ("", "_with_state")},
         }
 
-    def load(self, file: IO[bytes]) -> Any:
-        """Read the pickle at the current position of a file; the new position is the end of the pickle."""
-        stack: list[Any] = []
-        marks: list[int] = []
-        memo: dict[int, object] = {}
-
-        def pop_mark() -> list[Any]:
-            start = marks.pop()
-            items = stack[start:]
-            del stack[start:]
-            return items
-
-        for opcode, argument, _ in pickletools.genops(file):
-            self.spend(1)
-            name: str = opcode.name
-            value: Any = argument
-            if name in ARGUMENTS:
-                stack.append(value.encode("latin-1").decode() if name == "SHORT_BINSTRING" else value)
-            elif name in CONSTANTS:
-                stack.append(CONSTANTS[name])
-            elif name in ("BINPUT", "LONG_BINPUT"):
-                memo[value] = stack[-1]
-            elif name in ("BINGET", "LONG_BINGET"):
-                stack.append(memo[value])
-            elif name == "MARK":
-                marks.append(len(stack))
-            elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
-                number = int(name[-1])
-                stack[-number:] = [tuple(stack[-number:])]
-            elif name == "TUPLE":
-                stack.append(tuple(pop_mark()))
-            elif name in ("EMPTY_LIST", "EMPTY_DICT"):
-                stack.append([] if name == "EMPTY_LIST" else {})
-            elif name in ("APPEND", "APPENDS"):
-                items = pop_mark() if name == "APPENDS" else [stack.pop()]
-                if not isinstance(stack[-1], Placeholder):
-                    check(stack[-1], list).extend(items)
-            elif name in ("SETITEM", "SETITEMS"):
-                items = pop_mark() if name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
-                if not isinstance(stack[-1], Placeholder):
-                    check(stack[-1], dict).update(zip(map(as_key, items[::2]), items[1::2], strict=True))
-            elif name == "GLOBAL":
-                stack.append(find_name(value.replace(" ", ".").replace("__builtin__", "builtins")))
-            elif name == "BINPERSID":
-                stack.append(self.find_storage(*check(stack.pop(), tuple)))
-            elif name in ("REDUCE", "NEWOBJ"):
-                arguments, function = check(stack.pop(), tuple), check(stack.pop(), Name, Placeholder)
-                stack.append(self.call(function, arguments) if name == "REDUCE" else Placeholder(str(function)))
-            elif name == "BUILD":
-                state = stack.pop()
-                self.build(stack[-1], state)
-            elif name not in ("PROTO", "STOP"):
-                raise NotAllowedError(f"the pickle instruction {name}")
-        return stack.pop()
-
     def spend(self, number: int) -> None:
         self.budget -= number
         if self.budget < 0:
             raise NotAllowedError(f"more than {BUDGET:,} values besides tensors")
 
-    def call(self, function: Name | Placeholder, arguments: tuple[Any, ...]) -> object:
-        """Return the result of a supported function, and a placeholder for any other."""
-        if isinstance(function, Placeholder):
-            return function
-        return self.makers[function](*arguments) if function in self.makers else Placeholder(function)
+    def find_class(self, module: str, name: str) -> object:
+        """Return a dtype, the function that replaces a supported name, or a placeholder; nothing is imported."""
+        name = f"{module}.{name}".replace("__builtin__", "builtins")
+        if name.partition(".")[0] in BLOCKED or name in ("builtins.eval", "builtins.exec"):
+            raise NotAllowedError(f"a reference to {name!r}, which is a sign of an attack")
+        return DTYPES.get(name) or self.makers.get(name) or Placeholder(name[:100])  # errors contain the name
 
-    def find_storage(
-        self, kind: str, name: Name, key: Any, location: object, numel: int = -1, view: None = None
-    ) -> Any:
-        if kind == "module":  # a class with its source code, in files before torch 1.6
+    def persistent_load(self, pid: Any) -> object:
+        """Return a storage, or the class that a file from before torch 1.6 contains with its source code."""
+        kind, name, key, _, *numel_and_view = check(pid, tuple)
+        if kind == "module":
             return name
-        if kind != "storage" or view is not None or type(numel) is not int or numel < 0:
+        numel, *view = numel_and_view
+        if kind != "storage" or any(view) or type(numel) is not int or numel < 0:
             raise NotAllowedError("an unsupported storage")
-        dtype = STORAGES[check(name, Name)]
+        dtype = STORAGES[check(name, Placeholder).name]
         if check(key, str) not in self.storages:
             self.storages[key] = self.new_storage(key, numel * dtype.itemsize)
         if len(self.storages[key]) != numel * dtype.itemsize:
             raise ValueError("a storage does not have the declared length")
         return Storage(self.storages[key], dtype)
 
-    def build(self, target: object, state: Any) -> None:
-        """Set the metadata of a state dict, and ignore other attributes."""
+    def load_setitem(self) -> None:
+        self.set_items([self.stack.pop(), self.stack.pop()][::-1])
+
+    def load_setitems(self) -> None:
+        self.set_items(self.pop_mark())
+
+    def set_items(self, items: list[Any]) -> None:
+        """Set items of a dictionary, whose keys must be plain values."""
+        if not isinstance(self.stack[-1], Placeholder):
+            check(self.stack[-1], dict).update(zip(map(as_key, items[::2]), items[1::2], strict=True))
+
+    def load_build(self) -> None:
+        """Set the metadata of a state dict, and ignore other attributes of objects."""
+        state, target = self.stack.pop(), self.stack[-1]
         self.spend(len(state) if isinstance(state, dict | tuple) else 1)
         if isinstance(target, OrderedDict) and isinstance(state, dict) and "_metadata" in state:
             vars(target)["_metadata"] = state["_metadata"]
         elif not isinstance(target, Placeholder | OrderedDict):
             raise NotAllowedError(f"attributes of {type(target).__name__}")
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.BUILD[0]: load_build,
+        # A new object is the result of a call of its class.
+        pickle.NEWOBJ[0]: pickle._Unpickler.dispatch[pickle.REDUCE[0]],
+    }
 
     def make_tensor(self, *arguments: Any) -> object:
         """Rebuild a tensor; ``options`` are hooks, the dtype if the storage has none, and metadata."""
@@ -206,19 +190,31 @@ class PickleReader:
 
     def make_subclass(self, function: Any, kind: Any, arguments: Any, state: object) -> object:
         """Rebuild a tensor with attributes; other classes, such as shards, do not consist of one tensor."""
-        known = check(kind, Name) in ("torch.Tensor", "torch.nn.parameter.Parameter")
-        return self.call(check(function, Name), check(arguments, tuple)) if known else Placeholder(kind)
+        known = check(kind, Placeholder).name in ("torch.Tensor", "torch.nn.parameter.Parameter")
+        return function(*check(arguments, tuple)) if known else kind
 
     def make_ordered_dict(self, pairs: Any = ()) -> OrderedDict[Any, Any]:
         self.spend(len(check(pairs, list, tuple)))
         return OrderedDict((as_key(name), value) for name, value in pairs)
 
 
-def find_name(name: str) -> object:
-    """Return the dtype of this name, or the name of a function or class."""
-    if name.partition(".")[0] in BLOCKED or name in ("builtins.eval", "builtins.exec"):
-        raise NotAllowedError(f"a reference to {name!r}, which is a sign of an attack")
-    return DTYPES.get(name, Name(name[:100]))  # errors contain the name
+class Instructions(dict[int, Callable[[Any], None]]):
+    """The methods that execute the allowed instructions, by code; each use is counted."""
+
+    def __init__(self, reader: PickleReader) -> None:
+        super().__init__(
+            (code, reader.dispatch[code]) for name in INSTRUCTIONS.split() for code in getattr(pickle, name)
+        )
+        self.spend = reader.spend
+
+    def __getitem__(self, code: int) -> Callable[[Any], None]:
+        self.spend(1)
+        return super().__getitem__(code)
+
+    def __missing__(self, code: int) -> Any:
+        raise NotAllowedError(
+            f"the pickle instruction {next(op.name for op in pickletools.opcodes if op.code == chr(code))}"
+        )
 
 
 def as_key(value: Any) -> Any:

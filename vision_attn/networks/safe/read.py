@@ -196,7 +196,7 @@ def read_zip(file: ShortReads) -> object:
             return storage
 
         with archive.open(f"{folder}/data.pkl") as content:
-            return PickleReader(file.size, read_storage).load(read_pickle(content))
+            return PickleReader(read_pickle(content), file.size, read_storage).load()
 
 
 def read_legacy(file: ShortReads) -> object:
@@ -209,15 +209,16 @@ def read_legacy(file: ShortReads) -> object:
             raise ValueError("the storages are larger than the file")
         return torch.empty(length, dtype=torch.uint8)
 
-    reader, pickles = PickleReader(file.size, allocate_storage), read_pickle(file)
+    pickles = read_pickle(file)
+    reader = PickleReader(pickles, file.size, allocate_storage)
     protocol, magic = pickles.read(2), pickles.read(len(MAGIC))
     if magic != MAGIC and protocol.startswith(b"\x80"):
         raise CheckpointError(f"{file.name} is {PICKLE}")
-    if magic != MAGIC or reader.load(pickles) != VERSION:
+    if magic != MAGIC or reader.load() != VERSION:
         raise ValueError("the file was not written by torch.save")
-    if reader.load(pickles)["little_endian"] is not (sys.byteorder == "little"):
+    if reader.load()["little_endian"] is not (sys.byteorder == "little"):
         raise NotAllowedError(f"numbers that are not in {sys.byteorder}-endian byte order")
-    result, keys = reader.load(pickles), reader.load(pickles)
+    result, keys = reader.load(), reader.load()
     if len(keys) != len(reader.storages):
         raise ValueError("a storage has no content")  # the tensor would expose uninitialized memory
     file.seek(pickles.tell())
