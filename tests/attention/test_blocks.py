@@ -89,7 +89,7 @@ def test_implementations_are_set_and_are_restored_after_an_error():
     # Linear attention has the same state dict, but other implementations.
     both = nn.Sequential(va.LinearAttention2d(8, 2), model[0])
     model[0].load_state_dict(both[0].state_dict(), strict=True)
-    assert va.set_impl_(both, "einx") == 2
+    assert [va.set_impl_(both, "auto"), va.set_impl_(both, "einx")] == [2, 2]
     for impl, message in (("flash", "impl must"), ("sdpa", r"impl must .*'einx', 'bmm'.*\(in 0: LinearAttention2d")):
         with pytest.raises(ValueError, match=message):
             va.set_impl_(both, impl)
@@ -427,6 +427,7 @@ INVALID = [
     (va.LinearAttention2d, {"feature_map": "gelu"}, "feature_map must"),
     (va.LinearAttention2d, {"impl": "sdpa"}, "impl must"),
     (va.AugmentedConv2d, {"key_channels": 7}, "num_heads must divide key_channels"),
+    *((va.Attention2d, {name: 0}, f"{name} must be above 0") for name in ("num_heads", "num_kv_heads", "kv_stride")),
 ]
 
 
@@ -435,6 +436,10 @@ def test_invalid_arguments_raise_an_error_at_construction():
         given = AUGMENTED if block is va.AugmentedConv2d else {"channels": 16, "num_heads": 4}
         with pytest.raises(ValueError, match=f"^{message}"):
             block(**{**given, **options})
+    with pytest.raises(AttributeError, match="pattern"):
+        va.Attention2d(8, 2).pattern = "rows"  # it would not change the output
+    with pytest.raises(ValueError, match=r"x must be feature maps of shape \(batch, 8,"):
+        va.Attention2d(8, 2).attention_weights(torch.zeros(1, 4, 3, 3))
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -208,6 +208,13 @@ class PadsLists(nn.Module):
         return self.model(nn.utils.rnn.pad_sequence([x.movedim(2, 0) for x in images], True).permute(0, 2, 3, 1))
 
 
+def test_blocks_on_two_devices():
+    model = nn.Sequential(*(va.AttentionBlock2d(8, 2, device=device) for device in ("cpu", "meta")))
+    model[1].register_forward_pre_hook(lambda module, args: args[0].to("meta"))
+    with va.padded(model, [(6, 6), (4, 5)]):
+        assert model(torch.randn(2, 8, 6, 6)).device.type == "meta"
+
+
 def test_models_that_pad_their_images_have_a_warning():
     from torchvision.models.detection import ssdlite320_mobilenet_v3_large
 

@@ -26,7 +26,7 @@ class ConvBlock2d(GatedResidual):
         gate_init: initial gate of every channel; None for gates of one and a last convolution with zero weights.
 
     Raises:
-        ValueError: ``channels`` is not a positive integer, ``kernel_size`` is even, or ``gate_init`` is not finite.
+        ValueError: ``kernel_size`` is even.
 
     >>> from vision_attn.attention.blocks import AttentionBlock2d
     >>> count = lambda block: sum(p.numel() for p in block.parameters())
@@ -66,9 +66,6 @@ class NormBlock2d(GatedResidual):
         channels: number of channels.
         gate_init: initial gate of every channel.
 
-    Raises:
-        ValueError: ``channels`` is not a positive integer, or ``gate_init`` is not finite.
-
     >>> import torch
     >>> NormBlock2d(64)(torch.randn(2, 64, 7, 7)).shape
     torch.Size([2, 64, 7, 7])
@@ -94,9 +91,6 @@ class SqueezeExciteBlock2d(NormBlock2d):
     Args:
         channels: number of channels.
         gate_init: initial gate of every channel.
-
-    Raises:
-        ValueError: ``channels`` is not a positive integer, or ``gate_init`` is not finite.
 
     Source: Hu et al., *Squeeze-and-Excitation Networks*, 2018, https://arxiv.org/abs/1709.01507
 

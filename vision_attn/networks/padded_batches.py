@@ -71,7 +71,7 @@ def padded(
             latest[:] = [size_mask(valid, size, device)]
         if not latest:
             raise ValueError("image_size must be given if the model does not receive a batch of padded images")
-        return latest[0]
+        return latest[0].to(device)
 
     return scope(network, "valid", dict.fromkeys(blocks, read_mask))
 

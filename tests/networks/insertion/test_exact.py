@@ -176,6 +176,10 @@ def test_the_report_contains_the_output_change_of_inexact_blocks():
     assert f"{100 * changed:.2g} %" in str(report)
     assert type(inserted_blocks(model)["0"]).__name__ == "CbamModule"
     va.remove_(model)
+    dark = nn.Sequential(nn.Conv2d(3, 8, 1))
+    nn.init.zeros_(dark[0].weight), nn.init.zeros_(dark[0].bias)
+    asked = va.insert_(dark, names="0", example_input=x, exact=False, gate_init=1.0, num_heads=2)
+    assert asked.output_change == 1  # the output was zero
     # An explicit initialization is kept.
     asked = va.insert_(model, names="0", example_input=x, gate_init=0.5, num_heads=2)
     assert asked.output_change > 0

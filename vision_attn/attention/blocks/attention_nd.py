@@ -74,7 +74,7 @@ class Attention(ConfigurableImpl):
         self.channels = channels
         self.num_heads = n = num_heads
         self.impl = impl
-        self.pattern = pattern
+        self._pattern = pattern
         self.context_channels = context_channels
         self.groups = groups
         self.qk_norm = qk_norm
@@ -271,12 +271,19 @@ class Attention(ConfigurableImpl):
         """
         if x.dim() == 1 + self.rank:
             return self.attention_weights(x[None], mask, queries, None if context is None else context[None])
+        if x.shape[1] != self.channels:
+            raise shape_error("x", x, self.channels, self.rank)
         plan, mask = self.plan(x, mask, context)
         if plan is None:
             tokens = x.shape[2:].numel() if queries is None else len(queries)
             return x.new_zeros(x.shape[0], self.num_heads, tokens, product(self.keys_size(x, context)))
         q, k, v, bias = self.encode(plan, x, context)
         return weights_on_map(AttentionInputs(q, k, v, self.scale, plan.grouping, bias, mask), queries)
+
+    @property
+    def pattern(self) -> str | AnyPattern:
+        """The pattern; another pattern requires a new block."""
+        return self._pattern
 
     @property
     def default_scale(self) -> float:

@@ -70,6 +70,7 @@ def positive_features(q: Tensor, k: Tensor, feature_map: str) -> tuple[Tensor, T
 
 #: The implementations of linear attention by name.
 LINEAR_IMPLS = {"einx": replace(EINX, attend=linear_einx), "bmm": replace(BMM, attend=linear_bmm)}
+LINEAR_IMPLS["auto"] = LINEAR_IMPLS["bmm"]  # without the overhead of einx
 
 
 def attend_linear(
@@ -117,7 +118,7 @@ class LinearAttention2d(ConfigurableImpl):
     Args:
         channels: input and output channels; divisible by ``num_heads``.
         num_heads: number of heads.
-        impl: the implementation, ``"bmm"`` or ``"einx"``; both return the same result.
+        impl: the implementation, ``"bmm"`` or ``"einx"``, which return the same result; ``"auto"`` is ``"bmm"``.
         feature_map: ``"softmax"``; ``"elu"`` for ``elu + 1`` and ``"relu"`` for ``relu`` of queries and keys, with
             weights divided by their sum; ``"none"``.
         qkv_bias: add a bias to queries, keys and values.

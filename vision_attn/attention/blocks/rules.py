@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vision_attn.attention.patterns import AnyPattern, Neighborhood
-from vision_attn.checks import check_divides
+from vision_attn.checks import check_above, check_divides
 
 
 def check_arguments(a: Any, pattern: AnyPattern) -> tuple[int, int, int, int]:
@@ -14,6 +14,8 @@ def check_arguments(a: Any, pattern: AnyPattern) -> tuple[int, int, int, int]:
     Returns:
         ``num_kv_heads``, ``key_dim``, ``value_dim`` and ``out_channels``, with the defaults filled in.
     """
+    names = "num_heads", "num_kv_heads", "key_dim", "value_dim", "groups", "kv_stride"
+    check_above(0, **{name: getattr(a, name) for name in names})
     if a.key_dim is None or a.value_dim is None:
         check_divides("num_heads", a.num_heads, "channels", a.channels)
     n, width, context = a.num_heads, a.channels // a.num_heads, a.context_channels

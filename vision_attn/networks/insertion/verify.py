@@ -43,27 +43,15 @@ def verify_evaluation(dry_run: DryRun, blocks: Sequence[nn.Module]) -> tuple[flo
     failure = None
     try:
         output = run_with(dry_run, blocks)
-        unchanged = bitwise_equal(dry_run.output, output)
-        if unchanged and (reason := why_incomparable(output)):
-            return 0.0, reason
-        if unchanged:
-            return 0.0, ""
+        if bitwise_equal(dry_run.output, output):
+            return 0.0, why_incomparable(output)
     except SiteError as error:
         failure = error
-    # Blocks that return a copy of their input must not change the output, whatever the network does with the copy.
-    copy = run_with(dry_run, blocks, blocks)
-    varies = False
-    if not bitwise_equal(dry_run.output, copy):
-        # A network whose output varies from run to run cannot be compared.
-        varies = not bitwise_equal(copy, run_with(dry_run, blocks, blocks))
-        if not varies:
-            if not bitwise_equal(dry_run.output, run_with(dry_run, blocks, ())):
-                raise child_error(blocks)
-            raise aliasing_error(x for x in blocks if not bitwise_equal(dry_run.output, run_with(dry_run, blocks, [x])))
+    reason = compare_copies(dry_run, blocks, dry_run.output)
     if failure is not None:
         raise failure
-    if varies:
-        return 0.0, "the output of the network varies from run to run"
+    if reason:
+        return 0.0, reason
     changed = relative_change(dry_run.output, output)
     if not math.isfinite(changed):
         raise SiteError(f"{get_record(blocks[0]).block} makes the network's output NaN or infinite")
@@ -78,12 +66,27 @@ def verify_training(dry_run: DryRun, blocks: Sequence[nn.Module]) -> str:
         return "the network does not run on the example in training mode, or runs other modules"
     if reason := why_incomparable(output):
         return reason
-    if bitwise_equal(output, run_with(dry_run, blocks, blocks, training=True)):
+    return compare_copies(dry_run, blocks, output, training=True)
+
+
+def compare_copies(dry_run: DryRun, blocks: Sequence[nn.Module], expected: object, training: bool = False) -> str:
+    """Raise if blocks that return a copy of their input change the output, whatever the network does with the copy.
+
+    Return the reason if the output cannot be compared.
+    """
+
+    def is_unchanged(copies: Collection[nn.Module], expected: object = expected) -> bool:
+        return bitwise_equal(expected, run_with(dry_run, blocks, copies, training))
+
+    copied = run_with(dry_run, blocks, blocks, training)
+    if bitwise_equal(expected, copied):
         return ""
-    if not bitwise_equal(output, run_with(dry_run, blocks, (), training=True)):
+    if not is_unchanged(blocks, copied):
         return "the output of the network varies from run to run"
-    culprits = [x for x in blocks if not bitwise_equal(output, run_with(dry_run, blocks, [x], training=True))]
-    raise aliasing_error(culprits or blocks, " in training mode")
+    if not is_unchanged(()):
+        raise child_error(blocks)
+    culprits = [block for block in blocks if not is_unchanged([block])]
+    raise aliasing_error(culprits or blocks, " in training mode" * training)
 
 
 def why_incomparable(output: object) -> str:
@@ -154,11 +157,11 @@ def random_contexts(dry_run: DryRun, blocks: Iterable[nn.Module]) -> AbstractCon
 
 
 def relative_change(before: object, after: object) -> float:
-    """Return the root mean square of the change of an output, divided by the root mean square of the output."""
+    """Return the root mean square of the change of an output, divided by that of the output; 1 if that is zero."""
     change, total = 0.0, 0.0
     for x, y in zip(get_tensors(before), get_tensors(after), strict=True):
         if not has_no_values(x):
             y = y if y.shape == x.shape else torch.zeros_like(x)  # A detector may return another number of boxes.
             change += float((y.double() - x.double())[x.isfinite()].square().sum())
             total += float(x.double()[x.isfinite()].square().sum())
-    return math.sqrt(change / total) if change else 0.0
+    return math.sqrt(change / (total or change)) if change else 0.0
