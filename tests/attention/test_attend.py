@@ -40,6 +40,12 @@ def test_causal_and_grouped_query_attention_equal_torch(impl):
     allowed = torch.rand(2, 1, 7, 7) < 0.7
     expected = attend(q, k, v, impl="bmm", mask=allowed & torch.ones(7, 7, dtype=torch.bool).tril())
     close(attend(q, k, v, impl=impl, mask=allowed, causal=True), expected)
+    more = torch.randn(2, 2, 9, 4, dtype=torch.float64)  # keys than queries: the first of them are not later
+    expected = F.scaled_dot_product_attention(q, more, more, is_causal=True, enable_gqa=True)
+    close(attend(q, more, more, impl=impl, causal=True), expected)
+    for wrong, message in (((q, more[..., :3], more), "k must"), ((q, k, more), "v must"), ((q.int(), k, v), "q must")):
+        with pytest.raises(ValueError, match=message):
+            attend(*wrong, impl=impl)
     with pytest.raises(ValueError, match=r"q must .*heads of k and v, got 6 and 4"):
         attend(q, *heads((2, 4, 5, 4), (2, 4, 5, 4)), impl=impl)
 

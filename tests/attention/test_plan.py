@@ -5,6 +5,7 @@ import torch
 from impls import CASES, CPU_IMPLS, make_position
 
 import vision_attn as va
+from vision_attn.attention import plan
 from vision_attn.attention.inputs import PositionBias
 from vision_attn.attention.position import PositionEncoding
 
@@ -51,6 +52,15 @@ def test_a_block_that_has_a_plan_can_be_changed(position, change):
         torch.manual_seed(1)
         CHANGES[change](block)
     assert_equal(outputs(used, x), outputs(new, x))
+
+
+def test_the_number_of_plans_is_limited(monkeypatch):
+    monkeypatch.setattr(plan, "CACHED_PLANS", 3)
+    block, kept = layer(), []
+    for batch in range(1, 6):
+        block(images(batch, 16, 2, 3))
+        kept.append(len(block.plans.recent))
+    assert kept == [1, 2, 3, 1, 2]
 
 
 def test_a_plan_depends_on_every_input():

@@ -98,6 +98,9 @@ def test_numbers_of_blocks_equal_their_contribution_and_their_maps(model, batch,
         assert found[site]["entropy"] == pytest.approx(attention.entropy().mean().item(), rel=1e-5)
     with pytest.raises(ValueError, match="no block with a residual branch"):
         va.measure_blocks(nn.ReLU(), images)
+    unused = nn.ModuleDict({"used": nn.ReLU(), "unused": va.AttentionBlock2d(8, 2)})
+    unused.forward = lambda x: unused["used"](x)
+    assert va.measure_blocks(unused, images)["unused"]["residual_ratio"] == 0
 
 
 def test_the_report_recommends_a_remedy_only_if_the_loss_is_lower_without_the_blocks(model, batch):
@@ -126,6 +129,23 @@ def test_contribution_does_not_change_the_model(model, batch):
     assert (model.training, model.layer1.training) == (True, False)
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+class Pooled(nn.Module):
+    """A network whose attention returns a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        y, _ = self.attn(x, x, x)
+        return (x + y).mean(1)
+
+
+def test_modules_that_return_a_tuple_return_zeros_instead():
+    model, x = Pooled(), torch.randn(2, 5, 8)
+    torch.testing.assert_close(contributions.compute_scores(model, x, off=["attn"]), x.mean(1))
 
 
 def test_a_new_block_contributes_zero_and_a_broken_block_nan(batch):

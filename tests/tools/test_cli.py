@@ -416,6 +416,8 @@ def test_env_prints_versions_and_device_to_copy(capsys):
     found = dict(line.split(": ", 1) for line in out.splitlines())
     assert (found["vision_attn"], found["torch"], found["threads"]) == (va.__version__, torch.__version__, "1")
     assert {"commit", "torchvision", "timm", "einx", "python", "os", "cpu", "gpu"} < found.keys()
+    info = Path("/proc/cpuinfo")  # not on other systems, and without a name on some processors
+    assert "model name" not in (text := info.read_text() if info.exists() else "") or found["cpu"] in text
     issue = (Path(va.__file__).parents[1] / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
     assert "`vision-attn env`" in issue
 

@@ -184,6 +184,12 @@ def test_an_error_lists_entries_that_match_equally(state, tmp_path):
         va.load_checkpoint_(model, path, prefix="head.")
 
 
+def test_the_same_names_under_two_incomplete_prefixes_are_not_loaded(tmp_path):
+    path = save({f"{part}.0.weight": torch.ones(2, 2) for part in "ab"}, tmp_path)
+    with pytest.raises(va.errors.CheckpointError, match=r"0\.weight"):
+        va.load_checkpoint_(nn.Sequential(nn.Linear(2, 2, bias=False), nn.PReLU()), path, strict=False)
+
+
 def test_a_file_may_contain_a_shared_parameter_once(tmp_path):
     def network():
         shared = nn.Conv2d(3, 3, 1)

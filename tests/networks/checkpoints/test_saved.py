@@ -40,7 +40,7 @@ IMAGES = (1, 3, 32, 32)
 def small_network(classes=3):
     """Return a network of four residual blocks and a classifier, with the same weights at every call."""
     torch.manual_seed(0)
-    how = {"channels": (8,) * 4, "num_classes": classes, "zero_init_last": False}
+    how = {"channels": (8, 8, 8, 16), "num_classes": classes, "zero_init_last": False}
     return timm.models.ResNet(timm.models.resnet.BasicBlock, [1, 1, 1, 1], **how).eval()
 
 
@@ -118,7 +118,7 @@ def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
     load_adapter_(other, path)
     assert_same(other.state_dict(), model.state_dict())
     with pytest.raises(
-        va.errors.CheckpointError, match=r"another network: .*fc.weight \(model \(5, 8\), adapter \(3, 8"
+        va.errors.CheckpointError, match=r"another network: .*fc.weight \(model \(5, 16\), adapter \(3, 16"
     ):
         load_adapter_(small_network(classes=5), path)
     with pytest.raises(ValueError, match=r"also='head.*' .*classifier .*'fc'; pass also=\"head\""):
@@ -135,7 +135,7 @@ def test_an_adapter_is_saved_from_an_average_of_weights(model, tmp_path):
 def test_an_adapter_is_loaded_completely_or_not_at_all(model, tmp_path):
     train(model, also=["fc.weight"])
     path, other = save_adapter(model, tmp_path / "a.safetensors", also="fc.weight"), small_network()
-    other.fc.weight = nn.Parameter(torch.ones(1, 8).expand(3, 8))
+    other.fc.weight = nn.Parameter(torch.ones(1, 16).expand(3, 16))
     with pytest.raises(va.errors.CheckpointError, match=r"fc\.weight cannot be written, because it is expanded"):
         load_adapter_(other, path)
     assert not va.inserted_blocks(other)

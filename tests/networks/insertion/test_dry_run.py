@@ -160,7 +160,7 @@ def test_a_dry_run_changes_nothing_and_its_costs_are_those_of_the_insertion():
     assert not dry.proposals
     assert all(block.saved_bytes for block in (*dry.blocks, *replaced.blocks))
     report = va.insert_(model, stages=[0, -1], num_heads=4)
-    assert (report.parameters, report.macs, report.model_cost) == (dry.parameters, dry.macs, dry.model_cost)
+    assert (report.blocks, report.model_cost) == (dry.blocks, dry.model_cost)
     va.remove_(model)
     assert va.replace_(model, names="layer3.*.conv2", num_heads=4).macs == replaced.macs
 

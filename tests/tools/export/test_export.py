@@ -24,6 +24,7 @@ import vision_attn as va
 from vision_attn.errors import DataError, ExportError
 from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
+from vision_attn.tools.export import export, int8
 from vision_attn.tools.export.formats import FORMATS, Format
 
 MEAN, STD = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
@@ -174,6 +175,19 @@ def test_attention_that_a_runtime_does_not_support_is_exported_as_matrix_product
     report = va.export_model(small_network(), tmp_path / "net.pt2")
     assert "impl='bmm', because with 'sdpa' the network cannot be exported for torch.export (NotImpl" in str(report)
     assert_computes(report.file, small_network(), torch.rand(3, 3, 16, 24))
+
+
+def test_int8_images_are_spread_over_the_data(image_folder, monkeypatch):
+    monkeypatch.setattr(int8, "CALIBRATION", 7)
+    monkeypatch.setattr(int8, "EVALUATION", 4)
+    metadata = export.make_metadata(small_network(), (1, 3, 32, 32), False) | {"classes": ["red", "green", "blue"]}
+    for train, folder, expected in ((True, "train", [2, 2, 2, 1, 1, 0, 0]), (False, "val", [2, 2, 1, 0])):
+        images, labels = int8.load_images(image_folder, metadata, train=train)
+        assert labels.tolist() == expected
+        files = sorted((image_folder / folder).glob("*/*.png"))
+        for image, file in ((images[0], files[0]), (images[-1], files[-1])):
+            pixels = torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) / 255
+            torch.testing.assert_close(image[0], normalize_images(pixels[None], MEAN, STD)[0])
 
 
 @pytest.mark.slow

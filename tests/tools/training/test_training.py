@@ -154,6 +154,8 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert rows[-1] == {key: "" if value is None else str(value) for key, value in result.history[-1].items()}
     assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
+    for row in result.history:
+        assert row["images_per_second"] * row["seconds"] == pytest.approx(4 * base.batch_size, rel=0.01)
     assert lines[0].startswith("tiny: 1,779 parameters, input 3×16×16, 3 classes\n1 inserted block:")
     assert list((folder / "logs").rglob("events.out.tfevents*"))
     with Image.open(folder / "first_batch.png") as picture:
