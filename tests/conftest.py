@@ -1,4 +1,7 @@
-"""Fixtures of several test files: drawn examples, a small folder of images, and the real data."""
+"""Fixtures of several test files: drawn examples, a small folder of images, and the real data.
+
+Slow imports are in the fixtures: pytest-xdist loads this file before it starts the processes that run the tests.
+"""
 
 import gc
 import shutil
@@ -6,12 +9,8 @@ import signal
 import socket
 from pathlib import Path
 
-import numpy as np
 import pytest
-import tiny  # noqa: F401 - a network that timm knows by this name
-import torch
 from hypothesis import settings
-from PIL import Image
 
 gc.disable()  # imports stay in memory; enabled again before the first test
 
@@ -23,20 +22,32 @@ settings.register_profile(
 settings.load_profile("reproducible")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Run the tests of a file in one process, as far as possible, because they share imports and fixtures."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def fast_tests():
     """Use one thread, because tensors are small, and exclude imported objects from garbage collection."""
+    import tiny  # noqa: F401 - a network that timm knows by this name
+    import torch
+
     torch.set_num_threads(1)
+    gc.set_threshold(10_000)  # networks consist of many objects
     gc.enable()
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    import torch
+
+    torch.default_generator.manual_seed(0)  # torch.manual_seed also records a stack trace for each kind of GPU
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +88,9 @@ def keras(tmp_path_factory):
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory):
     """Write a folder of noisy images of three colors, which a small network learns quickly."""
+    import numpy as np
+    from PIL import Image
+
     root = tmp_path_factory.mktemp("images")
     generator = np.random.default_rng(0)
     for split, count in (("train", 24), ("val", 8)):

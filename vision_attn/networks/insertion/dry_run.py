@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -100,7 +100,13 @@ class DryRun:
         self.calls.setdefault(name, []).append(call)
 
     def run(
-        self, hooks: Hooks = (), *, before: bool = False, gradients: bool = False, training: bool = False
+        self,
+        hooks: Hooks = (),
+        *,
+        before: bool = False,
+        gradients: bool = False,
+        training: bool = False,
+        counter: AbstractContextManager[object] | None = None,
     ) -> object:
         """Run the model on a copy of the example with a fixed random seed, and restore its state afterwards.
 
@@ -111,6 +117,7 @@ class DryRun:
             before: register them as pre-hooks.
             gradients: enable gradients.
             training: run in training mode instead of evaluation mode.
+            counter: context for the forward pass alone.
         """
         model = self.model
         # Copying all parameters doubles the memory of a network, so only the first run in each mode does it.
@@ -131,6 +138,7 @@ class DryRun:
                 # A forward method may normalize an image in place, assign to a list or pop from a dictionary.
                 inputs = self.example.args, dict(self.example.kwargs)
                 args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), inputs)
+                stack.enter_context(counter or nullcontext())
                 return model(*args, **kwargs)
         except SiteError:
             raise
@@ -142,8 +150,8 @@ class DryRun:
 
     def measure(self, hooks: Hooks = ()) -> tuple[object, Cost]:
         """Run the model and return its output, and its cost for one image."""
-        with count_flops() as counter:
-            output = self.run(hooks)
+        counter = count_flops()
+        output = self.run(hooks, counter=counter)
         parameters = sum(p.numel() for p in self.model.parameters())
         return output, Cost(parameters, counter.get_total_flops() // 2 // self.example.shape[0])
 
