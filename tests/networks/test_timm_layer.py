@@ -27,7 +27,7 @@ def find_blocks(model, kind=va.AttentionBlock2d):
         # The class is passed directly.
         (
             "resnet18",
-            lambda layer: {"block_args": {"attn_layer": layer}},
+            lambda layer: {"block_args": {"attn_layer": layer}, "channels": (16, 16, 32, 64)},
             va.AttentionBlock2d,
         ),
         ("regnetz_b16", lambda layer: {"attn_layer": layer or "", "attn_kwargs": {}}, va.timm_layer(num_heads=4)),

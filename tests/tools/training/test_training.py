@@ -46,7 +46,7 @@ def base(image_folder, tmp_path):
     """Return settings for a short run of a small network with four steps per epoch."""
     return Settings(
         data=image_folder, model="tiny", img_size=16, names="layer1", epochs=3, batch_size=16, lr=0.05,
-        crop_padding=2, clip_grad=5.0, device="cpu", output=tmp_path / "run",
+        crop_padding=2, clip_grad=5.0, device="cpu", workers=0, output=tmp_path / "run",
     )  # fmt: skip
 
 

@@ -40,7 +40,8 @@ def base(image_folder, tmp_path):
     """Return settings for a short run with four steps per epoch and all components that are random or have a state."""
     return Settings(
         data=image_folder, model="tiny", img_size=16, names="layer1", epochs=2, batch_size=16, opt="adamw", lr=0.002,
-        crop_padding=2, warmup_epochs=0.5, clip_grad=5.0, ema=0.9, device="cpu", output=tmp_path / "run",
+        crop_padding=2, warmup_epochs=0.5, clip_grad=5.0, ema=0.9, device="cpu", workers=0,
+        output=tmp_path / "run",
     )  # fmt: skip
 
 
@@ -102,7 +103,10 @@ def command_line(settings):
 @pytest.mark.parametrize(
     ("number", "options"),
     [
-        (signal.SIGINT, {"attention_lr": 0.01, "layer_decay": 0.7, "model": "test_resnet", "drop_path": 0.2}),
+        (
+            signal.SIGINT,
+            {"attention_lr": 0.01, "layer_decay": 0.7, "model": "test_resnet", "drop_path": 0.2, "workers": 1},
+        ),
         *(
             pytest.param(signal.SIGTERM, options, marks=pytest.mark.slow)
             for options in (
