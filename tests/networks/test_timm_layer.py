@@ -30,7 +30,7 @@ def find_blocks(model, kind=va.AttentionBlock2d):
             lambda layer: {"block_args": {"attn_layer": layer}, "channels": (16, 16, 32, 64)},
             va.AttentionBlock2d,
         ),
-        ("regnetz_b16", lambda layer: {"attn_layer": layer or "", "attn_kwargs": {}}, va.timm_layer(num_heads=4)),
+        ("test_byobnet", lambda layer: {"attn_layer": layer or "", "attn_kwargs": {}}, va.timm_layer(num_heads=4)),
     ],
 )
 @torch.no_grad()

@@ -11,7 +11,7 @@ import timm
 import torch
 import torchvision
 from reach import anatomy, as_after_training
-from small_networks import convolutions
+from small_networks import NarrowResNet, convolutions
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
@@ -161,12 +161,12 @@ def five_channels(channels, device, dtype):
         ({"where": lambda name, module: False}, "where"),
         ({"names": "unused"}, "'unused' is not called"),
         ({"names": "unused", "at": "branch"}, "'unused' is not called"),
-        ({"names": "fc"}, r"'fc' returns \(1, 1000\)"),
-        ({"names": "fc", "at": "before"}, r"'fc' receives \(1, 512\)"),
+        ({"names": "fc"}, r"'fc' returns \(1, 10\)"),
+        ({"names": "fc", "at": "before"}, r"'fc' receives \(1, 64\)"),
         ({"names": "layer1.0.bn1", "at": "branch"}, "'layer1.0.bn1' has no residual branch"),
         ({"stages": 1, "at": "beside"}, "at must be .* 'after', 'before', 'branch'"),
-        ({"names": ["layer1", "layer2"], "num_heads": 128}, r"'layer1\.1' cannot be built for 64 channels: num_heads"),
-        ({"block": five_channels, "stages": 1}, r"\(1, 64, 16, 16\) at 'layer1.1'; Conv2d returns \(1, 5, 16, 16\)"),
+        ({"names": ["layer1", "layer2"], "num_heads": 128}, r"'layer1\.1' cannot be built for 8 channels: num_heads"),
+        ({"block": five_channels, "stages": 1}, r"\(1, 8, 16, 16\) at 'layer1.1'; Conv2d returns \(1, 5, 16, 16\)"),
         ({"stages": 1, "block": lambda channels, **_: None}, "block"),
         ({"stages": 1, "names": "fc"}, "exactly one of stages, names and where, got stages and names"),
         ({}, "exactly one of stages, names and where, got none"),
@@ -178,7 +178,7 @@ def five_channels(channels, device, dtype):
     ],
 )
 def test_an_error_names_its_cause_and_does_not_change_the_model(options, message):
-    model = copy.deepcopy(resnet18())
+    model = NarrowResNet()
     model.unused = nn.Conv2d(3, 3, 1)
     before = anatomy(model)
     with pytest.raises(ValueError, match=message):
