@@ -399,7 +399,7 @@ def test_blocks_stored_in_the_parent_are_compiled_and_exported():
 def test_normalized_zero_weights_raise_an_error_with_a_remedy(normalize, block):
     # Self-Attention-GAN#31: spectral normalization of every layer
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()).eval()
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, stride=3), nn.ReLU()).eval()
     va.insert_(model, block, names="1", example_input=IMAGE)
     layers = [x for x in only_block(model).modules() if isinstance(x, nn.modules.conv._ConvNd)]
     assert [normalize(layer) for layer in layers if not layer.weight.any()]
@@ -430,7 +430,7 @@ def train_without_a_warning(*args, **options):
 
 def late(optimizer_class=torch.optim.SGD, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(7200, 2))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=3), nn.ReLU(), nn.Flatten(), nn.Linear(800, 2))
     optimizer = optimizer_class(model.parameters(), lr=1e-3, **options)
     va.insert_(model, names="0", num_heads=2, example_input=IMAGE)
     return model, optimizer
