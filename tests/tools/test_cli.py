@@ -51,21 +51,8 @@ def run(capsys, *arguments):
 
 
 def train(capsys, image_folder, tmp_path, *arguments):
-    small = (
-        "--data",
-        image_folder,
-        "--model",
-        "resnet20",
-        "--epochs",
-        1,
-        "--batch-size",
-        16,
-        "--device",
-        "cpu",
-        "--output",
-        tmp_path / "run",
-    )
-    return run(capsys, "train", *small, *arguments)
+    small = "--model resnet20 --epochs 1 --batch-size 16 --device cpu".split()
+    return run(capsys, "train", "--data", image_folder, *small, "--output", tmp_path / "run", *arguments)
 
 
 def test_every_setting_is_a_flag_with_help(capsys):
@@ -429,17 +416,8 @@ def test_env_prints_versions_and_device_to_copy(capsys):
 
 
 def test_train_names_the_command_that_compares_its_run(capsys, image_folder, tmp_path, monkeypatch):
-    block = (
-        "--block",
-        "vision_attn:AttentionBlock2d",
-        "--stages",
-        "-1",
-        "--block-options",
-        "num_heads=4",
-        "--lr",
-        "0.01",
-    )
-    code, out, _ = train(capsys, image_folder, tmp_path, *block)
+    block = "--block vision_attn:AttentionBlock2d --stages -1 --block-options num_heads=4 --lr 0.01"
+    code, out, _ = train(capsys, image_folder, tmp_path, *block.split())
     assert code == 0
     program, *words = shlex.split(out.splitlines()[-2])
     assert program == "vision-attn"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -99,15 +99,7 @@ class DryRun:
         call = {"before": TensorSpec.read(args) | TensorSpec.read(kwargs), "after": TensorSpec.read(output)}
         self.calls.setdefault(name, []).append(call)
 
-    def run(
-        self,
-        hooks: Hooks = (),
-        *,
-        before: bool = False,
-        gradients: bool = False,
-        training: bool = False,
-        counter: AbstractContextManager[object] | None = None,
-    ) -> object:
+    def run(self, hooks: Hooks = (), *, before: bool = False, training: bool = False, context: Any = None) -> object:
         """Run the model on a copy of the example with a fixed random seed, and restore its state afterwards.
 
         Parameters, buffers, modes and random states are restored, and hooks of other code are not called.
@@ -115,9 +107,8 @@ class DryRun:
         Args:
             hooks: temporary hooks.
             before: register them as pre-hooks.
-            gradients: enable gradients.
             training: run in training mode instead of evaluation mode.
-            counter: context for the forward pass alone.
+            context: context manager for the forward pass alone, which enables gradients or counts operations.
         """
         model = self.model
         # Copying all parameters doubles the memory of a network, so only the first run in each mode does it.
@@ -130,7 +121,6 @@ class DryRun:
                 changed = stack.enter_context(kept_tensors(model, parameters))
                 self.changed.setdefault(training, changed)
                 stack.enter_context(fixed_seed(model))
-                stack.enter_context(torch.set_grad_enabled(gradients))
                 for path, hook in hooks:
                     module = model.get_submodule(path)
                     register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
@@ -138,7 +128,7 @@ class DryRun:
                 # A forward method may normalize an image in place, assign to a list or pop from a dictionary.
                 inputs = self.example.args, dict(self.example.kwargs)
                 args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), inputs)
-                stack.enter_context(counter or nullcontext())
+                stack.enter_context(context or nullcontext())
                 return model(*args, **kwargs)
         except SiteError:
             raise
@@ -151,7 +141,7 @@ class DryRun:
     def measure(self, hooks: Hooks = ()) -> tuple[object, Cost]:
         """Run the model and return its output, and its cost for one image."""
         counter = count_flops()
-        output = self.run(hooks, counter=counter)
+        output = self.run(hooks, context=counter)
         parameters = sum(p.numel() for p in self.model.parameters())
         return output, Cost(parameters, counter.get_total_flops() // 2 // self.example.shape[0])
 
@@ -265,7 +255,7 @@ class DryRun:
         inputs: dict[FeatureMap, list[Tensor]] = {x: [] for x in maps}
         hooks = [(x.target, partial(track_gradient, x.element, inputs[x])) for x in maps]
         try:
-            output = self.run(hooks, before=at == "before", gradients=True)
+            output = self.run(hooks, before=at == "before", context=torch.enable_grad())
             with torch.enable_grad():
                 sums = [x.float().square().sum() for x in get_tensors(output) if x.requires_grad]
                 if not sums:
