@@ -51,7 +51,7 @@ def run(capsys, *arguments):
 
 
 def train(capsys, image_folder, tmp_path, *arguments):
-    small = "--model resnet20 --epochs 1 --batch-size 16 --device cpu".split()
+    small = ["--model", "resnet20", "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
     return run(capsys, "train", "--data", image_folder, *small, "--output", tmp_path / "run", *arguments)
 
 
