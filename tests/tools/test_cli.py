@@ -25,12 +25,12 @@ from vision_attn.networks.checkpoints import folder
 from vision_attn.networks.models import create_model
 from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools import cli
-from vision_attn.tools.cli.flags import Train, merge_settings, parse
+from vision_attn.tools.cli.flags import Train, parse
 from vision_attn.tools.cli.visualize import open_network
 from vision_attn.tools.comparison import runs
 from vision_attn.tools.comparison.variants import recipe, settings_for_variant
 from vision_attn.tools.training.run import compare_command
-from vision_attn.tools.training.settings import Settings, make_settings
+from vision_attn.tools.training.settings import Settings, make_settings, merge_settings
 
 RUN = weights_folder() / "resnet20_attention_cifar100"
 
@@ -264,7 +264,7 @@ def test_flags_override_the_settings_of_another_run(tmp_path):
 
     def parsed(*words):
         found, given = parse(Train, [*words], "train")
-        return merge_settings(found.config, given)
+        return merge_settings(given, found.config)
 
     found = parsed("--config", str(tmp_path), "--names", "layer1", "--no-class-weights", "--lr", "None")
     assert (found.names, found.lr, found.class_weights, found.seed) == (("layer1",), None, False, 3)
@@ -441,7 +441,48 @@ def test_train_names_the_command_that_compares_its_run(capsys, image_folder, tmp
 def test_swapped_arguments_are_named(capsys, image_folder):
     code, _, err = run(capsys, "predict", image_folder / "val", RUN)
     assert (code, err.count("\n")) == (1, 1)
-    assert f"{image_folder / 'val'} contains no network. Pass it first" in err
+    assert f"{image_folder / 'val'}/model/config.json: file not found. Pass a folder written by va.save_model" in err
+
+
+def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "import vision_attn\n\n\nclass Mine(vision_attn.AttentionBlock2d):\n    pass\n"
+    (tmp_path / "my_blocks.py").write_text(code)
+    block, image = ("--block", "my_blocks:Mine"), image_folder / "val" / "red" / "0.png"
+    options = "--block-options", "num_heads=4"
+    assert train(capsys, image_folder, tmp_path, "--names", "layer3", *block, *options)[0] == 0
+    for words in (
+        ["evaluate", tmp_path / "run"],
+        ["predict", tmp_path / "run", image],
+        ["explore", tmp_path / "run", image, "-o", tmp_path / "page.html"],
+        ["export", tmp_path / "run", "-o", tmp_path / "net.pt2"],
+    ):
+        code, _, err = run(capsys, *words)
+        assert code != 0
+        assert re.search("--block (my_blocks|MODULE):Mine", err), err
+        assert run(capsys, *words, *block)[0] == 0
+    sys.modules.pop("my_blocks")
+
+
+def test_an_image_that_is_listed_twice_is_classified_once(capsys, image_folder):
+    folder = image_folder / "val" / "red"
+    code, out, err = run(capsys, "predict", RUN, folder, folder / "0.png", folder / "0.png")
+    assert (code, err, out.count("\n")) == (0, "", 8)
+
+
+def test_all_images_of_another_folder_are_evaluated(capsys, image_folder, tmp_path):
+    settings = "--data", image_folder / "train", "--names", "layer3", "--val-fraction", 0.25
+    code, out, _ = train(capsys, image_folder, tmp_path, *settings)
+    assert (code, "\n18 validation images of " in out) == (0, True)
+    logged = out.partition("best epoch, 1: ")[2].partition(", in ")[0]
+    code, out, _ = run(capsys, "evaluate", tmp_path / "run")
+    assert (code, "\n18 images of " in out, logged in out) == (0, True, True)
+    assert "\n24 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", image_folder)[1]
+    same = image_folder / "val" / ".." / "train"
+    assert "\n18 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", same)[1]
+    assert "\n24 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", image_folder / "val")[1]
+    half = run(capsys, "evaluate", tmp_path / "run", "--data", image_folder / "val", "--val-fraction", 0.5)
+    assert "\n12 images of " in half[1]
 
 
 def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):

@@ -34,7 +34,7 @@ def open_image(file: Any) -> Image.Image:
 
 
 def find_images(names: Sequence[Path]) -> list[Path]:
-    """Return the given image files and all images in the given folders."""
+    """Return the given image files and all images in the given folders, each once."""
     if not names:
         raise ValueError("images are required: expected image files or folders of images, got none")
     found: list[Path] = []
@@ -45,7 +45,7 @@ def find_images(names: Sequence[Path]) -> list[Path]:
         if not inner:
             raise DataError(f"{name} contains no images")
         found += inner
-    return found
+    return list(dict.fromkeys(found))
 
 
 def load_images(files: Sequence[Path], transform: Callable[[Image.Image], Tensor]) -> dict[Path, Tensor]:

@@ -110,6 +110,8 @@ def test_a_file_is_loaded_at_a_revision(folder, requests, monkeypatch):
     assert va.load_checkpoint_(model, "hf-hub:user/net@v1/net.pth").loaded
     assert_same(model.state_dict(), va.load_model(folder).state_dict())
     assert any(path.endswith("/v1/net.pth") for path in requests)
+    assert va.load_checkpoint_(model, "hf-hub:user/net@refs/pr/1/net.pth").loaded
+    assert any(path.endswith("/refs%2Fpr%2F1/net.pth") for path in requests)
     with pytest.raises(va.errors.CheckpointError, match=r"user/net/missing.pth cannot be read"):
         va.load_checkpoint_(model, "hf-hub:user/net/missing.pth")
     monkeypatch.setattr("vision_attn.networks.checkpoints.hub.PATTERNS", ["*.json"])
@@ -136,7 +138,9 @@ def test_training_starts_from_a_network_of_the_hub_with_a_new_classifier_for_oth
             build_network(Settings(**given, **options), source, print)
 
 
-@pytest.mark.parametrize("name", ["hf-hub:net", "hf-hub:user/net@", "hf-hub:user/../net", "hf-hub:"])
+@pytest.mark.parametrize(
+    "name", ["hf-hub:net", "hf-hub:user/net@", "hf-hub:user/../net", "hf-hub:", "hf-hub:user/net@refs/pr"]
+)
 def test_other_names_are_rejected(name):
     with pytest.raises(
         (ValueError, va.errors.CheckpointError), match=r"owner/name\[@revision\]\[/file\], got|cannot be read"

@@ -638,6 +638,23 @@ def test_a_network_of_any_class_is_saved_with_its_arguments(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"net", "again"}
 
 
+class OtherNames(nn.Module):
+    """A network that stores something else as ``classes`` and ``transform``."""
+
+    def __init__(self, classes=4):
+        super().__init__()
+        self.classes, self.transform = classes, nn.Conv2d(3, classes, 1)
+
+    def forward(self, x):
+        return self.transform(x).mean((2, 3)).view(len(x), self.classes)
+
+
+def test_attributes_of_the_network_named_classes_and_transform_are_kept(tmp_path):
+    va.save_model(OtherNames(), tmp_path / "net", network=OtherNames, example_input=(1, 3, 8, 8))
+    loaded = va.load_model(tmp_path / "net", network=OtherNames)
+    assert (loaded.classes, loaded(torch.rand(2, 3, 8, 8)).shape) == (4, (2, 4))
+
+
 class Phases(nn.Module):
     """A network with a complex parameter."""
 

@@ -326,6 +326,13 @@ def test_a_wrapped_half_precision_network_is_exported_in_float32_and_unchanged(t
     assert_computes(path, half.float().eval(), torch.randn(4, 3, 16, 24), normalize=False)
 
 
+@pytest.mark.parametrize("classes", [2, {"cat": 0}, [0, 1]], ids=str)
+def test_classes_that_are_not_names_are_not_exported(tmp_path, classes):
+    network = small_network()
+    network.classes = classes
+    assert about(va.export_model(network, tmp_path / "net.pt2").file)["classes"] == []
+
+
 def test_a_loaded_network_has_its_classes_statistics_and_crop(tmp_path):
     model = create_model("tiny", num_classes=2)
     va.insert_(model, names="layer2", num_heads=4, gate_init=0.5, example_input=(1, 3, 32, 32))

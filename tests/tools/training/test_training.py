@@ -180,7 +180,7 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     assert result.ablation.predictions_changed == int((scores.argmax(1) != result.model(images).argmax(1)).sum())
 
     # The saved network has the scores in the log.
-    assert evaluate(read_settings(folder, ()), folder, log=quiet) == result.best
+    assert evaluate({}, folder, log=quiet) == result.best
     assert result.best.loss == pytest.approx(F.cross_entropy(model(images), labels).item(), rel=1e-4)
     with pytest.raises(ValueError, match=f"{folder} .*--resume {folder}"):
         run_training(replace(base, seed=1), log=quiet)
@@ -201,6 +201,30 @@ def test_train_takes_options_and_a_model_by_name_or_with_its_blocks(image_folder
     assert va.train("tiny", output=tmp_path / "named", **options).model.pretrained_cfg["architecture"] == "tiny"
     with pytest.raises(ValueError, match=r"^model: .*, got Settings"):
         va.train(Settings(), **options)
+
+
+def test_settings_that_create_a_network_are_refused_for_a_given_network(image_folder, tmp_path):
+    model = create_model("test_resnet", num_classes=3)
+    options = {"data": image_folder, "img_size": 32, "epochs": 1, "batch_size": 36, "device": "cpu", "log": quiet}
+    wrong = {"names": "layer3", "weights": "missing.pth", "reset_head": True, "drop_path": 0.2, "block": "cbam"}
+    with pytest.raises(ValueError, match=r"^weights, reset_head, names, block, drop_path: expected .* got a ResNet\. "):
+        va.train(model, output=tmp_path / "run", **wrong, **options)
+    assert not (tmp_path / "run").exists()
+    va.insert_(model, stages=0, num_heads=2, example_input=(1, 3, 32, 32))
+    result = va.train(model, output=tmp_path / "run", attention_lr=0.3, **options)
+    assert (result.settings.has_blocks, result.settings.attention_lr) == (False, 0.3)
+    assert result.ablation is not None
+
+
+def test_a_resumed_run_keeps_its_settings(image_folder, tmp_path):
+    options = {"data": image_folder, "img_size": 16, "names": "layer1", "batch_size": 36, "lr": 0.01, "device": "cpu"}
+    va.train("tiny", output=tmp_path / "run", epochs=1, log=quiet, **options)
+    for folder in (tmp_path / "run", str(tmp_path / "run")):
+        result = va.train(resume=folder, epochs=2, log=quiet)
+    assert (result.settings.lr, result.settings.names, len(result.history)) == (0.01, ("layer1",), 2)
+    assert result.folder == tmp_path / "run"
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        va.train(resume=tmp_path / "nothing", log=quiet)
 
 
 def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
@@ -423,17 +447,18 @@ def test_pretrained_weights_for_other_classes_have_a_new_head(monkeypatch):
 
 def test_a_trained_network_is_evaluated_with_its_size_statistics_and_classes(base, image_folder, tmp_path):
     result = run_training(replace(base, epochs=1, mean=(0.2, 0.3, 0.4), std=(0.5, 0.6, 0.7)), log=quiet)
-    other = Settings(data=image_folder, device="cpu", batch_size=16)
+    other = {"device": "cpu", "batch_size": 16}
     assert evaluate(other, base.output, log=quiet) == result.best
-    assert evaluate(replace(other, img_size=32), base.output, log=quiet) != result.best
+    assert evaluate({"data": image_folder, **other}, base.output / "model", log=quiet) == result.best
+    assert evaluate({"img_size": 32, **other}, base.output, log=quiet) != result.best
     for old, new in (("blue", "zebra"), ("green", "green"), ("red", "red")):
         (tmp_path / "renamed" / "val").mkdir(parents=True, exist_ok=True)
         os.symlink(image_folder / "val" / old, tmp_path / "renamed" / "val" / new)
     with pytest.raises(ValueError, match=r"expected blue, green, red, got green, red, zebra"):
-        evaluate(replace(other, data=tmp_path / "renamed"), base.output, log=quiet)
+        evaluate({"data": tmp_path / "renamed", **other}, base.output, log=quiet)
     os.symlink(image_folder / "train", tmp_path / "renamed" / "train")
     with pytest.raises(DataError, match=r"^classes of .*train and .*val differ: blue, zebra "):
-        run_training(replace(other, model="tiny", data=tmp_path / "renamed"), log=quiet)
+        run_training(Settings(model="tiny", data=tmp_path / "renamed", device="cpu"), log=quiet)
 
 
 def test_evaluation_counts_every_image_once(base):

@@ -242,7 +242,8 @@ def find_factories(
     foreign = [name for name in names if name not in (*BLOCKS, *TIMM_BLOCKS)]
     if foreign and block is None:
         what = f"{', '.join(foreign)}, which is not a block of this library"
-        raise CheckpointError(f"{path} contains {what}. Pass the class: block={foreign[0]}")
+        flag = f"--block MODULE:{foreign[0]} on the command line"
+        raise CheckpointError(f"{path} contains {what}. Pass the class: block={foreign[0]}, or {flag}")
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
     return {name: limit_shapes(get_block_factory(block if name in foreign else name), shapes) for name in names}

@@ -134,7 +134,7 @@ def save_model(
     if network is None and not timm.is_model(str(architecture)):
         remedy = "For another network, pass its class or function as network= and its arguments as model_args="
         raise ValueError(f"architecture must be a model name of timm, got {architecture!r}. {remedy}")
-    count, own = getattr(model, "num_classes", None), getattr(model, "classes", None) or ()
+    count, own = getattr(model, "num_classes", None), get_classes(model)
     if classes is None and count in (None, len(own)):
         classes = own
     if classes is not None and count not in (None, len(classes)):
@@ -258,8 +258,17 @@ def load_model(
     load_file_(model, file)
     classes = config.get("label_names")
     transform = create_eval_transform(model) if getattr(model, "pretrained_cfg", None) else None
-    vars(model).update(classes=tuple(classes) if classes else None, transform=transform)
+    for name, value in {"classes": tuple(classes) if classes else None, "transform": transform}.items():
+        if value is not None or not hasattr(model, name):  # a network may use the name for something else
+            vars(model)[name] = value
     return model.eval()
+
+
+def get_classes(model: nn.Module) -> tuple[str, ...]:
+    """Return ``model.classes`` if it contains names, as in a loaded network. Some networks store the number there."""
+    found: Any = getattr(model, "classes", None)
+    names = isinstance(found, list | tuple) and all(isinstance(name, str) for name in found)
+    return tuple(found) if names else ()
 
 
 def create_eval_transform(model: nn.Module) -> Compose:

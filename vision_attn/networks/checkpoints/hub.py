@@ -16,7 +16,8 @@ PATTERNS = ["*.json", "*.safetensors"]
 def resolve_source(source: str | Path) -> Path:
     """Return the path of a file or folder; download it if it is ``hf-hub:owner/name[@revision][/file]``.
 
-    The cache, ``HF_HUB_OFFLINE`` and other settings of ``huggingface_hub`` apply.
+    A revision is a branch, a tag, a commit, or a reference such as ``refs/pr/1``. The cache, ``HF_HUB_OFFLINE`` and
+    other settings of ``huggingface_hub`` apply.
 
     Raises:
         ValueError: the name is not of this form.
@@ -28,7 +29,9 @@ def resolve_source(source: str | Path) -> Path:
     name = source.as_posix() if isinstance(source, Path) else source
     if not name.startswith(SCHEME):
         return Path(source)
-    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?", name.removeprefix(SCHEME))
+    match = re.fullmatch(
+        r"([\w.-]+/[\w.-]+)(?:@(refs/[^/]+/[^/]+|(?!refs/)[^/]+))?(?:/(.+))?", name.removeprefix(SCHEME)
+    )
     if match is None:
         raise ValueError(f"a repository must be {SCHEME}owner/name[@revision][/file], got {name!r}")
     repository, revision, file = match.groups()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from vision_attn.text import escape_control_characters
-from vision_attn.tools.cli.visualize import Images, Output, load_run
+from vision_attn.tools.cli.visualize import Block, Images, Output, load_run
 from vision_attn.tools.hints import hint
 
 #: Argument type shared by several commands.
@@ -100,6 +99,7 @@ def predict(
     batch_size: int = 32,
     device: Device = None,
     output: Annotated[Path | None, hint("FILE", "default: none", "-o")] = None,
+    block: Block = None,
 ) -> None:
     """Classify images with a trained network.
 
@@ -110,6 +110,7 @@ def predict(
         batch_size: Number of images per forward pass.
         device: Device to run on.
         output: CSV file to write, with the classes and probabilities of all images.
+        block: Class of the inserted blocks.
     """
     import torch
     from tqdm import tqdm
@@ -123,7 +124,7 @@ def predict(
     if output:
         check_writable(output)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model, files = load_run(run).to(device), find_images(images)
+    model, files = load_run(run, block).to(device), find_images(images)
     names = model.classes or tuple(map(str, range(model.num_classes)))
     top, rows = min(top, len(names)), []
     with torch.inference_mode():
@@ -153,6 +154,7 @@ def export(
     ] = None,
     int8: Annotated[Path | None, hint("FOLDER")] = None,
     normalize: bool = True,
+    block: Block = None,
 ) -> None:
     """Export a trained network for another runtime and check its output.
 
@@ -164,10 +166,11 @@ def export(
         dynamic: Dimensions of the input that may vary between calls.
         int8: Folder with train/CLASS/IMAGE and val/CLASS/IMAGE, for quantization to 8 bits.
         normalize: Include the normalization in the file, so that it accepts pixels in 0…1.
+        block: Class of the inserted blocks.
     """
     from vision_attn.tools.export.export import export_model
 
-    model = load_run(run)
+    model = load_run(run, block)
     shape = input_shape(model, img_size)
     print_escaped(export_model(model, output, example_input=shape, dynamic=dynamic, int8=int8, normalize=normalize))
 
@@ -179,11 +182,11 @@ def train(words: list[str]) -> None:
 
     Ctrl-C saves the run, and --resume continues it.
     """
-    from vision_attn.tools.cli.flags import Train, merge_settings, parse
+    from vision_attn.tools.cli.flags import Train, parse
+    from vision_attn.tools.training.settings import merge_settings
 
     found, given = parse(Train, words, "train", train.__doc__)
-    resume = given.get("resume", "auto")
-    settings = merge_settings(found.config or (None if resume == "auto" else Path(resume)), given)
+    settings = merge_settings(given, found.config)
 
     from vision_attn.tools.training.run import run_training
 
@@ -195,14 +198,13 @@ def evaluate(words: list[str]) -> None:
 
     Example: vision-attn evaluate runs/train-1 --data other-flowers
     """
-    from vision_attn.tools.cli.flags import Evaluate, merge_settings, parse
+    from vision_attn.tools.cli.flags import Evaluate, parse
 
     found, given = parse(Evaluate, words, "evaluate", evaluate.__doc__)
-    settings = merge_settings(found.run if (found.run / "settings.yaml").is_file() else None, given)
 
     from vision_attn.tools.training import run as runs
 
-    runs.evaluate(replace(settings, freeze_backbone=False), found.run, log=print_escaped)
+    runs.evaluate(given | ({"block": found.block} if found.block else {}), found.run, log=print_escaped)
 
 
 def compare(words: list[str]) -> None:

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import Positional, arg
 
+from vision_attn.tools.cli.visualize import Block
 from vision_attn.tools.hints import hint
-from vision_attn.tools.training import settings
 from vision_attn.tools.training.settings import Blocks, Data, Machine, Model, Output, Settings, Training
 
 Config = Annotated[Path | None, hint("FILE")]
@@ -44,6 +44,7 @@ class Evaluate:
     # Folder of a training run, folder written by va.save_model, or hf-hub:OWNER/NAME.
     run: Annotated[Positional[Path], arg(metavar="RUN")]
 
+    block: Block = None  # Class of the inserted blocks.
     data: Data = Data()
     machine: Machine = Machine()
 
@@ -80,9 +81,3 @@ def parse(kind: Any, words: list[str], command: str, description: str | None = N
     values = {name: value for group in groups for name, value in vars(group).items()}
     defaults = vars(Settings())
     return found, {name: value for name, value in values.items() if name in passed or value != defaults[name]}
-
-
-def merge_settings(file: Path | None, given: dict[str, Any]) -> Settings:
-    """Return the settings of a file or of the folder of a run, overridden by the given settings."""
-    base = vars(settings.read_settings(file, given)) if file else {}
-    return settings.make_settings(**settings.override(base, given))

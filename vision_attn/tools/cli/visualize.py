@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Images = Annotated[Positional[tuple[Path, ...]], hint("IMAGE [IMAGE ...]", "required")]
 Output = Annotated[Path, arg(aliases=["-o"])]
+Block = Annotated[str | None, hint("MODULE:CLASS", "required for custom blocks")]
 
 
 def crop_as_network(image: Image.Image, transform: Any) -> Image.Image:
@@ -29,19 +30,19 @@ def crop_as_network(image: Image.Image, transform: Any) -> Image.Image:
     return image
 
 
-def load_run(run: Path) -> Any:
-    """Load the network of a run; name the expected arguments if the folder contains none."""
+def load_run(run: Path, block: str | None) -> Any:
+    """Load the network of a run, with blocks of the class ``MODULE:CLASS`` if there is one."""
+    from vision_attn.networks.block_factories import get_block_factory
     from vision_attn.networks.checkpoints import folder
 
-    try:
+    if block is None:
         return folder.load_model(run)
-    except FileNotFoundError as error:
-        expected = "Pass it first: the folder of a training run or of va.save_model, or hf-hub:OWNER/NAME"
-        what = "contains no network" if run.exists() else "does not exist"
-        raise FileNotFoundError(f"{run} {what}. {expected}") from error
+    from vision_attn.tools.training.network import block_class  # requires the packages for training
+
+    return folder.load_model(run, block=get_block_factory(block_class(block)))
 
 
-def open_network(name: str, pretrained: bool) -> Any:
+def open_network(name: str, pretrained: bool, block: str | None = None) -> Any:
     """Load a network from a folder or create it by name, with its classes and image transform."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
     from timm.models import get_pretrained_cfg
@@ -52,7 +53,7 @@ def open_network(name: str, pretrained: bool) -> Any:
     from vision_attn.networks.models.registry import create_model, get_model_cfg
 
     if Path(name).exists() or name.startswith(SCHEME):
-        model = load_run(Path(name))
+        model = load_run(Path(name), block)
     else:
         known = get_pretrained_cfg(name)
         count = known.num_classes if known else 1000
@@ -74,6 +75,7 @@ def explore(
     names: Annotated[tuple[str, ...], hint("MODULE [MODULE ...]", "default: all attention modules")] = (),
     output: Output = Path("report.html"),
     top: int = 5,
+    block: Block = None,
 ) -> None:
     """Write an interactive HTML page with the attention maps of a network.
 
@@ -84,6 +86,7 @@ def explore(
         names: Attention modules to show: names, or globs such as 'layer*.1'.
         output: HTML file to write.
         top: Number of classes to show for each image.
+        block: Class of the inserted blocks.
     """
     import torch
     from torchvision.transforms import Compose
@@ -93,7 +96,7 @@ def explore(
     from vision_attn.tools import explorer
     from vision_attn.tools.images import check_none_skipped, find_images, load_images, open_image
 
-    network, files, note = open_network(model, pretrained), find_images(images), ""
+    network, files, note = open_network(model, pretrained, block), find_images(images), ""
     if not attention_modules(network):
         expected = "expected a network with attention, such as a run of vision-attn train --stages"
         raise ValueError(f"model {model} has no attention modules: {expected} or vit_tiny_patch16_224")

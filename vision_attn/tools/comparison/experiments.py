@@ -60,8 +60,9 @@ def trials(
     """Run each variant with each seed and compare the measurements.
 
     The result of each run is saved in ``VARIANT-SEED/run.json``, with versions, device and commit. The same call
-    resumes a comparison, and more seeds or variants extend it. ``runs.json`` contains all measurements,
-    ``comparison.md`` the tables, and ``comparison.png`` the differences between the last variant and the others.
+    resumes a comparison. To extend it, list additional seeds or variants after the earlier ones, whose runs are kept:
+    ``runs.json`` contains the measurements of the listed runs only, ``comparison.md`` the tables, and
+    ``comparison.png`` the differences between the last variant and the others.
 
     Args:
         run: function ``run(variant, seed, **options)`` that trains and returns measurements by name. Measurements are

@@ -20,6 +20,7 @@ from torchvision.transforms.v2 import Normalize
 
 from vision_attn.attention.blocks import set_impl_
 from vision_attn.errors import ExportError
+from vision_attn.networks.checkpoints.folder import get_classes
 from vision_attn.networks.example import make_example
 from vision_attn.networks.insertion import inserted_blocks
 from vision_attn.networks.network import unwrap_model
@@ -170,7 +171,7 @@ def make_metadata(
         raise ValueError("normalize requires model.pretrained_cfg = {'mean': (…), 'std': (…)}")
     plain = "0…1, then (pixels - mean) / std" if "mean" in config else "the range of the network"
     return {
-        "classes": list(getattr(model, "classes", None) or ()),
+        "classes": list(get_classes(model)),
         "input_size": tuple(input_size),
         **{name: config.get(name) for name in ("mean", "std", "architecture")},
         **{name: config.get(name, default) for name, default in CROP.items()},

@@ -89,8 +89,11 @@ class DataSplit:
         return torch.as_tensor(found)[list(self.indices)]
 
 
-def open_data(settings: Settings, *, train: bool) -> DataSplit:
-    """Open the training or validation part of a data set without decoding images."""
+def open_data(settings: Settings, *, train: bool, default_fraction: float | None = 0.1) -> DataSplit:
+    """Open the training or validation part of a data set without decoding images.
+
+    By default, ``default_fraction`` of the images is held out if there is no validation folder, or none of them.
+    """
     fraction, root = settings.val_fraction, settings.data and settings.data.expanduser()
     from_train = train or fraction is not None
     if settings.dataset.startswith("hfds/") or (root and settings.dataset != "folder"):
@@ -115,7 +118,7 @@ def open_data(settings: Settings, *, train: bool) -> DataSplit:
         evaluation = next((root / name for name in EVALUATION_FOLDERS if (root / name).is_dir()), None)
         if evaluation and from_train and training == root:
             raise DataError(f"{root} contains no folder 'train': expected train/CLASS/IMAGE next to {evaluation.name}")
-        fraction = fraction or (None if evaluation else 0.1)
+        fraction = fraction or (None if evaluation else default_fraction)
         folder = training if from_train or evaluation is None else evaluation
         dataset, name = Folder(folder), str(folder)
         classes = dataset.classes

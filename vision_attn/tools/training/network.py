@@ -11,7 +11,6 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers import convert_sync_batchnorm
 from torch import nn
 
 from vision_attn.errors import CheckpointError
@@ -66,10 +65,6 @@ def build_network(
         if settings.pretrained and not resumed:
             log(f"loading the pretrained weights of {name}")
         model = create_network(name, classes, settings, pretrained=settings.pretrained and not resumed)
-        if settings.sync_bn:  # before the insertion, because modules are replaced
-            model = convert_sync_batchnorm(model)
-    elif settings.sync_bn:
-        raise ValueError("sync_bn requires the name of a model. Call convert_sync_batchnorm before insert_")
     name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture", "")
     if not timm.is_model(name) or model.num_classes != classes:
         expected = f"a network of timm.create_model for the {classes} classes of {source.name}"

@@ -8,6 +8,7 @@ import shlex
 import sys
 import traceback
 import warnings
+from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,16 @@ from vision_attn.tools.training.folder import newest_state, numbered_folder
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.network import Log, NetworkSetup, block_class, build_network
 from vision_attn.tools.training.processes import run_together
-from vision_attn.tools.training.settings import MACHINE_SETTINGS, Settings, changes, make_settings, read_settings
+from vision_attn.tools.training.settings import (
+    AUTO,
+    MACHINE_SETTINGS,
+    Settings,
+    changes,
+    make_settings,
+    merge_settings,
+    override,
+    read_settings,
+)
 
 #: Smallest number of validation images of which one is at most half a point of accuracy.
 MIN_VALIDATION = 200
@@ -71,6 +81,7 @@ def train(model: nn.Module | str | None = None, *, log: Log = print, **options: 
         model: name of a timm model, or a timm network with inserted blocks, which is trained in place.
         log: function that is called with each line of the log, in the main process.
         **options: settings by name, such as ``data="flowers", epochs=10``. ``vision-attn train --help`` lists them.
+            With ``resume=folder``, the other settings are those of the run in the folder.
 
     Returns:
         The network and its scores. The folder of the run, ``result.folder``, contains the settings, ``metrics.csv``,
@@ -95,12 +106,14 @@ def train(model: nn.Module | str | None = None, *, log: Log = print, **options: 
     ((3, 32, 32), 1)
     """
     if model is None or isinstance(model, nn.Module):
-        return run_training(make_settings(**options), model, log)
-    return run_training(make_settings(model=model, **options), log=log)
+        return run_training(merge_settings(options), model, log)
+    return run_training(merge_settings({"model": model, **options}), log=log)
 
 
 def run_training(settings: Settings, model: nn.Module | None = None, log: Log = print) -> Result:
     """Train the network of the settings or a given network."""
+    if model is not None:
+        settings.refuse_creation(model)
     accelerator = make_accelerator(settings)
     main = accelerator.is_main_process
     log = log if main else (lambda line: None)
@@ -209,11 +222,22 @@ def raise_block_error(error: Exception, name: str) -> None:
         raise TrainingError(f"the block {name!r} raised {type(error).__name__} ({error}) in {where}") from error
 
 
-def evaluate(settings: Settings, folder: Path, *, log: Log = print) -> Scores:
-    """Evaluate the network in the folder of a run or of ``save_model``."""
+def evaluate(given: Mapping[str, Any], folder: Path, *, log: Log = print) -> Scores:
+    """Evaluate the network in the folder of a run or of ``save_model``, on the validation images of the run or others.
+
+    Args:
+        given: settings by name, which override those of the run. All images of another folder ``CLASS/IMAGE`` are used.
+        folder: the folder.
+        log: function that is called with each line of the log, in the main process.
+    """
+    run = read_settings(folder, given) if (folder / "settings.yaml").is_file() else Settings()
+    settings = make_settings(**override(vars(run), {**given, "freeze_backbone": False}))
+    data, own = ((one.dataset, one.data and one.data.expanduser().resolve()) for one in (settings, run))
+    if data != own:  # the run held out none of these images
+        settings = replace(settings, val_fraction=given.get("val_fraction"))
     accelerator = make_accelerator(settings)
     log = log if accelerator.is_main_process else (lambda line: None)
-    source = open_data(settings, train=False)
+    source = open_data(settings, train=False, default_fraction=0.1 if data == own else None)
     model = load_model(folder, block=get_block_factory(block_class(settings.block)))
     classes = vars(model)["classes"] or source.classes
     if classes != source.classes:
@@ -232,8 +256,7 @@ def evaluate(settings: Settings, folder: Path, *, log: Log = print) -> Scores:
 def make_accelerator(settings: Settings) -> Accelerator:
     """Seed the process and create the accelerator; mixed precision is the default on CUDA only."""
     on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
-    # The gradients of float16 are scaled, and batch norms synchronized, on CUDA only.
-    for name, value in (("device", "cuda"), ("amp", "float16"), ("sync_bn", True)):
+    for name, value in (("device", "cuda"), ("amp", "float16")):  # the gradients of float16 are scaled on CUDA only
         if on_cpu and getattr(settings, name) == value:
             raise ValueError(f"{name}={value} requires a CUDA device, and none is available")
     if settings.deterministic:
@@ -256,10 +279,10 @@ def make_accelerator(settings: Settings) -> Accelerator:
 def find_run(settings: Settings) -> tuple[Settings, Path | None]:
     """Return the settings with the folder of the run, if it is known, and the state in it from which to resume."""
     resume, folder = settings.resume, settings.output
-    if resume not in (None, "auto"):
-        if folder not in (None, Path(str(resume))):
+    if resume not in (None, AUTO):
+        if folder not in (None, resume):
             raise ValueError(f"output must be the folder of resume={resume}, got {folder}")
-        folder = Path(str(resume))
+        folder = resume
         if newest_state(folder) is None:
             raise FileNotFoundError(f"resume: {folder} does not contain a run")
     state = folder and newest_state(folder)

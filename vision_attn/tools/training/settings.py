@@ -23,6 +23,8 @@ DEFAULT_BATCH = 128
 MACHINE_SETTINGS = {"data", "download", "device", "workers", "compile", "log_with"}
 #: Settings that are not read from the settings of another run.
 CALL_SETTINGS = {"output", "resume"}
+#: Value of ``resume`` to resume the run in ``output`` if there is one, and to start it otherwise.
+AUTO = Path("auto")
 
 
 def as_tuple(value: Any) -> Any:
@@ -140,7 +142,6 @@ class Training:
     drop_path: Annotated[Fraction | None, hint("RATE")] = None
     # Evaluate and save a moving average of the weights with this decay, such as 0.999.
     ema: Annotated[Probability | None, hint("DECAY")] = None
-    sync_bn: bool = False  # Compute batch norm statistics over all processes, which requires CUDA.
     deterministic: bool = False  # Make CUDA runs bitwise reproducible. Some kernels are slower or not supported.
     channels_last: bool = False  # Use the channels-last memory format.
     compile: bool = False  # Compile the model with torch.compile.
@@ -167,7 +168,7 @@ class Output:
     # Folder for the run.
     output: Annotated[Path | None, hint("FOLDER", "default: the next runs/train-N", "-o")] = None
     # Folder of a run to resume, or auto to resume or start the run in --output.
-    resume: Annotated[str | None, hint("{FOLDER,auto}")] = None
+    resume: Annotated[Path | None, hint("{FOLDER,auto}")] = None
     seed: NonNegativeInt = 0  # Random seed.
 
 
@@ -182,7 +183,8 @@ class Settings(Output, Machine, Training, Blocks, Model, Data):
         for name, other in (("rename", "weights"), ("reset_head", "weights"), ("mean", "std"), ("std", "mean")):
             if getattr(self, name) and not getattr(self, other):
                 raise ValueError(f"{name} requires {other}")
-        for name in ("attention_lr", "block_options", "pattern"):
+        # A given network, which has no name, may contain blocks.
+        for name in ("block_options", "pattern", *(("attention_lr",) if self.model else ())):
             if getattr(self, name) and not self.has_blocks:
                 raise ValueError(f"{name} requires stages or names at which to insert blocks")
         if self.epochs <= self.warmup_epochs:
@@ -197,6 +199,13 @@ class Settings(Output, Machine, Training, Blocks, Model, Data):
     def has_blocks(self) -> bool:
         """True if blocks are inserted."""
         return bool(self.stages or self.names)
+
+    def refuse_creation(self, network: object) -> None:
+        """Raise an error for settings that create a network or change it, if a network is given."""
+        defaults = {**vars(Model()), **vars(Blocks()), "drop_path": None}
+        if given := [name for name, value in defaults.items() if getattr(self, name) != value]:
+            expected = f"expected the name of a model to create, got a {type(network).__name__}"
+            raise ValueError(f"{', '.join(given)}: {expected}. Insert blocks and load weights before training")
 
     def require_model(self) -> str:
         """Return the name of the model, which has no default."""
@@ -240,6 +249,19 @@ def make_settings(**values: Any) -> Settings:
         first = error.errors()[0]
         name, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
         raise ValueError(f"{name}: {message}, got {first['input']!r}" if name else message) from None
+
+
+def merge_settings(given: Mapping[str, Any], other: Path | None = None) -> Settings:
+    """Return the given settings, and for the rest those of another run or of the run to resume.
+
+    Args:
+        given: settings by name.
+        other: folder of the other run, or its ``settings.yaml``; by default, the run in ``resume``.
+    """
+    resume = Path(given.get("resume") or AUTO)
+    other = other or (None if resume == AUTO else resume)
+    base = vars(read_settings(other, given)) if other else {}
+    return make_settings(**override(base, given))
 
 
 def override(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
