@@ -33,6 +33,7 @@ from vision_attn.networks.convert.conversion import CONVERSIONS
 from vision_attn.tools import cli
 from vision_attn.tools.cli import flags
 from vision_attn.tools.comparison.variants import VARIANTS
+from vision_attn.tools.training.settings import make_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -245,7 +246,7 @@ def parse(name, *words):
         tyro.cli(functools.wraps(cli.PLAIN[name])(lambda *arguments, **flags: None), args=words)
     else:
         found, given = flags.parse(getattr(flags, name.title()), [*words], name)
-        flags.merge_settings(None, given)
+        make_settings(**given)
         if name == "compare":
             bases = (re.match(r"(?:[^=]+=)?([^-]\S*)", variant) for variant in found.comparison.variants)
             assert {base[1] for base in bases if base} <= {*VARIANTS}

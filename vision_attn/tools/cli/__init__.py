@@ -157,6 +157,8 @@ def describe_error(error: Exception) -> str | None:
         return f"{message}. Install the required packages: {INSTALL.format('train,export')}"
     if message.startswith("DataLoader worker"):  # torch raises it in whichever line of the main process runs
         return f"a worker process ended. Use fewer --workers. Cause: {message}"
+    if "by peer" in message and is_distributed():
+        return "another process ended, which prints its error"
     # torch is not imported here, so its error types are compared by name
     memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "allocate memory" in message
     expected = isinstance(error, (ValueError, VisionAttnError, OSError, ImportError)) or memory

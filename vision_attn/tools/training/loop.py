@@ -7,7 +7,6 @@ number of the step. An interrupted and resumed run is therefore bitwise identica
 from __future__ import annotations
 
 import copy
-import errno
 import json
 import shutil
 import signal
@@ -46,8 +45,6 @@ from vision_attn.tools.training.settings import Settings
 
 #: Steps between two checks of the loss and of signals on CUDA, where each check waits for the device.
 CHECK_EVERY = 10
-#: Errors of the operating system for a disk without space.
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: Number of images in ``first_batch.png``.
 PICTURED = 32
 
@@ -289,14 +286,10 @@ class Trainer:
                         shutil.rmtree(other)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            # safetensors and torch.save hide the number of the error.
-            hidden = isinstance(error, SafetensorError) or "inline_container" in str(error)
-            if not (hidden or isinstance(error, OSError)):
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not of torch.save
                 raise
-            full = hidden or getattr(error, "errno", None) in DISK_FULL
-            remedy = "Free disk space, and continue" if full else "Continue"
             reason = f"cannot write to {self.folder} ({' '.join(str(error).split())})"
-            raise TrainingError(f"{reason}. {remedy} with --resume {self.folder}") from error
+            raise TrainingError(f"{reason}. Check the disk, and continue with --resume {self.folder}") from error
         accelerator.wait_for_everyone()
 
     def restore(self) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shlex
-import sys
-import traceback
 import warnings
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
@@ -17,11 +15,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, broadcast_object_list, set_seed
+from accelerate.utils import (
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    broadcast_object_list,
+    gather_object,
+    set_seed,
+)
 from filelock import FileLock
 from torch import nn
 
-from vision_attn.errors import DataError, TrainingError
+from vision_attn.errors import DataError
 from vision_attn.networks.block_factories import get_block_factory
 from vision_attn.networks.checkpoints.folder import load_model
 from vision_attn.networks.safe import write_atomically
@@ -31,7 +35,6 @@ from vision_attn.tools.training.evaluation import BlockAblation, Evaluation, Sco
 from vision_attn.tools.training.folder import newest_state, numbered_folder
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.network import Log, NetworkSetup, block_class, build_network
-from vision_attn.tools.training.processes import run_together
 from vision_attn.tools.training.settings import (
     AUTO,
     MACHINE_SETTINGS,
@@ -119,18 +122,14 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
     log = log if main else (lambda line: None)
 
     # The main process decides, because the others may not see the folder.
-    found = run_together(accelerator, lambda: find_run(settings) if main else None)
-    settings, state = broadcast_object_list([found])[0]
-
-    def prepare() -> tuple[Settings, DataSplit, DataSplit, NetworkSetup]:
-        with nullcontext() if main else warnings.catch_warnings(action="ignore"):
-            return prepare_run(settings, accelerator.num_processes, model, log, resumed=state is not None)
-
-    settings, source, held_out, network = run_together(accelerator, prepare, main_first=True)
-    options = source, settings, network.config, accelerator.device
-    data = run_together(accelerator, lambda: open_images(*options, train=True))
+    settings, state = broadcast_object_list([find_run(settings) if main else None])[0]
+    # The main process is first, so that downloads occur once, and only this process prints warnings.
+    with accelerator.main_process_first(), nullcontext() if main else warnings.catch_warnings(action="ignore"):
+        prepared = prepare_run(settings, accelerator.num_processes, model, log, resumed=state is not None)
+    settings, source, held_out, network = prepared
+    data = open_images(source, settings, network.config, accelerator.device, train=True)
     data = exchange_parts(data, len(source))
-    evaluation = run_together(accelerator, lambda: Evaluation(held_out, settings, network, accelerator))
+    evaluation = Evaluation(held_out, settings, network, accelerator)
     log(f"{network}\n{len(source):,} training images of {source.name}, {data.storage}")
     log(f"{len(held_out):,} validation images of {held_out.name}, {evaluation.data.storage}")
     steps, epochs = len(source) // settings.batch, f"{settings.epochs:,} epoch{'s' * (settings.epochs > 1)}"
@@ -150,16 +149,13 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
         if state is None:
             trainer.save()
         saved = broadcast_object_list([state or newest_state(folder)])[0]
-        run_together(accelerator, lambda: check_shared(saved))
+        if not all(gather_object([(saved / "progress.json").exists()])):
+            raise DataError(f"{saved} does not exist on every machine. All machines must share the folder of --output")
         if state is not None:
-            run_together(accelerator, trainer.restore)
+            trainer.restore()
         accelerator.project_configuration.logging_dir = str(folder / "logs")
         accelerator.init_trackers("vision_attn", config={key: str(value) for key, value in settings.as_dict().items()})
-        try:
-            final, predictions = trainer.train()
-        except Exception as error:
-            raise_block_error(error, settings.block)
-            raise
+        final, predictions = trainer.train()
         for tracker in accelerator.trackers:
             tracker.finish()
         ablation = evaluation.compare_without_blocks(trainer.evaluated, final, predictions)
@@ -194,12 +190,6 @@ def prepare_run(
     return settings, source, held_out, build_network(settings, source, log, model=model, resumed=resumed)
 
 
-def check_shared(state: Path) -> None:
-    """Raise an error unless this process sees the state that the main process saved or resumes."""
-    if not (state / "progress.json").exists():
-        raise DataError(f"{state} does not exist here. All machines must share the folder of --output")
-
-
 def compare_command(settings: Settings, folder: Path) -> str:
     """Return the command line that compares a run with the same run without its blocks and with other blocks.
 
@@ -212,14 +202,6 @@ def compare_command(settings: Settings, folder: Path) -> str:
     if settings.block != "attention":
         words += ["--variants", "plain", f"{settings.block.rpartition(':')[2]}=--block {settings.block}"]
     return shlex.join(words)
-
-
-def raise_block_error(error: Exception, name: str) -> None:
-    """Raise an error that names the line in the code of a custom block, if the error occurred there."""
-    path = getattr(sys.modules.get(name.partition(":")[0]), "__file__", "")
-    if lines := [line for line in traceback.extract_tb(error.__traceback__) if line.filename == path]:
-        where = f"line {lines[-1].lineno} of {lines[-1].filename}"
-        raise TrainingError(f"the block {name!r} raised {type(error).__name__} ({error}) in {where}") from error
 
 
 def evaluate(given: Mapping[str, Any], folder: Path, *, log: Log = print) -> Scores:
