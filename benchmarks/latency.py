@@ -1,6 +1,6 @@
 """Latency of exported networks with an attention block, as a ratio to the same networks without it.
 
-    python benchmarks/latency.py --suffixes .onnx .xml .tflite .pte
+    python benchmarks/latency.py --suffixes .onnx .tflite .pte
 
 Each network is exported with and without a block after its second-last stage, and all files run in turns on one CPU
 core, with one image of 224×224. The table has the median latency without the block, and the median ratio with its

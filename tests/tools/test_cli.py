@@ -219,9 +219,9 @@ def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, m
         (("-o", "net.onnx", "--int8", "EMPTY"), 1, "EMPTY: expected CLASS/IMAGE .* got 0"),
         (("-o", "file/net.onnx"), 1, "'file'"),
         (
-            ("-o", "net.xml"),
+            ("-o", "net.pte"),
             1,
-            r'OpenVINO requires the package openvino. Install it: pip install "\.\[runtimes\]" in a clone ',
+            r'ExecuTorch requires the package executorch. Install it: pip install "\.\[runtimes\]" in a clone ',
         ),
     ],
 )
@@ -229,7 +229,7 @@ def test_unsupported_exports_are_one_line_errors_and_write_no_file(
     capsys, saved, tmp_path, monkeypatch, flags, status, message
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "openvino", None)
+    monkeypatch.setitem(sys.modules, "executorch", None)
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "file").write_text("old")
     code, out, err = run(capsys, "export", saved, *flags)

@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from torchvision.transforms.v2 import Normalize
 from torchvision.transforms.v2.functional import normalize as normalize_images
 
 import vision_attn as va
@@ -25,7 +24,7 @@ from vision_attn.errors import DataError, ExportError
 from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
 from vision_attn.tools.export import export, int8
-from vision_attn.tools.export.formats import FORMATS, Format
+from vision_attn.tools.export.formats import FORMATS
 
 MEAN, STD = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
 
@@ -51,10 +50,6 @@ def about(path):
         return json.loads(onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map["classifier"])
     if path.name.endswith(".aoti.pt2"):
         return json.loads(torch._inductor.aoti_load_package(str(path)).get_metadata()["classifier"])
-    if path.name.endswith(".xml"):
-        import openvino
-
-        return json.loads(openvino.Core().read_model(path).get_rt_info(["classifier"]).astype(str))
     if path.name.endswith(".tflite"):
         return json.loads(zipfile.ZipFile(path).read("classifier.json"))
     if path.name.endswith(".pte"):
@@ -120,7 +115,7 @@ def test_other_runtimes_reproduce_the_network(tmp_path, suffix):
             outputs = torch.cat([*map(form.open(path), pixels.split(size))])
         torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
         assert about(path) == {**ABOUT, "input_size": [3, 16, 24] if "size" in dynamic else [3, 20, 28]}
-        assert {file.name for file in tmp_path.iterdir()} == {f"net{ending}" for ending in (suffix, *form.weights)}
+        assert {file.name for file in tmp_path.iterdir()} == {f"net{suffix}"}
 
 
 @pytest.mark.slow
@@ -134,32 +129,6 @@ def test_only_dynamic_dimensions_can_vary(tmp_path):
             else:
                 with pytest.raises(AssertionError, match="Guard failed"):
                     run(path, batch)
-
-
-def test_files_of_a_format_are_replaced_atomically(tmp_path, monkeypatch):
-    content, network = b"new", small_network()
-
-    def write(program, path, about):
-        path.write_bytes(content)
-        path.with_suffix(".bin").write_bytes(content)
-
-    def computes(path):
-        return nn.Sequential(Normalize(MEAN, STD), network)
-
-    monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), write, computes, (".bin",)))
-    paths = [tmp_path / "net.xml", tmp_path / "net.bin"]
-    assert va.export_model(small_network(), paths[0]).size == 6
-    assert [path.read_bytes() for path in paths] == [b"new", b"new"]
-    content = b"newer"
-    monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), write, lambda path: small_network(), (".bin",)))
-    with pytest.raises(ExportError, match="has a different output in OpenVINO"):
-        va.export_model(small_network(), paths[0])
-    assert [path.read_bytes() for path in paths] == [b"new", b"new"]
-    paths[1].unlink()
-    paths[1].mkdir()
-    monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), None, None, (".bin",)))
-    with pytest.raises(IsADirectoryError, match=r"net\.bin"):
-        va.export_model(small_network(), paths[0])
 
 
 @pytest.mark.slow
@@ -233,7 +202,7 @@ def test_the_reported_int8_accuracy_is_that_of_the_file(tmp_path, image_folder):
         ),
         ("net.tflite", {"dynamic": ["batch"]}, "dynamic: LiteRT does not support a dynamic batch. Remove 'batch'"),
         ("net.pt2", {"dynamic": ["width"]}, r"dynamic: torch\.export does not support a dynamic width"),
-        ("net.xml", {"int8": "images"}, r"int8 requires an \.onnx file.*got 'net\.xml'"),
+        ("net.pt2", {"int8": "images"}, r"int8 requires an \.onnx file.*got 'net\.pt2'"),
         ("net.onnx", {"example_input": (3, 8, 8)}, r"example_input must be .* got \(3, 8, 8\)"),
         ("net.onnx", {"example_input": (1, 3, 8, 8, 8)}, r"example_input must be images \(b, c, h, w\)"),
     ],
@@ -304,14 +273,6 @@ def test_a_full_disk_is_named_with_the_file_and_a_remedy(tmp_path, monkeypatch, 
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
 
 
-def test_external_weights_do_not_overwrite_another_file(tmp_path, monkeypatch):
-    monkeypatch.setitem(FORMATS, ".xml", dataclasses.replace(FORMATS[".xml"], packages=()))
-    (tmp_path / "net.bin").write_bytes(b"other")
-    with pytest.raises(FileExistsError, match=r"net\.bin exists"):
-        va.export_model(small_network(), tmp_path / "net.xml")
-    assert (tmp_path / "net.bin").read_bytes() == b"other"
-
-
 def test_a_wrapped_half_precision_network_is_exported_in_float32_and_unchanged(tmp_path):
     half, path = small_network().bfloat16(), tmp_path / "net.pt2"
     va.set_impl_(half, "einx")  # traces static shapes
@@ -347,7 +308,7 @@ def test_a_loaded_network_has_its_classes_statistics_and_crop(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "package"), [("net.onnx", "onnxscript"), ("net.onnx", "onnxruntime"), ("net.xml", "openvino")]
+    ("name", "package"), [("net.onnx", "onnxscript"), ("net.onnx", "onnxruntime"), ("net.tflite", "litert_torch")]
 )
 def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)

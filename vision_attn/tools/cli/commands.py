@@ -160,8 +160,8 @@ def export(
 
     Args:
         run: Folder of a training run, folder written by va.save_model, or hf-hub:OWNER/NAME.
-        output: File to write: .onnx, .pt2 (torch.export), .aoti.pt2 (AOTInductor), .xml (OpenVINO), .tflite (LiteRT)
-            or .pte (ExecuTorch).
+        output: File to write: .onnx, .pt2 (torch.export), .aoti.pt2 (AOTInductor), .tflite (LiteRT) or .pte
+            (ExecuTorch).
         img_size: Side, or height and width, of the input images in pixels.
         dynamic: Dimensions of the input that may vary between calls.
         int8: Folder with train/CLASS/IMAGE and val/CLASS/IMAGE, for quantization to 8 bits.

@@ -57,7 +57,7 @@ class ExportReport(Report):
     largest: float
     #: number of compared images
     images: int
-    #: size of all files in bytes
+    #: size of the file in bytes
     size: int
     #: workarounds and accuracies
     notes: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ def export_model(
         model: network for images ``(b, c, h, w)`` that returns a tensor. The image size and statistics are read from
             ``model.pretrained_cfg`` of timm and :func:`vision_attn.load_model`, and the classes from ``model.classes``.
         output: file to write. The suffix selects the format: ``.onnx``, ``.pt2`` (``torch.export``), ``.aoti.pt2``
-            (AOTInductor), ``.xml`` (OpenVINO), ``.tflite`` (LiteRT) or ``.pte`` (ExecuTorch).
+            (AOTInductor), ``.tflite`` (LiteRT) or ``.pte`` (ExecuTorch). OpenVINO and TensorRT read ``.onnx`` files.
         example_input: images or their shape, such as ``(1, 3, 96, 96)``, for another image size, and for networks
             without ``pretrained_cfg``.
         dynamic: dimensions that may vary between calls: ``"batch"`` and ``"size"``. The default is the batch, and no
@@ -132,12 +132,7 @@ def export_model(
     if metadata["pixels"] == "0…1":
         network = nn.Sequential(Normalize(list(metadata["mean"]), list(metadata["std"])), network).eval()
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Weights are replaced before the graph that refers to them.
-    targets = {ending: output.with_suffix(ending) for ending in form.weights} | {suffix: output}
-    for file in targets.values():
-        check_writable(file)
-        if file != output and file.exists() and not output.exists():
-            raise FileExistsError(f"{file} exists and belongs to another file. Choose another name for --output")
+    check_writable(output)
     if int8 is not None:
         from vision_attn.tools.export.int8 import load_images, quantize
 
@@ -149,12 +144,10 @@ def export_model(
         if int8 is not None:
             with quiet():
                 notes.append(quantize(written, calibration, *labeled))
-        for ending, file in targets.items():
-            staged = folder / f"network{ending}"
-            write_atomically(file, staged.read_bytes())
-            staged.unlink()  # frees disk space for the next file
-    size = sum(file.stat().st_size for file in targets.values())
-    return ExportReport(output, metadata["input_size"], metadata["pixels"], axes, *comparison, size, tuple(notes))
+        content = written.read_bytes()
+        write_atomically(output, content)
+    shape, pixels = metadata["input_size"], metadata["pixels"]
+    return ExportReport(output, shape, pixels, axes, *comparison, len(content), tuple(notes))
 
 
 def make_metadata(

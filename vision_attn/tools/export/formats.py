@@ -37,8 +37,6 @@ class Format:
     write: Callable[[ExportedProgram, Path, str], None]
     #: function that opens a file and returns a function from images to outputs
     open: Callable[[Path], Run]
-    #: suffix of a separate file for the weights
-    weights: tuple[str, ...] = ()
     #: dimensions that may be dynamic, and dimensions that are dynamic by default
     dynamic: tuple[Axis, ...] = ("batch", "size")
     default: tuple[Axis, ...] = ("batch",)
@@ -102,22 +100,6 @@ def open_compiled(path: Path) -> Run:
     return torch._inductor.aoti_load_package(str(path))
 
 
-def write_openvino(program: ExportedProgram, path: Path, metadata: str) -> None:
-    import openvino
-
-    model = openvino.convert_model(program)
-    model.set_rt_info(metadata, [ENTRY])
-    openvino.save_model(model, path, compress_to_fp16=False)
-
-
-def open_openvino(path: Path) -> Run:
-    import openvino
-
-    # The default is bfloat16 on CPUs that support it.
-    model = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    return lambda images: torch.from_numpy(model(images.numpy())[0])
-
-
 def write_tflite(program: ExportedProgram, path: Path, metadata: str) -> None:
     import litert_torch
 
@@ -157,7 +139,6 @@ FORMATS = {
     ".onnx": Format("ONNX Runtime", ("onnxruntime", "onnxscript"), write_onnx, open_onnx),
     ".aoti.pt2": Format("AOTInductor", (), write_compiled, open_compiled),
     ".pt2": Format("torch.export", (), write_program, open_program),
-    ".xml": Format("OpenVINO", ("openvino",), write_openvino, open_openvino, (".bin",)),
-    ".tflite": Format("LiteRT", ("litert_torch", "ai_edge_litert"), write_tflite, open_tflite, (), (), ()),
-    ".pte": Format("ExecuTorch", ("executorch",), write_executorch, open_executorch, (), ("batch",), (), 8),
+    ".tflite": Format("LiteRT", ("litert_torch", "ai_edge_litert"), write_tflite, open_tflite, (), ()),
+    ".pte": Format("ExecuTorch", ("executorch",), write_executorch, open_executorch, ("batch",), (), 8),
 }
