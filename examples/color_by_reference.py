@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from matplotlib.cbook import get_sample_data
 from matplotlib.image import imread
-from recall import build_parser, retrieval_blocks
+from recall import build_parser, retrieval_blocks, time_steps
 from sklearn.datasets import load_sample_image
 from torch import nn
 
@@ -205,7 +205,8 @@ def main(arguments=None):
     if file := options.pop("picture"):
         draw_picture(file, options["steps"])
     else:
-        trials(run, step=training_step, **options)
+        trials(run, **options)
+        time_steps(training_step, options["variants"], options["output"])
 
 
 if __name__ == "__main__":

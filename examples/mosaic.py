@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from recall import build_parser, retrieval_blocks
+from recall import build_parser, retrieval_blocks, time_steps
 from timm.layers import freeze_batch_norm_2d
 from torch import nn
 from torchvision.transforms.functional import normalize, to_tensor
@@ -207,7 +207,8 @@ def main(arguments=None):
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists():
         save_features(data, options["weights"], file, parts)
-    trials(run, step=lambda variant: training_step(variant, str(file), parts), file=str(file), **options)
+    trials(run, file=str(file), **options)
+    time_steps(lambda variant: training_step(variant, str(file), parts), options["variants"], options["output"])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ and 36 % with 32 pairs. All other predictions hold, except that the difference i
 """
 
 import argparse
+import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -39,9 +41,13 @@ from vision_attn.networks.capture.recording import capture
 from vision_attn.networks.controls import ConvBlock2d, SqueezeExciteBlock2d
 from vision_attn.networks.models.recall_net import RecallNet
 from vision_attn.networks.network import quiet_eval
+from vision_attn.text import Table
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.experiments import trials
 from vision_attn.tools.comparison.recall import CELLS, NOTHING, PAIRS, accuracy, canvases, training
+
+#: number of timed steps of each variant
+ROUNDS = 15
 
 
 class GatedConvBlock2d(GatedResidual):
@@ -118,6 +124,22 @@ def build_parser(description, variants, *, steps, output):
     parser.add_argument("--jobs", type=int, help="runs at a time (default: number of cores)")
     parser.add_argument("--output", default=output, help="folder of the results")
     return parser
+
+
+def time_steps(step, variants, output):
+    """Print the median duration of a training step of each variant, and save it as `milliseconds.json`.
+
+    `step(variant)` returns a function for one step. The variants alternate, and the first rounds are not counted.
+    """
+    steps, times = {variant: step(variant) for variant in variants}, {variant: [] for variant in variants}
+    for _ in range(ROUNDS):
+        for variant in variants:
+            start = time.perf_counter()
+            steps[variant]()
+            times[variant].append(1000 * (time.perf_counter() - start))
+    medians = {variant: float(np.median(times[variant][ROUNDS // 5 :])) for variant in variants}
+    (Path(output) / "milliseconds.json").write_text(json.dumps(medians, indent=1))
+    print(Table([("variant", "ms per step"), *((variant, f"{median:.0f}") for variant, median in medians.items())]))
 
 
 #: further variants: attention with other options
@@ -219,7 +241,8 @@ def main(arguments=None):
     if file := options.pop("initialization"):
         save_figure(initialization_figure(options["steps"]), file)
     else:
-        save_figure(accuracy_figure(trials(run, step=training_step, **options)), Path(options["output"]) / "curve.png")
+        save_figure(accuracy_figure(trials(run, **options)), Path(options["output"]) / "curve.png")
+        time_steps(training_step, options["variants"], options["output"])
 
 
 if __name__ == "__main__":

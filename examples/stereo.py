@@ -26,7 +26,7 @@ import numpy as np
 import skimage.data
 import torch
 import torch.nn.functional as F
-from recall import build_parser
+from recall import build_parser, time_steps
 from torch import nn
 
 import vision_attn as va
@@ -193,7 +193,9 @@ def training_step(variant):
 
 def main(arguments=None):
     parser = build_parser(__doc__, VARIANTS, steps=600, output="runs/stereo")
-    trials(run, step=training_step, **vars(parser.parse_args(arguments)))
+    options = vars(parser.parse_args(arguments))
+    trials(run, **options)
+    time_steps(training_step, options["variants"], options["output"])
 
 
 if __name__ == "__main__":

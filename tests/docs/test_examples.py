@@ -23,7 +23,7 @@ from small_networks import convolutions
 import vision_attn as va
 from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
-from vision_attn.tools.comparison import experiments, runs
+from vision_attn.tools.comparison import runs
 from vision_attn.tools.images import open_image
 from vision_attn.tools.training.data import open_data
 from vision_attn.tools.training.network import build_network
@@ -73,7 +73,8 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(autouse=True)
 def few_timed_steps(monkeypatch):
-    monkeypatch.setattr(experiments, "ROUNDS", 5)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(importlib.import_module("recall"), "ROUNDS", 5)
 
 
 def test_every_example_is_tested():
@@ -236,6 +237,7 @@ def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch
     monkeypatch.setattr(stereo, "EVALUATED", 2)
     stereo.main([*EXAMPLES["stereo.py"], "--output", str(tmp_path)])
     results = json.loads((tmp_path / "runs.json").read_text())
+    assert set(json.loads((tmp_path / "milliseconds.json").read_text())) == {"cost-volume", "matching"}
     assert set(results["runs"]["matching"]["0"]) == {"parameters", "synthetic px", "real px", "real within 3 px %"}
     left, right, disparity = stereo.synthetic_pair(torch.Generator().manual_seed(1))
     source = (torch.arange(stereo.WIDTH) - disparity).round().long()  # column of each left position in the right view

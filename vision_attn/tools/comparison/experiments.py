@@ -38,8 +38,6 @@ Metrics = dict[str, float]
 Runs = dict[str, dict[str, Metrics]]
 #: Seconds between two messages on the progress of a run.
 PROGRESS_EVERY = 10
-#: Number of timed steps of each variant, which alternate.
-ROUNDS = 15
 #: Number of decimals by the unit at the end of a name. Measurements without a unit are integers and are not compared.
 DECIMALS = {"%": 1, "dB": 2, "px": 2, "steps": 0}
 
@@ -52,15 +50,14 @@ def trials(
     output: str | Path,
     jobs: int | None = None,
     gpu: bool = False,
-    step: Callable[[str], Callable[[], object]] | None = None,
     note: str = "",
     may_change: Collection[str] = (),
     **options: Any,
 ) -> Runs:
     """Run each variant with each seed and compare the measurements.
 
-    The result of each run is saved in ``VARIANT-SEED/run.json``, with versions, device and commit. The same call
-    resumes a comparison. To extend it, list additional seeds or variants after the earlier ones, whose runs are kept:
+    The result of each run is saved in ``VARIANT-SEED/run.json``, with versions and device. The same call resumes a
+    comparison. To extend it, list additional seeds or variants after the earlier ones, whose runs are kept:
     ``runs.json`` contains the measurements of the listed runs only, ``comparison.md`` the tables, and
     ``comparison.png`` the differences between the last variant and the others.
 
@@ -73,7 +70,6 @@ def trials(
         output: folder for the results.
         jobs: number of runs in parallel; the number of GPUs or cores by default. A single job uses this process.
         gpu: assign a GPU to each run if GPUs are available.
-        step: function ``step(variant)`` that returns a function for one training step. Steps are timed after the runs.
         note: text below the table.
         may_change: names of options that may differ when a comparison is resumed or extended, such as the device.
         **options: options for ``run``: numbers, strings and lists.
@@ -99,15 +95,11 @@ def trials(
     records = {key: json.loads(path.read_text()) for key, path in runs.items()}
     found = {variant: {str(seed): records[variant, seed]["measured"] for seed in seeds} for variant in custom}
     environments = [record["environment"] for record in records.values()]
-    times = json.loads(file.read_text()).get("milliseconds", {}) if file.exists() else {}
-    if not times.keys() >= custom.keys():
-        times = time_steps({variant: step(variant) for variant in custom}) if step else {}
     differences = compare_runs(found)
     distinct = [one for index, one in enumerate(environments) if one not in environments[:index]]
-    summary = {"options": options, "environments": distinct, "runs": found, "milliseconds": times}
-    summary["differences"] = differences
+    summary = {"options": options, "environments": distinct, "runs": found, "differences": differences}
     write_atomically(file, json.dumps(summary, indent=1, default=Difference.as_dict).encode())
-    parts = report_parts(found, times, differences, note)
+    parts = report_parts(found, differences, note)
     write_atomically(folder / "comparison.md", f"{as_markdown(parts)}\n".encode())
     print("\n\n".join(map(str, parts)), end="\n\n")
     print(f"Tables: {folder / 'comparison.md'}")
@@ -186,18 +178,6 @@ def end_with_parent(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def time_steps(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the median duration of each step in milliseconds. The steps alternate."""
-    times: dict[str, list[float]] = {variant: [] for variant in steps}
-    for _ in range(ROUNDS):
-        for variant, step in steps.items():
-            start = time.perf_counter()
-            step()
-            times[variant].append(1000 * (time.perf_counter() - start))
-    # The first rounds are not counted.
-    return {variant: float(np.median(found[ROUNDS // 5 :])) for variant, found in times.items()}
-
-
 def compare_runs(runs: Runs) -> dict[str, list[Difference]]:
     """Return the differences between the last variant and the others in all measurements that have a unit and vary."""
     found = {}
@@ -221,13 +201,13 @@ def format_values(name: str, values: Sequence[float]) -> str:
     return f"{np.mean(values):,.{digits}f}{spread}" if values else "—"
 
 
-def report_parts(runs: Runs, times: Metrics, differences: dict[str, list[Difference]], note: str) -> list[str | Table]:
+def report_parts(runs: Runs, differences: dict[str, list[Difference]], note: str) -> list[str | Table]:
     """Return tables of means, standard deviations and the differences between the last variant and the others."""
     names = metric_names(runs)
-    rows = [("variant", *(["ms per step"] if times else []), *names, "runs")]
+    rows = [("variant", *names, "runs")]
     for variant, by_seed in runs.items():
         cells = [format_values(name, [one[name] for one in by_seed.values() if name in one]) for name in names]
-        rows.append((variant, *([f"{times[variant]:.0f}"] if times else []), *cells, str(len(by_seed))))
+        rows.append((variant, *cells, str(len(by_seed))))
     parts: list[str | Table] = [Table(rows), note] if note else [Table(rows)]
     notes: list[str | Table] = []
     for name, found in differences.items():
