@@ -327,6 +327,10 @@ def test_a_full_disk_loses_nothing(base, tmp_path, monkeypatch, capsys):
             PermissionError(13, "Permission denied"),
             r"^cannot write to .*\(\[Errno 13\] Permission denied\)\. Check the disk, and continue with --r",
         ),
+        (
+            RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
+            "^cannot write to .*pos 64",
+        ),
         (RuntimeError("DataLoader worker (pid 7) is killed"), r"^DataLoader worker"),
         (RuntimeError("a bug"), "^a bug$"),
     ],

@@ -192,7 +192,7 @@ def load_model(
     Returns:
         The network. ``model.classes`` is a tuple of names, or None if the folder contains no names. ``model.transform``
         converts a Pillow image to an input ``(c, h, w)`` with timm's preprocessing for evaluation; it is None if the
-        network has no ``pretrained_cfg``.
+        network has no ``pretrained_cfg``. Attributes of the network with these names are kept instead of None.
 
     Raises:
         FileNotFoundError: the folder or one of its files does not exist.
