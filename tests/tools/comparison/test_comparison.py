@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from contextlib import redirect_stdout
 from functools import partial
@@ -19,7 +20,7 @@ from small_networks import assert_same
 
 import vision_attn as va
 from vision_attn.errors import TrainingError
-from vision_attn.tools import cli
+from vision_attn.tools import cli, environment
 from vision_attn.tools.comparison import demo, experiments, recall, runs as comparison_runs
 from vision_attn.tools.comparison.experiments import trials
 from vision_attn.tools.comparison.runs import compare
@@ -257,10 +258,24 @@ def test_runs_record_versions_device_and_commit(tmp_path, monkeypatch):
     assert (found["torch"], found["vision_attn"]) == (torch.__version__, va.__version__)
     assert found["cpu"]
     assert (found["gpu"] is not None) == torch.cuda.is_available()
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a/b/environment.py"))  # no checkout
     monkeypatch.setenv("GIT_COMMIT", "1234abc")
     trials(measured, ["plain", "block"], seeds=(0, 1, 2), output=tmp_path, jobs=1, shift=0)
     both = json.loads((tmp_path / "runs.json").read_text())["environments"]
     assert both == [found, {**found, "commit": "1234abc"}], "the runs of another commit"
+
+
+def test_the_commit_of_a_checkout_is_read_from_git(tmp_path, monkeypatch):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (file := tmp_path / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a/b/environment.py"))
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert environment.get_commit() == head
+    file.write_text("2")
+    assert environment.get_commit() == f"{head}-dirty"
 
 
 def test_the_progress_of_a_run_is_printed_from_its_start(tmp_path, monkeypatch, capsys):

@@ -56,8 +56,8 @@ def trials(
 ) -> Runs:
     """Run each variant with each seed and compare the measurements.
 
-    The result of each run is saved in ``VARIANT-SEED/run.json``, with versions and device. The same call resumes a
-    comparison. To extend it, list additional seeds or variants after the earlier ones, whose runs are kept:
+    The result of each run is saved in ``VARIANT-SEED/run.json``, with versions, device and commit. The same call
+    resumes a comparison. To extend it, list additional seeds or variants after the earlier ones, whose runs are kept:
     ``runs.json`` contains the measurements of the listed runs only, ``comparison.md`` the tables, and
     ``comparison.png`` the differences between the last variant and the others.
 
