@@ -44,6 +44,7 @@ from vision_attn.tools.training.settings import (
     merge_settings,
     override,
     read_settings,
+    refuse_creation,
 )
 
 #: Smallest number of validation images of which one is at most half a point of accuracy.
@@ -116,7 +117,7 @@ def train(model: nn.Module | str | None = None, *, log: Log = print, **options: 
 def run_training(settings: Settings, model: nn.Module | None = None, log: Log = print) -> Result:
     """Train the network of the settings or a given network."""
     if model is not None:
-        settings.refuse_creation(model)
+        refuse_creation(settings, model)
     accelerator = make_accelerator(settings)
     main = accelerator.is_main_process
     log = log if main else (lambda line: None)

@@ -200,13 +200,6 @@ class Settings(Output, Machine, Training, Blocks, Model, Data):
         """True if blocks are inserted."""
         return bool(self.stages or self.names)
 
-    def refuse_creation(self, network: object) -> None:
-        """Raise an error for settings that create a network or change it, if a network is given."""
-        defaults = {**vars(Model()), **vars(Blocks()), "drop_path": None}
-        if given := [name for name, value in defaults.items() if getattr(self, name) != value]:
-            expected = f"expected the name of a model to create, got a {type(network).__name__}"
-            raise ValueError(f"{', '.join(given)}: {expected}. Insert blocks and load weights before training")
-
     def require_model(self) -> str:
         """Return the name of the model, which has no default."""
         if self.model is None:
@@ -249,6 +242,14 @@ def make_settings(**values: Any) -> Settings:
         first = error.errors()[0]
         name, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
         raise ValueError(f"{name}: {message}, got {first['input']!r}" if name else message) from None
+
+
+def refuse_creation(settings: Settings, network: object) -> None:
+    """Raise an error for settings that create a network or change it, if a network is given."""
+    defaults = {**vars(Model()), **vars(Blocks()), "drop_path": None}
+    if given := [name for name, value in defaults.items() if getattr(settings, name) != value]:
+        expected = f"expected the name of a model to create, got a {type(network).__name__}"
+        raise ValueError(f"{', '.join(given)}: {expected}. Insert blocks and load weights before training")
 
 
 def merge_settings(given: Mapping[str, Any], other: Path | None = None) -> Settings:
