@@ -166,6 +166,11 @@ def test_a_dry_run_changes_nothing_and_its_costs_are_those_of_the_insertion():
     assert va.replace_(model, names="layer3.*.conv2", num_heads=4).macs == replaced.macs
 
 
+def test_windows_are_proposed_for_the_last_large_stage():
+    found = [call for call in look("resnet18", 320).proposals if "Window" in call]
+    assert [call.partition(": ")[0] for call in found] == ["va.insert_(model, stages=[2], pattern=va.Window(8))"]
+
+
 def test_stages_with_a_block_are_not_proposed():
     model = timm.create_model("resnet20")
     va.insert_(model, stages=-1)

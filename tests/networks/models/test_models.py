@@ -90,8 +90,11 @@ def test_layers_are_grouped_by_block_or_by_stage():
 def test_the_number_of_classes_determines_a_missing_tag():
     assert create_model("resnet20", num_classes=100).pretrained_cfg["tag"] == "cifar100"
     cifar10 = create_model("resnet20", num_classes=10).pretrained_cfg
-    assert (cifar10["tag"], cifar10["mean"]) == ("cifar10", (0.4914, 0.4822, 0.4465))
-    assert create_model("resnet20.cifar100", num_classes=3).pretrained_cfg["mean"] == (0.5070, 0.4865, 0.4409)
+    cifar100 = create_model("resnet20.cifar100", num_classes=3).pretrained_cfg
+    # The statistics of the published weights, https://github.com/chenyaofo/image-classification-codebase
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+    assert (cifar10["tag"], cifar10["mean"], cifar10["std"]) == ("cifar10", mean, std)
+    assert (cifar100["mean"], cifar100["std"]) == ((0.5070, 0.4865, 0.4409), (0.2673, 0.2564, 0.2761))
     assert create_model("resnet18", num_classes=5).num_classes == 5
 
 

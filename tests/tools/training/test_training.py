@@ -231,7 +231,7 @@ def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("train-7", "train-old"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-    with pytest.raises(ValueError, match="batch_size"):
+    with pytest.raises(ValueError, match="batch_size must be at most 72, the number of training images, got 100"):
         run_training(replace(base, output=None, batch_size=100), log=quiet)
     assert not (tmp_path / "runs" / "train-8").exists(), "an invalid run does not use a number"
     result = run_training(replace(base, output=None, epochs=1, batch_size=36), log=quiet)
