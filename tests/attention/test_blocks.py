@@ -15,6 +15,7 @@ from torch import nn
 
 import vision_attn as va
 from vision_attn.attention.blocks.projection import POINTWISE
+from vision_attn.networks.controls import ConvBlock2d
 
 DOUBLE = {"dtype": torch.float64}
 SHIFTED = {"pattern": va.Window(2, shift=1), "position": va.RelPosTable()}
@@ -499,3 +500,22 @@ def test_reset_parameters_initializes_every_parameter_as_a_new_block(name):
         torch.testing.assert_close(found.mean(), expected.mean(), rtol=0.01, atol=0.4 * float(expected.std()) + 1e-6)
     x = torch.randn(2, 64, 4, 4)
     assert torch.equal(block(x), x) == torch.equal(new(x), x)
+
+
+@pytest.mark.parametrize("kind", [va.AttentionBlock2d, ConvBlock2d])
+def test_an_initialization_of_all_modules_keeps_a_new_block_an_identity(kind):
+    block, x = kind(8), torch.randn(2, 8, 4, 4)
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), block)
+
+    def init(module):
+        if hasattr(module, "weight"):
+            nn.init.normal_(module.weight)
+
+    first = next(p for p in block.parameters() if p.dim() == 4)
+    before = first.clone()
+    assert model.apply(init) is model
+    assert not torch.equal(first, before)
+    assert torch.equal(model(x), model[0](x))
+    nn.init.ones_(block.last_projection().weight)  # a trained block
+    model.apply(init)
+    assert not torch.equal(model(x), model[0](x))

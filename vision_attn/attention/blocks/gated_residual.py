@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 from weakref import WeakSet
 
 import torch
@@ -78,6 +79,14 @@ class GatedResidual(nn.Module):
         """Call :meth:`zero_init_last`, for the timm families that use this method; do nothing if False is passed."""
         if zero_init_last:
             self.zero_init_last()
+
+    def apply(self, fn: Callable[[nn.Module], object]) -> Self:
+        """Apply a function to all modules, as an initialization; an output projection of zeros keeps its zeros."""
+        zeros = not any(p.is_meta or p.any() for p in self.last_projection().parameters())
+        super().apply(fn)  # type: ignore[arg-type]
+        if zeros:
+            GatedResidual.zero_init_last(self)  # not the other initializations of a subclass
+        return self
 
     def add(self, x: Tensor, branch: Tensor) -> Tensor:
         """Return ``x + gate · branch``, ``(b, c, h, w)``, in the dtype of ``x``."""
