@@ -50,8 +50,8 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-def train(capsys, image_folder, tmp_path, *arguments):
-    small = ["--model", "resnet20", "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
+def train(capsys, image_folder, tmp_path, *arguments, model="resnet20"):
+    small = ["--model", model, "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
     return run(capsys, "train", "--data", image_folder, *small, "--output", tmp_path / "run", *arguments)
 
 
@@ -450,7 +450,7 @@ def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, 
     (tmp_path / "my_blocks.py").write_text(code)
     block, image = ("--block", "my_blocks:Mine"), image_folder / "val" / "red" / "0.png"
     options = "--block-options", "num_heads=4"
-    assert train(capsys, image_folder, tmp_path, "--names", "layer3", *block, *options)[0] == 0
+    assert train(capsys, image_folder, tmp_path, "--names", "layer2", *block, *options, model="tiny")[0] == 0
     for words in (
         ["evaluate", tmp_path / "run"],
         ["predict", tmp_path / "run", image],
@@ -471,8 +471,8 @@ def test_an_image_that_is_listed_twice_is_classified_once(capsys, image_folder):
 
 
 def test_all_images_of_another_folder_are_evaluated(capsys, image_folder, tmp_path):
-    settings = "--data", image_folder / "train", "--names", "layer3", "--val-fraction", 0.25
-    code, out, _ = train(capsys, image_folder, tmp_path, *settings)
+    settings = "--data", image_folder / "train", "--names", "layer2", "--val-fraction", 0.25
+    code, out, _ = train(capsys, image_folder, tmp_path, *settings, model="tiny")
     assert (code, "\n18 validation images of " in out) == (0, True)
     logged = out.partition("best epoch, 1: ")[2].partition(", in ")[0]
     code, out, _ = run(capsys, "evaluate", tmp_path / "run")
