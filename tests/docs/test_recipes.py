@@ -120,10 +120,9 @@ def projection(model):
     return va.inserted_blocks(model.backbone)["layers.2"].attn.proj.weight
 
 model = WithAttention(dict(type="Backbone"))
-BaseModel.init_weights(model)  # without the method of the page
-assert projection(model).abs().max() > 0
-model = WithAttention(dict(type="Backbone"))
+before = [p.clone() for p in model.backbone.layers.parameters()]
 model.init_weights()
+assert all(not torch.equal(p, old) for p, old in zip(model.backbone.layers[0].parameters(), before))
 assert projection(model).abs().max() == 0
 data = [dict(images=torch.randn(3, 64, 64), labels=i % 5) for i in range(8)]
 runner = Runner(
