@@ -48,6 +48,8 @@ def seed():
     import torch
 
     torch.default_generator.manual_seed(0)  # torch.manual_seed also records a stack trace for each kind of GPU
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from torch import nn
 
 import vision_attn as va
 from vision_attn.attention.blocks.projection import POINTWISE
-from vision_attn.networks.controls import ConvBlock2d
+from vision_attn.networks.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 
 DOUBLE = {"dtype": torch.float64}
 SHIFTED = {"pattern": va.Window(2, shift=1), "position": va.RelPosTable()}
@@ -519,3 +519,5 @@ def test_an_initialization_of_all_modules_keeps_a_new_block_an_identity(kind):
     nn.init.ones_(block.last_projection().weight)  # a trained block
     model.apply(init)
     assert not torch.equal(model(x), model[0](x))
+    for other in (NormBlock2d(8), SqueezeExciteBlock2d(8)):  # without a projection of zeros
+        assert other.apply(init) is other

@@ -502,7 +502,7 @@ def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path)
     assert (code, err) == (0, "")
     assert f"wrote {tmp_path / 'page.html'} (" in out
     assert all(word in page for word in ("layer3.2.inserted.attn", '"title": "0.png"', '"note": ""'))
-    assert '["class ' not in page, "the names of the classes are those of the run"
+    assert '["class ' not in page, "the page shows the class names of the run"
     code, out, err = run(capsys, *explore, "--names", "layer3.1.*")
     page = (tmp_path / "page.html").read_text()
     assert (code, err, "layer3.1.inserted.attn" in page, "layer3.2.inserted.attn" in page) == (0, "", True, False)

@@ -82,7 +82,7 @@ class GatedResidual(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], object]) -> Self:
         """Apply a function to all modules, as an initialization; an output projection of zeros keeps its zeros."""
-        zeros = not any(p.is_meta or p.any() for p in self.last_projection().parameters())
+        zeros = self.zero_init and not any(p.is_meta or p.any() for p in self.last_projection().parameters())
         super().apply(fn)  # type: ignore[arg-type]
         if zeros:
             GatedResidual.zero_init_last(self)  # not the other initializations of a subclass

@@ -92,7 +92,8 @@ class DataSplit:
 def open_data(settings: Settings, *, train: bool, default_fraction: float | None = 0.1) -> DataSplit:
     """Open the training or validation part of a data set without decoding images.
 
-    By default, ``default_fraction`` of the images is held out if there is no validation folder, or none of them.
+    Without a validation folder and ``val_fraction``, ``default_fraction`` of the images is held out, and both parts
+    contain all images if it is None.
     """
     fraction, root = settings.val_fraction, settings.data and settings.data.expanduser()
     from_train = train or fraction is not None

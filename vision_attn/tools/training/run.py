@@ -85,7 +85,7 @@ def train(model: nn.Module | str | None = None, *, log: Log = print, **options: 
         model: name of a timm model, or a timm network with inserted blocks, which is trained in place.
         log: function that is called with each line of the log, in the main process.
         **options: settings by name, such as ``data="flowers", epochs=10``. ``vision-attn train --help`` lists them.
-            With ``resume=folder``, the other settings are those of the run in the folder.
+            With ``resume=folder``, the other settings are read from the run in the folder.
 
     Returns:
         The network and its scores. The folder of the run, ``result.folder``, contains the settings, ``metrics.csv``,
@@ -209,7 +209,8 @@ def evaluate(given: Mapping[str, Any], folder: Path, *, log: Log = print) -> Sco
     """Evaluate the network in the folder of a run or of ``save_model``, on the validation images of the run or others.
 
     Args:
-        given: settings by name, which override those of the run. All images of another folder ``CLASS/IMAGE`` are used.
+        given: settings by name, which override the settings of the run. If ``data`` is another folder ``CLASS/IMAGE``,
+            all of its images are used.
         folder: the folder.
         log: function that is called with each line of the log, in the main process.
     """

@@ -253,7 +253,7 @@ def refuse_creation(settings: Settings, network: object) -> None:
 
 
 def merge_settings(given: Mapping[str, Any], other: Path | None = None) -> Settings:
-    """Return the given settings, and for the rest those of another run or of the run to resume.
+    """Return the given settings, completed with the settings of another run, or of the run to resume.
 
     Args:
         given: settings by name.
