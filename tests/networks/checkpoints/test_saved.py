@@ -53,16 +53,16 @@ def train(model, also=()):
             nn.init.normal_(state[key], std=0.3)
 
 
-def network_with_block(at="after"):
+def network_with_block(names="layer3.0"):
     model = small_network()
-    va.insert_(model, names="layer3.0", at=at, num_heads=2, example_input=IMAGES)
+    va.insert_(model, names=names, num_heads=2, example_input=IMAGES)
     train(model)
     return model
 
 
 PLACES = {
     "before": lambda model: va.insert_(model, names="layer3.0", at="before", num_heads=2, example_input=IMAGES),
-    "branch": lambda model: va.insert_(model, names="layer3.0", at="branch", num_heads=2, example_input=IMAGES),
+    "branch": lambda model: va.insert_(model, names="layer3.0.bn2", num_heads=2, example_input=IMAGES),
     "instead": lambda model: va.replace_(model, names="layer[23].0.conv2", num_heads=2, example_input=IMAGES),
     "several at once": lambda model: (
         va.replace_(model, names="layer4.0.conv1", num_heads=4, example_input=IMAGES),
@@ -311,14 +311,14 @@ def checkpoint_layer(model):
     return model
 
 
-@pytest.mark.parametrize("at", ["after", "branch"])
-def test_adapters_fit_networks_with_and_without_wrappers(at, tmp_path):
+@pytest.mark.parametrize("names", ["layer3.0", "layer3.0.bn2"])
+def test_adapters_fit_networks_with_and_without_wrappers(names, tmp_path):
     """torch.compile and activation checkpointing add parts to the keys: ``layer3._orig_mod.0.bn1``."""
-    model = network_with_block(at)
+    model = network_with_block(names)
     path, again = save_adapter(model, tmp_path / "plain.safetensors"), tmp_path / "copy.safetensors"
     va.set_impl_(model, "einsum")  # the implementation is not saved
     for wrap in (nn.DataParallel, torch.compile, compile_layer, checkpoint_layer):
-        assert save_adapter(wrap(network_with_block(at)), again).read_bytes() == path.read_bytes()
+        assert save_adapter(wrap(network_with_block(names)), again).read_bytes() == path.read_bytes()
         other = wrap(small_network())
         report = load_adapter_(other, path)
         assert (set(report.loaded), report.changed_tensors) == (inserted_keys(model), ())
@@ -377,7 +377,7 @@ class CustomBlock(ConvBlock2d):
 
 
 NETWORKS = {
-    "branch": ("resnet20", {"in_chans": 1}, lambda m: va.insert_(m, names="layer2.0", at="branch", num_heads=2)),
+    "branch": ("resnet20", {"in_chans": 1}, lambda m: va.insert_(m, names="layer2.0.bn2", num_heads=2)),
     "instead": ("resnet20", {}, lambda m: va.replace_(m, names="layer3.0.conv2", num_heads=2)),
     "control": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, "ConvBlock2d", stages=-1)),
     "custom": ("tiny", {}, lambda m: va.insert_(m, CustomBlock, stages=-1)),

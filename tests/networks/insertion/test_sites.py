@@ -152,21 +152,6 @@ def test_before_a_module_with_keyword_arguments():
     assert torch.equal(model(x), before)
 
 
-@pytest.mark.parametrize(
-    ("make", "site", "end"),
-    [
-        (lambda: timm.create_model("convnext_atto"), "stages.1.blocks.1", "drop_path"),
-        (lambda: timm.create_model("resnetv2_18"), "stages.1.blocks.1", "drop_path"),  # pre-activation
-        (lambda: timm.create_model("resnet20_a"), "layer2.0", "bn2"),  # padded shortcut
-        (lambda: tiny_vit(depth=3, img_size=64), "blocks.1", "drop_path2"),
-    ],
-)
-def test_branch_inserts_before_the_residual_addition(make, site, end):
-    heads = 3 if site == "blocks.1" else 4
-    (block,) = va.insert_(make(), names=site, at="branch", num_heads=heads, example_input=(1, 3, 64, 64)).blocks
-    assert (block.site, block.at) == (f"{site}.{end}", "after")
-
-
 def test_stages_are_those_declared_by_a_network_or_a_part_of_it():
     stages = [f"stages.{index}" for index in range(4)]
     with torch.device("meta"):

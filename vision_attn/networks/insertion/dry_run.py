@@ -230,7 +230,8 @@ class DryRun:
 
     def require_maps(self, target: str, at: str) -> list[FeatureMap]:
         """Return the feature maps in the input or output of a module; raise if there are none."""
-        self.check_called(target)
+        if target not in self.calls:
+            raise SiteError(f"{target!r} is not called in the forward pass. Choose another module")
         if maps := self.maps(target, at):
             return maps
         calls = self.calls[target]
@@ -244,11 +245,6 @@ class DryRun:
         why = f", because {self.declared.non_raster}" if self.declared.non_raster else ""
         remedy = "Choose another module, or pass the layout of its feature map as layout="
         raise SiteError(f"{target!r} {what}, and no feature map was found in it{why}. {remedy}")
-
-    def check_called(self, target: str) -> None:
-        """Raise for a module that the forward pass does not call."""
-        if target not in self.calls:
-            raise SiteError(f"{target!r} is not called in the forward pass. Choose another module")
 
     def find_unused(self, maps: list[FeatureMap], at: str) -> list[FeatureMap]:
         """Return the feature maps on which the output does not depend, by one forward and backward pass."""

@@ -84,8 +84,8 @@ def insert_(
             ``"**.conv2"`` every ``conv2`` at any depth. Compiled regular expressions must match complete paths.
         where: function of path and module that returns True at a site.
         exclude: sites to leave out, in the same form as ``names``.
-        at: position of the block: ``"after"`` or ``"before"`` the site, or at the end of the ``"branch"`` of a residual
-            block, before the addition.
+        at: position of the block: ``"after"`` or ``"before"`` the site. To insert into a residual branch, select its
+            last module: ``names="layer4.*.bn2"``.
         layout: layout of the feature maps, if it cannot be inferred from shapes: ``"b c h w"``, ``"b h w c"``,
             ``"b (h w) c"``, or ``"b (1 + h w) c"`` after one class token.
         example_input: input of the model's forward for the dry run: a batch of images or its shape, a list of images
