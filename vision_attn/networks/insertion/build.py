@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks import block_factories
-from vision_attn.networks.block_factories import BlockFactory, describe_error, make_block, suggest_argument
+from vision_attn.networks.block_factories import BlockFactory, describe_error, make_block
 from vision_attn.networks.insertion.costs import measure_cost
 from vision_attn.networks.insertion.dry_run import DryRun
 from vision_attn.networks.insertion.exact import init_identity_, wrap_exactly
@@ -107,8 +107,8 @@ def build_block(
         block = make_block(make, channels, device=like.device, dtype=like.dtype, **own, **options)
     except Exception as error:  # A custom block may raise any exception.
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        why = f"{describe_error(error)}{suggest_argument(error, make)}"
-        raise kind(f"the block at {site!r} cannot be built for {channels} channels: {why}") from error
+        what = f"the block at {site!r} cannot be built for {channels} channels"
+        raise kind(f"{what}: {describe_error(error)}") from error
     if not isinstance(block, nn.Module) or is_inserted(block):
         raise ValueError(f"block must return a new module for each site, got {type(block).__name__}")
     return block.train(target.training)

@@ -17,7 +17,6 @@ from torch import nn
 from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
-from vision_attn.networks import block_factories
 from vision_attn.networks.block_factories import BlockFactory
 from vision_attn.networks.insertion import attach
 from vision_attn.networks.insertion.build import choose_block_path, like_parameters, new_block, without_values
@@ -119,8 +118,6 @@ def insert_(
     ('layer4.1', 49)
     """
     selected = stages is not None or names is not None or where is not None
-    if not selected:
-        block_factories.refuse_misspelled(block_options)
     model = require_modifiable(model)
     if isinstance(block, int) or (isinstance(block, str) and block in dict(model.named_modules())):
         keyword = "stages" if isinstance(block, int) else "names"
@@ -129,7 +126,7 @@ def insert_(
         )
     run = DryRun(model, example_input, layout)
     overview = dry_run and not selected
-    sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude)
+    sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude, block_options)
     side = "before" if at == "before" else "after"
     maps = run.select_maps(find_targets(run, sites, at), side)
     second = None if context is None else select_context(run, context, maps)
@@ -211,7 +208,7 @@ def replace_(
     """
     model = require_modifiable(model)
     run = DryRun(model, example_input)
-    sites = select_sites(run, stages, names, where, exclude)
+    sites = select_sites(run, stages, names, where, exclude, block_options)
     inputs, outputs = run.select_maps(sites, "before"), run.select_maps(sites, "after")
     blocks: list[nn.Module] = []
     for site, x, y in zip(sites, inputs, outputs, strict=True):

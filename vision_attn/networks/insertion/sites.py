@@ -23,18 +23,21 @@ from vision_attn.networks.selection import (
     first_names,
     match_names,
 )
-from vision_attn.text import shorten
+from vision_attn.text import did_you_mean, shorten
 
 #: Types of the arguments of :func:`vision_attn.insert_`.
 Stages = int | str | Iterable[int | str] | None
 Where = Callable[[str, nn.Module], bool] | None
 
 
-def select_sites(dry_run: DryRun, stages: Stages, names: Globs, where: Where, exclude: Globs) -> list[str]:
+def select_sites(
+    dry_run: DryRun, stages: Stages, names: Globs, where: Where, exclude: Globs, options: Iterable[str]
+) -> list[str]:
     """Return the paths of the modules that are selected by stage, name or function, and not excluded."""
     given = [name for name, x in (("stages", stages), ("names", names), ("where", where)) if x is not None]
     if len(given) != 1:
-        raise ValueError(f"pass exactly one of stages, names and where, got {' and '.join(given) or 'none'}")
+        guess = next(filter(None, (did_you_mean(name, ("stages", "names", "where")) for name in options)), "")
+        raise ValueError(f"pass exactly one of stages, names and where, got {' and '.join(given) or 'none'}.{guess}")
     # A block that replaced a module is a site, for which an error is raised later. Modules inside blocks are not sites.
     blocks = inserted_blocks(dry_run.model)
     inside = {id(module) for block in blocks.values() for module in block.modules()}

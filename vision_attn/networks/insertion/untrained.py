@@ -1,69 +1,71 @@
-"""A warning about blocks that no optimizer contains, for example because it was created before insertion."""
+"""A warning about blocks that no optimizer updates, for example because it was created before insertion."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import ref
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vision_attn.networks.insertion.record import get_record
 
-#: Number of steps of the optimizers of the other parameters after which a block without a step is reported. A separate
-#: optimizer of the blocks may take a step only every few batches.
-MAX_MISSED_STEPS = 10
+#: Number of updates of the network after which a block without an update is reported. A separate optimizer of the
+#: blocks may take a step only every few batches.
+MAX_MISSED_UPDATES = 10
 
 
-class Monitor:
-    """Blocks of a model that were in no step of an optimizer yet, and the number of steps since the last insertion."""
+@dataclass
+class Waiting:
+    """A block that was not updated yet."""
 
-    def __init__(self) -> None:
-        self.blocks, self.steps = WeakSet[nn.Module](), 0
-
-    def check(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Warn if the optimizers have updated the other parameters of the model for too many steps."""
-        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if updated.isdisjoint(map(id, model.parameters())):
-            return
-        modules = {*model.modules()}
-        for block in [*self.blocks]:
-            trained = {id(p) for p in block.parameters() if p.requires_grad}
-            if block not in modules or not trained or trained & updated:
-                self.blocks.remove(block)
-        self.steps += 1
-        if self.blocks and self.steps > MAX_MISSED_STEPS:
-            sites = ", ".join(sorted(repr(get_record(block).site) for block in self.blocks))
-            self.blocks.clear()
-            warnings.warn(
-                f"the optimizer does not contain the blocks at {sites}: it was probably created before insertion. "
-                "Create it after insertion; va.check_optimizer(model, optimizer) lists such blocks",
-                stacklevel=4,
-            )
-
-
-#: Monitors of the models with inserted blocks.
-MONITORS: WeakKeyDictionary[nn.Module, Monitor] = WeakKeyDictionary()
+    site: str
+    handle: Any
+    #: the sums of the parameters of the block, and of the last other parameter, in the last backward pass
+    sums: list[float] = field(default_factory=list)
+    #: number of backward passes before which only the other parameter was updated
+    missed: int = 0
 
 
 def warn_if_untrained(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Warn once if optimizers update other parameters of a model, but do not contain these blocks.
+    """Warn once if the last layer of a model is updated between backward passes, but new blocks are not.
 
-    Every step of any torch optimizer is checked until each block was in one. Copies of the network are not checked.
+    Each block is checked in every backward pass that reaches it, until it was updated. Copies are not checked.
     """
-    monitor = MONITORS.setdefault(model, Monitor())
-    monitor.blocks.update(blocks)
-    monitor.steps = 0
+    waiting, network = dict[int, Waiting](), ref(model)
+
+    def check(key: int, block: ref[nn.Module], parameter: object) -> None:
+        model, module, state = network(), block(), waiting.get(key)
+        if model is None or module is None or state is None:
+            return
+        own = {id(p): p for p in module.parameters()}
+        others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
+        before, state.sums = state.sums, [add_up(own.values()), add_up(others[-1:])]
+        if before and state.sums[0] != before[0]:
+            waiting.pop(key).handle.remove()
+            return
+        state.missed += before not in ([], state.sums)
+        if state.missed > MAX_MISSED_UPDATES:
+            sites = ", ".join(repr(x.site) for x in waiting.values() if x.missed >= MAX_MISSED_UPDATES)
+            while waiting:
+                waiting.popitem()[1].handle.remove()
+            warnings.warn(
+                f"the optimizer does not contain the blocks at {sites}: it was probably created before insertion. "
+                "Create it after insertion; va.check_optimizer(model, optimizer) lists such blocks",
+                stacklevel=2,
+            )
+
+    for key, block in enumerate(blocks):
+        if (first := next((p for p in block.parameters() if p.requires_grad), None)) is not None:
+            handle = first.register_post_accumulate_grad_hook(partial(check, key, ref(block)))
+            waiting[key] = Waiting(get_record(block).site, handle)
 
 
-def check_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Check the models with inserted blocks, in a hook after each step of an optimizer."""
-    for model, monitor in [*MONITORS.items()]:
-        if monitor.blocks:
-            monitor.check(model, optimizer)
-
-
-register_optimizer_step_post_hook(check_optimizers)
+@torch.no_grad()
+def add_up(parameters: Iterable[Any]) -> float:
+    """Return the sum of the magnitudes of parameters, or of this process's part of a sharded parameter."""
+    return sum(float(getattr(p, "to_local", p.detach)().abs().sum()) for p in parameters)
