@@ -186,7 +186,8 @@ def measure_blocks(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, dic
     for site, block in blocks.items():
         found[site] = {"residual_ratio": rms_ratio(squares[site].sum(1)).item()}
         if isinstance(gate := getattr(block, "gate", None), Tensor):
-            found[site]["gate"] = gate.abs().mean().item()
+            whole = getattr(gate, "full_tensor", gate.detach)()  # a gate that is sharded by FSDP2
+            found[site]["gate"] = whole.abs().mean().item()
         if entropies[site]:
             found[site]["entropy"] = torch.cat(entropies[site]).mean().item()
     return found

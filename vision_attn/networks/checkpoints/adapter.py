@@ -133,7 +133,7 @@ def load_adapter_(
     >>> report.insertion.blocks[0].site, report.num_compared
     ('0', 2)
     """
-    model = require_modifiable(model)
+    model = require_modifiable(model, "va.load_adapter_")
     refuse_without_values(model)
     if blocks := inserted_blocks(model):
         sites = shorten(map(repr, blocks))

@@ -118,7 +118,7 @@ def insert_(
     ('layer4.1', 49)
     """
     selected = stages is not None or names is not None or where is not None
-    model = require_modifiable(model)
+    model = require_modifiable(model, "va.insert_")
     if isinstance(block, int) or (isinstance(block, str) and block in dict(model.named_modules())):
         keyword = "stages" if isinstance(block, int) else "names"
         raise TypeError(
@@ -206,7 +206,7 @@ def replace_(
     >>> [(block.site, block.size) for block in report.blocks]
     [('layer4.0.conv2', '14×14'), ('layer4.1.conv2', '7×7'), ('layer4.2.conv2', '7×7')]
     """
-    model = require_modifiable(model)
+    model = require_modifiable(model, "va.replace_")
     run = DryRun(model, example_input)
     sites = select_sites(run, stages, names, where, exclude, block_options)
     inputs, outputs = run.select_maps(sites, "before"), run.select_maps(sites, "after")
@@ -258,7 +258,7 @@ def remove_(model: nn.Module) -> InsertionReport:
     >>> len(remove_(model).blocks), list(model.state_dict()) == keys
     (2, True)
     """
-    model = require_modifiable(model)
+    model = require_modifiable(model, "va.remove_")
     blocks = attach.all_blocks(model)
     if not blocks:
         raise ValueError("model has no inserted block to remove")
