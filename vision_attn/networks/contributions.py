@@ -20,8 +20,8 @@ from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.networks.capture.maps import AttentionMap
 from vision_attn.networks.insertion import inserted_blocks, replaced_modules
-from vision_attn.networks.network import quiet_eval, unwrap_model
-from vision_attn.networks.selection import Names, match_names
+from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
+from vision_attn.networks.inspection.selection import Names, match_names
 from vision_attn.text import Report, Table
 
 #: The note of a report if the loss is lower without the blocks.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.scopes import DependsOnPass, scope
-from vision_attn.networks.example import Example
-from vision_attn.networks.network import running_calls, unwrap_model
+from vision_attn.networks.inspection.example import Example
+from vision_attn.networks.inspection.network import running_calls, unwrap_model
 
 
 def padded(

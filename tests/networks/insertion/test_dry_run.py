@@ -13,7 +13,7 @@ import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.attention import dispatch
 from vision_attn.attention.blocks import AttentionBlock2d, use_impl
-from vision_attn.networks.insertion.costs import count_saved_bytes
+from vision_attn.networks.inspection.costs import count_saved_bytes
 
 
 def network(name, **options):

@@ -42,11 +42,11 @@ from vision_attn.networks.checkpoints.file_format import gather, unwrap_key
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
-from vision_attn.networks.example import float_tensors, make_example
 from vision_attn.networks.insertion import inserted_blocks, records, remove_
 from vision_attn.networks.insertion.exact import unwrap_exact_block
+from vision_attn.networks.inspection.example import float_tensors, make_example
+from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
 from vision_attn.networks.models.registry import get_model_cfg
-from vision_attn.networks.network import quiet_eval, unwrap_model
 from vision_attn.networks.safe import read_file, write_atomically
 from vision_attn.networks.safe.write import name_errors, temporary_folder
 from vision_attn.text import escape_control_characters, shorten

@@ -33,8 +33,8 @@ from vision_attn.networks.convert.conversion import (
 )
 from vision_attn.networks.convert.equivalence import HOOKS, check_equivalence, check_source, class_path, is_hooked
 from vision_attn.networks.convert.swap_report import SWAPPED, VISION_ATTN, SwappedModule, SwapReport
-from vision_attn.networks.network import require_modifiable
-from vision_attn.networks.selection import Names, ancestor_paths, select_inside
+from vision_attn.networks.inspection.network import require_modifiable
+from vision_attn.networks.inspection.selection import Names, ancestor_paths, select_inside
 from vision_attn.text import shorten
 
 # --- swapping ---------------------------------------------------------------------------------------------------------

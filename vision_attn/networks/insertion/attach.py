@@ -39,8 +39,8 @@ from vision_attn.networks.insertion.record import (
     set_record_,
 )
 from vision_attn.networks.insertion.untrained import warn_if_untrained
-from vision_attn.networks.network import unwrap_model
-from vision_attn.networks.selection import ancestor_paths
+from vision_attn.networks.inspection.network import unwrap_model
+from vision_attn.networks.inspection.selection import ancestor_paths
 
 
 def attach_(model: nn.Module, block: nn.Module) -> None:

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.networks.example import Example, make_example
-from vision_attn.networks.layout import (
+from vision_attn.networks.inspection.example import Example, make_example
+from vision_attn.networks.inspection.layout import (
     Element,
     FeatureMap,
     TensorSpec,
@@ -31,10 +31,10 @@ from vision_attn.networks.layout import (
     map_shape,
     token_grid,
 )
-from vision_attn.networks.macs import Cost, count_flops
-from vision_attn.networks.metadata import NetworkMetadata, read_metadata
-from vision_attn.networks.network import fixed_seed, kept_tensors, quiet_eval, without_hooks
-from vision_attn.networks.selection import end_of_sequential
+from vision_attn.networks.inspection.macs import Cost, count_flops
+from vision_attn.networks.inspection.metadata import NetworkMetadata, read_metadata
+from vision_attn.networks.inspection.network import fixed_seed, kept_tensors, quiet_eval, without_hooks
+from vision_attn.networks.inspection.selection import end_of_sequential
 
 #: Values of the argument ``layout``.
 LAYOUT = re.compile(r"b c (w|h w|t h w)|b (w|h w|t h w) c|b \((\d+ \+ )?h w\) c")

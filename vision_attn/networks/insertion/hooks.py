@@ -20,8 +20,8 @@ from vision_attn.attention.recomputation import backward_pass
 from vision_attn.attention.scopes import scoped_output, scoped_values
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.record import InsertedBlock, get_record
-from vision_attn.networks.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
-from vision_attn.networks.network import NORMS
+from vision_attn.networks.inspection.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
+from vision_attn.networks.inspection.network import NORMS
 
 #: Layers other than norms that graph transformations fuse or remove.
 FUSED = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.dropout._DropoutNd)

@@ -20,7 +20,6 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.block_factories import BlockFactory
 from vision_attn.networks.insertion import attach
 from vision_attn.networks.insertion.build import choose_block_path, like_parameters, new_block, without_values
-from vision_attn.networks.insertion.costs import count_saved_bytes, propose
 from vision_attn.networks.insertion.dry_run import DryRun
 from vision_attn.networks.insertion.record import (
     RECORD,
@@ -31,11 +30,12 @@ from vision_attn.networks.insertion.record import (
 )
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChildError, attach_verified
-from vision_attn.networks.layout import FeatureMap
-from vision_attn.networks.macs import Cost
-from vision_attn.networks.network import require_modifiable
+from vision_attn.networks.inspection.costs import count_saved_bytes, propose
+from vision_attn.networks.inspection.layout import FeatureMap
+from vision_attn.networks.inspection.macs import Cost
+from vision_attn.networks.inspection.network import require_modifiable
+from vision_attn.networks.inspection.selection import Names, end_of_sequential, match_names
 from vision_attn.networks.padded_batches import padding_warning
-from vision_attn.networks.selection import Names, end_of_sequential, match_names
 from vision_attn.text import shorten
 
 
@@ -283,7 +283,7 @@ def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str]
         # Stages without parameters, such as the activation at the end of a stem, are not proposed.
         learned = next(run.model.get_submodule(path).parameters(), None) is not None
         if learned and record.used and record.site not in occupied:
-            proposed.append((index, record))
+            proposed.append((index, record.map_size))
     return InsertionReport(tuple(records), "dry run", run.cost, proposals=tuple(propose(proposed)))
 
 

@@ -13,9 +13,9 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import inserted_blocks
 from vision_attn.networks.insertion.build import CONTAINERS
 from vision_attn.networks.insertion.dry_run import DryRun
-from vision_attn.networks.layout import FeatureMap
-from vision_attn.networks.network import unwrap_model
-from vision_attn.networks.selection import (
+from vision_attn.networks.inspection.layout import FeatureMap
+from vision_attn.networks.inspection.network import unwrap_model
+from vision_attn.networks.inspection.selection import (
     Globs,
     ancestor_paths,
     check_list,
