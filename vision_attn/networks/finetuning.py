@@ -13,10 +13,10 @@ from torch import nn
 
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import check_above
-from vision_attn.networks.insertion.attach import inserted_blocks, inserted_keys, replaced_modules
 from vision_attn.networks.insertion.build import CONTAINERS
-from vision_attn.networks.insertion.hooks import find_module
+from vision_attn.networks.insertion.hooks import find_module, our_hooks, remove_hooks_
 from vision_attn.networks.insertion.record import replaced_module
+from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, replaced_modules
 from vision_attn.networks.inspection.network import NORMS, synchronizer, unwrap_model
 from vision_attn.networks.inspection.selection import ancestor_paths, select_keys
 
@@ -126,18 +126,16 @@ def keep_frozen(module: nn.Module, args: object, *, parameters: Iterable[str], n
             norm.training = False
 
 
-def freezing_hooks(network: nn.Module) -> Iterator[tuple[nn.Module, int, partial[None]]]:
-    """Yield the hooks of frozen parts of a network and of the modules that blocks replaced, with module and key."""
+def frozen_parts(network: nn.Module) -> Iterator[tuple[nn.Module, partial[Any]]]:
+    """Yield the modules with a hook of frozen parts, in a network and in the modules that blocks replaced."""
     for root in (network, *replaced_modules(network).values()):
         for module in root.modules():
-            for key, hook in [*module._forward_pre_hooks.items()]:
-                if isinstance(hook, partial) and hook.func is keep_frozen:
-                    yield module, key, hook
+            yield from ((module, hook) for hook in [*our_hooks(module, (keep_frozen,))])
 
 
 def frozen_parameters(network: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters that were frozen, also after pruning, weight norm or a parametrization."""
-    for module, _, hook in freezing_hooks(network):
+    for module, hook in frozen_parts(network):
         for key in map(plain_key, hook.keywords["parameters"]):
             path, _, name = key.rpartition(".")
             if (owner := find_module(module, path)) is not None:
@@ -156,8 +154,8 @@ def plain_key(key: str) -> str:
 
 def remove_freezing_hooks_(network: nn.Module) -> None:
     """Remove the hooks of frozen parts, and return their norms to the mode of the network."""
-    for module, key, hook in [*freezing_hooks(network)]:
-        del module._forward_pre_hooks[key]
+    for module, hook in frozen_parts(network):
+        remove_hooks_(module, lambda found: found.func is keep_frozen)
         for norm in (find_module(module, path) for path in hook.keywords["norms"]):
             if norm is not None:
                 norm.training = network.training

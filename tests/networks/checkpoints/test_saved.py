@@ -408,7 +408,7 @@ def test_networks_with_any_blocks_are_restored_bitwise(case, tmp_path):
     again = va.load_model(tmp_path / "net", **how)
     assert torch.equal(torch.get_rng_state(), state)
     blocks = records(model)
-    images = torch.randn(2, *(blocks[0].input_shape[1:] if blocks else again.pretrained_cfg["input_size"]))
+    images = torch.randn(2, *(blocks[0].target.input_shape[1:] if blocks else again.pretrained_cfg["input_size"]))
     assert torch.equal(again(images), model(images))
     assert records(again) == blocks
     assert again.state_dict().keys() == model.state_dict().keys()

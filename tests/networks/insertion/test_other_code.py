@@ -25,8 +25,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import vision_attn as va
-from vision_attn.networks import insertion
-from vision_attn.networks.insertion import untrained
+from vision_attn.networks import insertion, untrained
 from vision_attn.networks.insertion.hooks import block_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
@@ -355,6 +354,25 @@ def test_a_module_in_place_of_a_block_runs_instead(names):
     assert not keys_of_blocks(model)
 
 
+@pytest.mark.parametrize("make", [resnet, lambda: nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.ReLU())])
+def test_a_wrapper_that_still_calls_the_layer_of_a_block_keeps_the_block(make):
+    """PEFT wraps a layer at the top level, which contains its block."""
+    peft = pytest.importorskip("peft")
+    model = make().eval()
+    site = next(name for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
+    va.insert_(model, names=site, num_heads=1, gate_init=1.0, example_input=IMAGE)
+    block, expected = only_block(model), model(IMAGE)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=[site])).eval()
+    torch.testing.assert_close(adapted(IMAGE), expected)
+    assert va.inserted_blocks(model) == {f"{site}.base_layer": block}
+    nn.init.zeros_(block.gate)
+    assert not torch.allclose(adapted(IMAGE), expected)
+    assert adapted.merge_and_unload() is model
+    assert va.inserted_blocks(model) == {site: block}
+    va.remove_(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 def test_copies_pickles_and_replicas_run_their_own_blocks():
     model, before = with_block("layer2.1.bn2")
     file = io.BytesIO()
@@ -507,7 +525,7 @@ def test_layout_determines_the_axes_of_a_feature_map(run, conv, shape, layout):
     with pytest.raises(va.errors.SiteError, match="layout="):
         va.insert_(model, names="conv", example_input=x)
     report = va.insert_(model, names="conv", layout=layout, example_input=x)
-    assert report.blocks[0].layout == layout
+    assert report.blocks[0].target.layout == layout
     assert torch.equal(model(x), before)
     nn.init.normal_(only_block(model).attn.proj.weight)
     assert not torch.equal(model(x), before)

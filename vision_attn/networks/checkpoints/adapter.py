@@ -185,7 +185,7 @@ def fingerprint_network(state: Mapping[str, Tensor], exclude: Collection[str]) -
 
 def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, strict: bool) -> tuple[str, ...]:
     """Return the keys of tensors that differ from the fingerprint of an adapter; raise an error if ``strict``."""
-    sites = tuple(f"{block.site}." for block in adapter.blocks if block.at == "replace")
+    sites = tuple(f"{block.site}." for block in adapter.blocks if block.target.at == "replace")
     base, own = adapter.base or {}, fingerprint_network(state, {key for key in state if key.startswith(sites)})
     saved = base | fingerprint_network(adapter.tensors, adapter.tensors.keys() - set(adapter.also))
     here, there = ({name: shape for name, (shape, *_) in tensors.items()} for tensors in (own, saved))

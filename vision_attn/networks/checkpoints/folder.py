@@ -323,7 +323,7 @@ def verify(
     """Raise an error unless the network in a folder and the model have the same output."""
     classes = [type(unwrap_exact_block(block)) for block in inserted_blocks(model).values()]
     if example_input is None:  # Blocks for tokens require the image size with which they were inserted.
-        example_input = next(((1, *block.input_shape[1:]) for block in records(model)), None)
+        example_input = next(((1, *block.target.input_shape[1:]) for block in records(model)), None)
     example = make_example(model, example_input)
     try:
         copy = load_model(folder, block=next((c for c in classes if c.__name__ not in BLOCKS), None), network=network)

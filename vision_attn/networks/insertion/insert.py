@@ -18,19 +18,20 @@ from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks.block_factories import BlockFactory
-from vision_attn.networks.insertion import attach
-from vision_attn.networks.insertion.build import choose_block_path, like_parameters, new_block, without_values
+from vision_attn.networks.insertion.build import FIRST, Attempt, new_block
 from vision_attn.networks.insertion.dry_run import DryRun
-from vision_attn.networks.insertion.record import (
-    RECORD,
-    InsertionReport,
-    get_record,
-    is_inserted,
-    set_record_,
+from vision_attn.networks.insertion.record import InsertionReport, get_record, is_inserted, set_record_
+from vision_attn.networks.insertion.registry import (
+    all_blocks,
+    attach_blocks_,
+    blocks_by_site,
+    current_records,
+    detach_,
+    inserted_blocks,
 )
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChildError, attach_verified
-from vision_attn.networks.inspection.costs import count_saved_bytes, propose
+from vision_attn.networks.inspection.costs import propose
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.macs import Cost
 from vision_attn.networks.inspection.network import require_modifiable
@@ -130,24 +131,34 @@ def insert_(
     side = "before" if at == "before" else "after"
     maps = run.select_maps(find_targets(run, sites, at), side)
     second = None if context is None else select_context(run, context, maps)
+
+    def build(attempt: Attempt) -> list[nn.Module]:
+        return [
+            new_block(run, block, x, side, block_options, None, exact, attempt, context=second, dry_run=dry_run)
+            for x in maps
+        ]
+
     if dry_run:
-        blocks = [new_block(run, block, without_values(x), side, block_options, context=second) for x in maps]
-        return report_costs(run, blocks, sites if overview else [])
+        return report_costs(run, build(FIRST), sites if overview else [])
     # Zero layers may give an identity on random feature maps but not on those of the network; a zero gate always does.
-    for zeros in (True, False):
-        blocks = [new_block(run, block, x, side, block_options, exact=exact, zeros=zeros, context=second) for x in maps]
-        if zeros:
+    attempts = [Attempt(zeros, inside) for inside in (False, True) for zeros in (True, False)]
+    warned = False
+    while attempts:
+        attempt = attempts.pop(0)
+        blocks = build(attempt)
+        if not warned:
             warn_about(model, blocks)
+        warned = True
         try:
             changed, verified = attach_verified(run, blocks)
         except ChildError:
-            for x, new in zip(maps, blocks, strict=True):
-                path = choose_block_path(model, x.target, inside=True)
-                set_record_(new, replace(get_record(new), block_path=path))
-            changed, verified = attach_verified(run, blocks)
-        if not zeros or not changed or not exact or all(isinstance(x, GatedResidual) for x in blocks):
+            attempts = [x for x in attempts if x.inside and not attempt.inside]
+            if not attempts:
+                raise
+            continue
+        if not changed or not exact or not attempt.zeros or all(isinstance(x, GatedResidual) for x in blocks):
             break
-        attach.detach_(model, blocks)
+        detach_(model, blocks)
     return InsertionReport(
         tuple(map(get_record, blocks)), model_cost=run.cost, output_change=changed, verified=verified
     )
@@ -225,11 +236,11 @@ def replace_(
         if isinstance(old, nn.Conv2d) and block is None:
             make = StridedAttention2d
             options = {"groups": old.groups, **options} if old.groups > 1 else options
-        blocks.append(new_block(run, make, without_values(x) if dry_run else x, "replace", options, y))
+        blocks.append(new_block(run, make, x, "replace", options, y, dry_run=dry_run))
     if dry_run:
         return report_costs(run, blocks)
     warn_about(model, blocks)
-    with attach.attach_blocks_(model, blocks):
+    with attach_blocks_(model, blocks):
         _, cost = run.measure()
     report = InsertionReport(tuple(map(get_record, blocks)), "inserted by replacement", run.cost)
     removed = (new + before - after for new, before, after in zip(report.added, run.cost, cost, strict=True))
@@ -259,32 +270,25 @@ def remove_(model: nn.Module) -> InsertionReport:
     (2, True)
     """
     model = require_modifiable(model, "va.remove_")
-    blocks = attach.all_blocks(model)
+    blocks = all_blocks(model)
     if not blocks:
         raise ValueError("model has no inserted block to remove")
-    running = attach.blocks_by_site(model).items()
-    report = InsertionReport(tuple(replace(get_record(block), site=site) for site, block in running), verb="removed")
-    attach.detach_(model, blocks)
+    report = InsertionReport(tuple(current_records(model, blocks_by_site(model))), verb="removed")
+    detach_(model, blocks)
     for block in blocks:
-        delattr(block, RECORD)
+        set_record_(block, None)
     return report
 
 
 def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str] = ()) -> InsertionReport:
     """Return the report of a dry run, with proposals if ``stages`` are the paths of all stages."""
-    records = []
-    for block in blocks:
-        record = get_record(block)
-        dtype = like_parameters(block, run.model).dtype
-        saved = count_saved_bytes(block, (1, record.channels, *record.map_size), dtype, record.context_shape)
-        records.append(replace(record, saved_bytes=saved))
-    occupied, proposed = attach.inserted_blocks(run.model), []
+    records, occupied, proposed = tuple(map(get_record, blocks)), inserted_blocks(run.model), []
     for index, (path, record) in enumerate(zip(stages, records, strict=False)):
         # Stages without parameters, such as the activation at the end of a stem, are not proposed.
         learned = next(run.model.get_submodule(path).parameters(), None) is not None
-        if learned and record.used and record.site not in occupied:
+        if learned and record.target.used and record.site not in occupied:
             proposed.append((index, record.map_size))
-    return InsertionReport(tuple(records), "dry run", run.cost, proposals=tuple(propose(proposed)))
+    return InsertionReport(records, "dry run", run.cost, proposals=tuple(propose(proposed)))
 
 
 def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> FeatureMap:

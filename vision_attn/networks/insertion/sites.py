@@ -10,9 +10,9 @@ from torch import nn
 
 from vision_attn.checks import check_choice, product
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.attach import inserted_blocks
 from vision_attn.networks.insertion.build import CONTAINERS
 from vision_attn.networks.insertion.dry_run import DryRun
+from vision_attn.networks.insertion.registry import inserted_blocks
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.network import unwrap_model
 from vision_attn.networks.inspection.selection import (

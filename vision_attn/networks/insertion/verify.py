@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from vision_attn.attention.scopes import scope
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.attach import attach_blocks_
 from vision_attn.networks.insertion.build import like_parameters
 from vision_attn.networks.insertion.dry_run import DryRun, bitwise_equal, get_tensors, has_no_values
 from vision_attn.networks.insertion.record import get_record
+from vision_attn.networks.insertion.registry import attach_blocks_
 
 
 class ChildError(SiteError):
@@ -151,7 +151,7 @@ def random_contexts(dry_run: DryRun, blocks: Iterable[nn.Module]) -> AbstractCon
     maps = {}
     for block in blocks:
         record, like = get_record(block), like_parameters(block, dry_run.model)
-        if record.context_shape is not None and not record.context:
+        if record.context_shape is not None and record.second is None:
             maps[block] = torch.rand(dry_run.example.shape[0], *record.context_shape).to(like)
     return scope(dry_run.model, "context", maps)
 

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from torch import Tensor, nn
 
 from vision_attn.attention.scopes import scope
-from vision_attn.networks.insertion import inserted_blocks
 from vision_attn.networks.insertion.record import get_record
+from vision_attn.networks.insertion.registry import inserted_blocks
 from vision_attn.networks.inspection.network import unwrap_model
 
 
@@ -38,7 +38,7 @@ def context(model: nn.Module, features: Tensor) -> AbstractContextManager[None]:
     blocks = []
     for block in inserted_blocks(model).values():
         record = get_record(block)
-        if record.context_shape is not None and not record.context:
+        if record.context_shape is not None and record.second is None:
             blocks.append(block)
     if not blocks:
         raise ValueError(

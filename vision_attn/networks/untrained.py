@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,8 +11,6 @@ from weakref import ref
 
 import torch
 from torch import nn
-
-from vision_attn.networks.insertion.record import get_record
 
 #: Number of updates of the network after which a block without an update is reported. A separate optimizer of the
 #: blocks may take a step only every few batches.
@@ -23,7 +21,6 @@ MAX_MISSED_UPDATES = 10
 class Waiting:
     """A block that was not updated yet."""
 
-    site: str
     handle: Any
     #: the sums of the parameters of the block, and of the last other parameter, in the last backward pass
     sums: list[float] = field(default_factory=list)
@@ -31,26 +28,26 @@ class Waiting:
     missed: int = 0
 
 
-def warn_if_untrained(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Warn once if the last layer of a model is updated between backward passes, but new blocks are not.
+def warn_if_untrained(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Warn once if the last layer of a model is updated between backward passes, but new blocks, by site, are not.
 
     Each block is checked in every backward pass that reaches it, until it was updated. Copies are not checked.
     """
-    waiting, network = dict[int, Waiting](), ref(model)
+    waiting, network = dict[str, Waiting](), ref(model)
 
-    def check(key: int, block: ref[nn.Module], parameter: object) -> None:
-        model, module, state = network(), block(), waiting.get(key)
+    def check(site: str, block: ref[nn.Module], parameter: object) -> None:
+        model, module, state = network(), block(), waiting.get(site)
         if model is None or module is None or state is None:
             return
         own = {id(p): p for p in module.parameters()}
         others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
         before, state.sums = state.sums, [add_up(own.values()), add_up(others[-1:])]
         if before and state.sums[0] != before[0]:
-            waiting.pop(key).handle.remove()
+            waiting.pop(site).handle.remove()
             return
         state.missed += before not in ([], state.sums)
         if state.missed > MAX_MISSED_UPDATES:
-            sites = ", ".join(repr(x.site) for x in waiting.values() if x.missed >= MAX_MISSED_UPDATES)
+            sites = ", ".join(repr(one) for one, x in waiting.items() if x.missed >= MAX_MISSED_UPDATES)
             while waiting:
                 waiting.popitem()[1].handle.remove()
             warnings.warn(
@@ -59,10 +56,10 @@ def warn_if_untrained(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
                 stacklevel=2,
             )
 
-    for key, block in enumerate(blocks):
+    for site, block in blocks.items():
         if (first := next((p for p in block.parameters() if p.requires_grad), None)) is not None:
-            handle = first.register_post_accumulate_grad_hook(partial(check, key, ref(block)))
-            waiting[key] = Waiting(get_record(block).site, handle)
+            handle = first.register_post_accumulate_grad_hook(partial(check, site, ref(block)))
+            waiting[site] = Waiting(handle)
 
 
 @torch.no_grad()
