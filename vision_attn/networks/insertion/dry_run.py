@@ -214,9 +214,7 @@ class DryRun:
         """
         candidates = [self.require_maps(target, at) for target in targets]
         every = [x for maps in candidates for x in maps]
-        if unknown := [x for x in every if (x, at) not in self.unused]:
-            found = self.find_unused(unknown, at)
-            self.unused.update({(x, at): x in found for x in unknown})
+        self.test_use(every, at)
         unused = [x for x in every if self.unused[x, at]]
         selected = []
         for maps in candidates:
@@ -245,6 +243,12 @@ class DryRun:
         why = f", because {self.declared.non_raster}" if self.declared.non_raster else ""
         remedy = "Choose another module, or pass the layout of its feature map as layout="
         raise SiteError(f"{target!r} {what}, and no feature map was found in it{why}. {remedy}")
+
+    def test_use(self, maps: Iterable[FeatureMap], at: str) -> None:
+        """Test whether the output depends on feature maps, in one forward and backward pass for all of them."""
+        if unknown := [x for x in maps if (x, at) not in self.unused]:
+            found = self.find_unused(unknown, at)
+            self.unused.update({(x, at): x in found for x in unknown})
 
     def find_unused(self, maps: list[FeatureMap], at: str) -> list[FeatureMap]:
         """Return the feature maps on which the output does not depend, by one forward and backward pass."""

@@ -68,11 +68,11 @@ def match_stages(dry_run: DryRun, wanted: Iterable[int | str]) -> list[str]:
     """
     wanted, available = list(wanted), find_stages(dry_run)
     effective = list(available)
-    while len(effective) > 1 and any(isinstance(stage, int) and stage < 0 for stage in wanted):
-        last = end_of_sequential(dry_run.model, effective[-1])
-        if any(x.used for x in dry_run.select_maps([last], "after")):
-            break
-        effective.pop()
+    if (first := min((stage for stage in wanted if isinstance(stage, int)), default=0)) < 0:
+        ends = [end_of_sequential(dry_run.model, stage) for stage in available]
+        dry_run.test_use([x for end in ends[first - 1 :] for x in dry_run.maps(end)], "after")
+        while len(effective) > 1 and not any(x.used for x in dry_run.select_maps([ends[len(effective) - 1]], "after")):
+            effective.pop()
     from_end = enumerate(effective, -len(effective))
     by_word: dict[int | str, str] = {**dict(enumerate(available)), **dict(from_end), **{x: x for x in available}}
     for stage in wanted:
