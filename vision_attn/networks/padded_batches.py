@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -95,14 +96,12 @@ class ValidPixels(DependsOnPass):
         return replace(self, size=size_of_call(self.model) or self.size)
 
 
-def padding_warning(model: nn.Module) -> str | None:
-    """Return a warning for inserted blocks if a model pads its images, as detectors of torchvision and DETR do."""
+def warn_about_padding(model: nn.Module) -> None:
+    """Warn about new blocks if a model pads its images, as detectors of torchvision and DETR do."""
     pads = any(type(module).__name__ == "GeneralizedRCNNTransform" for module in model.modules())
-    if not pads and "pixel_mask" not in inspect.signature(model.forward).parameters:
-        return None
-    return (
-        "the model pads images of different sizes, and blocks attend to the padding. Mask it with va.padded(model, …)"
-    )
+    if pads or "pixel_mask" in inspect.signature(model.forward).parameters:
+        what = "the model pads images of different sizes, and blocks attend to the padding"
+        warnings.warn(f"{what}. Mask it with va.padded(model, …)", stacklevel=4)  # in insert_, which has a decorator
 
 
 def size_of_call(model: nn.Module) -> Sequence[int] | None:

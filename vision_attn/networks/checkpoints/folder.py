@@ -208,7 +208,8 @@ def load_model(
             "Pass a folder written by va.save_model, timm or va.train"
         )
     file = read_file(folder / "model.safetensors")
-    saved, weights = file_format.read_saved(file), file.content
+    saved = file_format.read_saved(file)
+    weights: Mapping[str, Any] = file.content
     with open(path, "rb") as opened:
         text = opened.read(MAX_CONFIG_BYTES)
     if saved is None or not saved.metadata.keys() & {"architecture", "network"}:

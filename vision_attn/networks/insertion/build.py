@@ -13,7 +13,6 @@ from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks import block_factories
 from vision_attn.networks.block_factories import BlockFactory, describe_error, make_block
-from vision_attn.networks.insertion.dry_run import DryRun
 from vision_attn.networks.insertion.exact import init_identity_, wrap_exactly
 from vision_attn.networks.insertion.hooks import find_module, is_fusible
 from vision_attn.networks.insertion.record import (
@@ -28,6 +27,7 @@ from vision_attn.networks.insertion.record import (
     set_record_,
 )
 from vision_attn.networks.inspection.costs import count_saved_bytes, measure_cost
+from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.macs import count_attention_pairs
 from vision_attn.networks.inspection.selection import ancestor_paths

@@ -260,9 +260,10 @@ def hook_(module: nn.Module, block: nn.Module, path: str | None) -> None:
 
 def unhook_(module: nn.Module, blocks: Collection[nn.Module]) -> None:
     """Remove the hooks of some blocks from a module."""
-    if (found := next(our_hooks(module, RUNNERS), None)) is not None and found.keywords["block"] in blocks:
-        set_substitute_(module, None, found.keywords["block"])
+    found = {hook.keywords["block"] for hook in our_hooks(module, RUNNERS)}
     remove_hooks_(module, lambda hook: hook.func in HOOKS and hook.keywords["block"] in blocks)
+    for block in found.intersection(blocks):
+        set_substitute_(module, None, block)
 
 
 def block_at(module: nn.Module) -> nn.Module | None:

@@ -19,7 +19,6 @@ from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks.block_factories import BlockFactory
 from vision_attn.networks.insertion.build import FIRST, Attempt, new_block
-from vision_attn.networks.insertion.dry_run import DryRun
 from vision_attn.networks.insertion.record import InsertionReport, get_record, is_inserted, set_record_
 from vision_attn.networks.insertion.registry import (
     all_blocks,
@@ -32,11 +31,14 @@ from vision_attn.networks.insertion.registry import (
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChildError, attach_verified
 from vision_attn.networks.inspection.costs import propose
+from vision_attn.networks.inspection.dry_run import DryRun
+from vision_attn.networks.inspection.example import make_example
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.macs import Cost
+from vision_attn.networks.inspection.metadata import read_metadata
 from vision_attn.networks.inspection.network import require_modifiable
 from vision_attn.networks.inspection.selection import Names, end_of_sequential, match_names
-from vision_attn.networks.padded_batches import padding_warning
+from vision_attn.networks.padded_batches import warn_about_padding
 from vision_attn.text import shorten
 
 
@@ -125,7 +127,8 @@ def insert_(
         raise TypeError(
             f"block must be a class, a function or the name of one, got {block!r}. Pass {keyword}={block!r}"
         )
-    run = DryRun(model, example_input, layout)
+    example, declared = make_example(model, example_input), read_metadata(model)
+    run = DryRun(model, example, declared, layout)
     overview = dry_run and not selected
     sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude, block_options)
     side = "before" if at == "before" else "after"
@@ -142,26 +145,23 @@ def insert_(
         return report_costs(run, build(FIRST), sites if overview else [])
     # Zero layers may give an identity on random feature maps but not on those of the network; a zero gate always does.
     attempts = [Attempt(zeros, inside) for inside in (False, True) for zeros in (True, False)]
-    warned = False
-    while attempts:
-        attempt = attempts.pop(0)
+    while True:
+        attempt, *attempts = attempts
         blocks = build(attempt)
-        if not warned:
-            warn_about(model, blocks)
-        warned = True
+        if attempt == FIRST:
+            warn_about_padding(model)
+            warn_about(blocks)
         try:
             changed, verified = attach_verified(run, blocks)
         except ChildError:
-            attempts = [x for x in attempts if x.inside and not attempt.inside]
+            attempts = [x for x in attempts if x.inside > attempt.inside]
             if not attempts:
                 raise
             continue
         if not changed or not exact or not attempt.zeros or all(isinstance(x, GatedResidual) for x in blocks):
-            break
+            records = tuple(map(get_record, blocks))
+            return InsertionReport(records, model_cost=run.cost, output_change=changed, verified=verified)
         detach_(model, blocks)
-    return InsertionReport(
-        tuple(map(get_record, blocks)), model_cost=run.cost, output_change=changed, verified=verified
-    )
 
 
 @torch.inference_mode(False)
@@ -218,7 +218,7 @@ def replace_(
     [('layer4.0.conv2', '14×14'), ('layer4.1.conv2', '7×7'), ('layer4.2.conv2', '7×7')]
     """
     model = require_modifiable(model, "va.replace_")
-    run = DryRun(model, example_input)
+    run = DryRun(model, make_example(model, example_input), read_metadata(model))
     sites = select_sites(run, stages, names, where, exclude, block_options)
     inputs, outputs = run.select_maps(sites, "before"), run.select_maps(sites, "after")
     blocks: list[nn.Module] = []
@@ -239,7 +239,8 @@ def replace_(
         blocks.append(new_block(run, make, x, "replace", options, y, dry_run=dry_run))
     if dry_run:
         return report_costs(run, blocks)
-    warn_about(model, blocks)
+    warn_about_padding(model)
+    warn_about(blocks)
     with attach_blocks_(model, blocks):
         _, cost = run.measure()
     report = InsertionReport(tuple(map(get_record, blocks)), "inserted by replacement", run.cost)
@@ -305,8 +306,7 @@ def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> Fea
     return second
 
 
-def warn_about(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def warn_about(blocks: Sequence[nn.Module]) -> None:
     """Issue the warnings about new blocks before the model changes: a filter may turn warnings into errors."""
-    padding = padding_warning(model)
-    for line in (*InsertionReport(tuple(map(get_record, blocks))).warnings, *([padding] if padding else [])):
+    for line in InsertionReport(tuple(map(get_record, blocks))).warnings:
         warnings.warn(line, stacklevel=4)  # The decorator of insert_ adds a frame.

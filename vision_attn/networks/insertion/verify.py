@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from vision_attn.attention.scopes import scope
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.build import like_parameters
-from vision_attn.networks.insertion.dry_run import DryRun, bitwise_equal, get_tensors, has_no_values
 from vision_attn.networks.insertion.record import get_record
 from vision_attn.networks.insertion.registry import attach_blocks_
+from vision_attn.networks.inspection.dry_run import DryRun, bitwise_equal, get_tensors, has_no_values
 
 
 class ChildError(SiteError):

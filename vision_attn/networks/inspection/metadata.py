@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+
+from vision_attn.networks.inspection.selection import end_of_sequential
 
 #: The children of torchvision's residual networks that are stages.
 RESNET = ("relu", "layer1", "layer2", "layer3", "layer4")
@@ -63,6 +65,8 @@ class NetworkMetadata:
     parts: tuple[str, ...] = ()
     #: path and channels of each stage
     stages: tuple[tuple[str, int | None], ...] = ()
+    #: declared channels, by the path of the last module of a stage
+    channels: Mapping[str, int | None] = field(default_factory=dict)
     #: the part in which the last module of each feature map size is a stage; None without metadata
     trunk: str | None = None
     #: number of tokens before a grid
@@ -83,7 +87,12 @@ def read_metadata(model: nn.Module) -> NetworkMetadata:
                 found[path] = declared
         if found:
             break
-    return next(iter(found.values())) if len(found) == 1 else NetworkMetadata(parts=tuple(found))
+    if len(found) != 1:
+        return NetworkMetadata(parts=tuple(found))
+    (declared,) = found.values()
+    known = dict(model.named_modules(remove_duplicate=False))
+    ends = {end_of_sequential(model, path): count for path, count in declared.stages if path in known}
+    return replace(declared, channels=ends)
 
 
 def read_module(module: nn.Module, path: str, wrapped: bool) -> NetworkMetadata | None:

@@ -171,7 +171,8 @@ def is_library_hook(hook: Any) -> bool:
 def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
     """Return a context in which compiled models run in eager mode in this thread, because graphs do not run hooks."""
     # If dynamo is not loaded, no model is compiled. Importing it would take a second.
-    return scope(unwrap_model(model), "eager", {model: True}) if "torch._dynamo" in sys.modules else nullcontext()
+    network = unwrap_model(model)
+    return scope(network, "eager", {model: True}) if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
@@ -198,3 +199,23 @@ def quiet_eval(model: nn.Module, training: bool = False) -> Iterator[None]:
     finally:
         for module, before in modes:
             module.training = before
+
+
+@contextmanager
+def undisturbed(
+    model: nn.Module, parameters: Iterable[Tensor], training: bool = False, hooks: bool = False
+) -> Iterator[list[Tensor]]:
+    """Run a model quietly, with a fixed random seed, and restore its tensors, modes and the random states afterwards.
+
+    Args:
+        model: the network.
+        parameters: parameters that may change in place. Only these are copied.
+        training: run in training mode instead of evaluation mode.
+        hooks: call the hooks of other code.
+
+    Yields:
+        A list that contains the parameters that have changed in place, when the context ends.
+    """
+    kept = nullcontext() if hooks else without_hooks(model)
+    with kept, kept_tensors(model, parameters) as changed, fixed_seed(model), quiet_eval(model, training):
+        yield changed
