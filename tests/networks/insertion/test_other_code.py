@@ -373,6 +373,21 @@ def test_a_wrapper_that_still_calls_the_layer_of_a_block_keeps_the_block(make):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_code_that_calls_parts_of_a_network_has_the_documented_effects():
+    """The table of calls in docs/insert.md: promptable segmentation models and detectors call parts of a network."""
+    model, _ = with_block("layer2.1")
+    x = model.layer1(model.maxpool(model.relu(model.bn1(model.conv1(IMAGE)))))
+    with va.disabled(model):
+        without = model.layer2(x)
+    assert not torch.equal(model.layer2(x), without)
+    assert torch.equal(model.layer2[1].forward(model.layer2[0](x)), without)  # no hooks
+    model.layer2[1] = resnet().layer2[1]
+    assert torch.equal(model.layer2[1](model.layer2[0](x)), without)  # neither the network nor layer2 is called
+    for call in (lambda: model(IMAGE), lambda: model.layer2(x), lambda: va.inserted_blocks(model)):
+        with pytest.raises(va.errors.SiteError, match="'layer2.1' no longer runs"):
+            call()
+
+
 def test_copies_pickles_and_replicas_run_their_own_blocks():
     model, before = with_block("layer2.1.bn2")
     file = io.BytesIO()

@@ -157,11 +157,8 @@ def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, c
     replaced or fused module, an error is raised.
     """
     record, inside = get_record(block), child.startswith(f"{target}.")
-    state, module, found = (
-        find_state(owner, block, target, child),
-        find_module(owner, target),
-        find_module(owner, child),
-    )
+    module, found = find_module(owner, target), find_module(owner, child)
+    state = find_state(owner, block, target, child)
     if module is None:
         raise missing_block_error(record, "removed")
     if state is State.REPLACED and (not is_norm(module) or found is None):
