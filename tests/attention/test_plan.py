@@ -153,7 +153,7 @@ def test_scales_that_are_not_positive(position, options, scale, monkeypatch):
     expected = outputs(layer(impl="bmm", scale=scale, position=position, **options), images())
     for impl in ("sdpa", "einx"):
         assert_equal(outputs(layer(impl=impl, scale=scale, position=position, **options), images()), expected)
-    monkeypatch.setattr("vision_attn.attention.dispatch.can_chunk", lambda q: False)  # as on a GPU
+    monkeypatch.setattr("vision_attn.attention.dispatch.CHUNKED_DEVICES", ())  # as on a GPU
     assert_equal(outputs(layer(impl="sdpa", scale=scale, position=position, **options), images()), expected)
 
 

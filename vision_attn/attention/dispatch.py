@@ -19,6 +19,8 @@ from vision_attn.attention.graphs import active_transform, in_graph
 from vision_attn.attention.kernels import attend_bmm, attend_einx, attend_sdpa
 from vision_attn.attention.masks import Mask, combine_masks, split_mask
 
+#: Types of devices on which attention runs in chunks.
+CHUNKED_DEVICES = ("cpu",)
 #: Number of logits in a chunk on a CPU, which fit into its caches.
 CHUNK_LOGITS = 2**19
 #: Minimum number of queries in a chunk; matrix products with fewer rows are slow.
@@ -115,7 +117,7 @@ def attend_bmm_chunked(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **options
 
 def can_chunk(q: Tensor) -> bool:
     """Return True if attention may run in chunks that fit into a CPU's caches. Graphs would store the chunks."""
-    return q.is_cpu and not in_graph(q) and active_transform() is None
+    return q.device.type in CHUNKED_DEVICES and not in_graph(q) and active_transform() is None
 
 
 def batch_chunk(q: Tensor, keys: int, groups: int) -> int:

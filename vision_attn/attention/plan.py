@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vision_attn.attention import dispatch
 from vision_attn.attention.dispatch import attend_chunked, repeat_kv
 from vision_attn.attention.graphs import can_cache, is_capturing, outside_graph
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
@@ -177,7 +178,7 @@ def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]
     is_direct = kind.mask is None and not config.adds_bias and kernel.attend_pattern is None
     is_direct = is_direct and not kind.autocast and config.num_heads == config.num_kv_heads
     is_cpu = kind.device.type == "cpu"
-    can_chunk = is_cpu and not kind.in_graph and not kind.in_transform
+    can_chunk = kind.device.type in dispatch.CHUNKED_DEVICES and not kind.in_graph and not kind.in_transform
     attend = [kernel.attend, kernel.attend]
     if kernel.select is not None and not kind.autocast:
         rows = kind.shape[0] * grouping.groups * queries.tokens

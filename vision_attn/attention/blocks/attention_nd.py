@@ -88,8 +88,6 @@ class Attention(ConfigurableImpl):
         self.impl = impl
         self.pattern: str | AnyPattern = pattern
         self.causal = causal
-        self.attn_drop: nn.Dropout = nn.Dropout(attn_drop)
-        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv = POINTWISE[self.rank]
@@ -100,7 +98,9 @@ class Attention(ConfigurableImpl):
         else:
             self.q: Conv = conv(channels, n * d, 1, bias=qkv_bias, **factory)
             self.kv: Conv = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)
+        self.attn_drop: nn.Dropout = nn.Dropout(attn_drop)
         self.proj: Conv = conv(n * e, self.out_channels, 1, groups=groups, bias=proj_bias, **factory)
+        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
         self.q_norm, self.k_norm = qk_norms(qk_norm, d, n, **factory)
         self.scale: float | Tensor = self.default_scale if scale is None else scale
         self.gate: Conv | None = conv(channels, n * e, 1, **factory) if output_gate else None
