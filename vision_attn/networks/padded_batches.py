@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.scopes import DependsOnPass, scope
+from vision_attn.networks.insertion.second_map import blocks_with_context
 from vision_attn.networks.inspection.example import Example
 from vision_attn.networks.inspection.network import running_calls, unwrap_model
 
@@ -62,7 +61,11 @@ def padded(
         raise ValueError(
             f"valid must be bool (True = pixel of an image), got {valid.dtype}. Convert it with valid.bool()"
         )
-    return scope(network, "valid", dict.fromkeys(blocks, ValidPixels(network, valid, image_size)))
+    pixels = ValidPixels(network, valid if isinstance(valid, Tensor) else [*map(tuple, valid)], image_size)
+    values: dict[nn.Module, ValidPixels] = dict.fromkeys(blocks, pixels)
+    for block in blocks_with_context(network):  # features from outside are not part of the images
+        values |= dict.fromkeys(block.modules(), replace(pixels, in_context=False))
+    return scope(network, "valid", values)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class ValidPixels(DependsOnPass):
     model: nn.Module
     valid: Tensor | Sequence[Sequence[int]]
     image_size: Sequence[int] | None
+    #: True if the context of the block consists of the images.
+    in_context: bool = True
     #: the size in the forward pass that activation checkpointing computes again
     size: Sequence[int] | None = None
     #: masks by size and device, for the blocks of a forward pass
@@ -81,7 +86,7 @@ class ValidPixels(DependsOnPass):
         """Return the valid pixels, bool ``(b, *image_size)``."""
         if isinstance(self.valid, Tensor):
             return self.valid.to(device)
-        size = self.image_size or size_of_call(self.model) or self.size
+        size = self.image_size or self.size or size_of_call(self.model)
         if size is None:
             raise ValueError("image_size must be given if the model does not receive a batch of padded images")
         key = tuple(size), device
@@ -93,15 +98,7 @@ class ValidPixels(DependsOnPass):
         return [self.valid] if isinstance(self.valid, Tensor) else []
 
     def fixed(self) -> ValidPixels:
-        return replace(self, size=size_of_call(self.model) or self.size)
-
-
-def warn_about_padding(model: nn.Module) -> None:
-    """Warn about new blocks if a model pads its images, as detectors of torchvision and DETR do."""
-    pads = any(type(module).__name__ == "GeneralizedRCNNTransform" for module in model.modules())
-    if pads or "pixel_mask" in inspect.signature(model.forward).parameters:
-        what = "the model pads images of different sizes, and blocks attend to the padding"
-        warnings.warn(f"{what}. Mask it with va.padded(model, …)", stacklevel=4)  # in insert_, which has a decorator
+        return replace(self, size=self.size or size_of_call(self.model))
 
 
 def size_of_call(model: nn.Module) -> Sequence[int] | None:

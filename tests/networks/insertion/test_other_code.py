@@ -384,7 +384,7 @@ def test_code_that_calls_parts_of_a_network_has_the_documented_effects():
     model.layer2[1] = resnet().layer2[1]
     assert torch.equal(model.layer2[1](model.layer2[0](x)), without)  # neither the network nor layer2 is called
     for call in (lambda: model(IMAGE), lambda: model.layer2(x), lambda: va.inserted_blocks(model)):
-        with pytest.raises(va.errors.SiteError, match="'layer2.1' no longer runs"):
+        with pytest.raises(va.errors.SiteError, match=r"'layer2.1' no longer runs"):
             call()
 
 

@@ -99,9 +99,9 @@ def to_torch_mha(block: Attention) -> nn.MultiheadAttention:
     torch.Size([2, 140, 64])
     """
     options = {name: x for name, x in block.get_config().items() if name != "num_heads"}
-    if options.pop("pattern") != "full" or options or block.proj_drop:
+    if options.pop("pattern") != "full" or options or block.proj_drop.p:
         raise ValueError(f"block must have full attention and no options that the layer does not support, got {block}")
-    bias, drop = block.qkv.bias is not None, block.attn_drop
+    bias, drop = block.qkv.bias is not None, block.attn_drop.p
     layer = nn.MultiheadAttention(
         block.channels, block.num_heads, dropout=drop, bias=bias, batch_first=True, device="meta"
     )

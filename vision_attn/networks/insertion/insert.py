@@ -38,7 +38,6 @@ from vision_attn.networks.inspection.macs import Cost
 from vision_attn.networks.inspection.metadata import read_metadata
 from vision_attn.networks.inspection.network import require_modifiable
 from vision_attn.networks.inspection.selection import Names, end_of_sequential, match_names
-from vision_attn.networks.padded_batches import warn_about_padding
 from vision_attn.text import shorten
 
 
@@ -149,8 +148,7 @@ def insert_(
         attempt, *attempts = attempts
         blocks = build(attempt)
         if attempt == FIRST:
-            warn_about_padding(model)
-            warn_about(blocks)
+            warn_about(blocks, declared.pads_images)
         try:
             changed, verified = attach_verified(run, blocks)
         except ChildError:
@@ -239,8 +237,7 @@ def replace_(
         blocks.append(new_block(run, make, x, "replace", options, y, dry_run=dry_run))
     if dry_run:
         return report_costs(run, blocks)
-    warn_about_padding(model)
-    warn_about(blocks)
+    warn_about(blocks, run.declared.pads_images)
     with attach_blocks_(model, blocks):
         _, cost = run.measure()
     report = InsertionReport(tuple(map(get_record, blocks)), "inserted by replacement", run.cost)
@@ -306,7 +303,9 @@ def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> Fea
     return second
 
 
-def warn_about(blocks: Sequence[nn.Module]) -> None:
+def warn_about(blocks: Sequence[nn.Module], pads_images: bool) -> None:
     """Issue the warnings about new blocks before the model changes: a filter may turn warnings into errors."""
-    for line in InsertionReport(tuple(map(get_record, blocks))).warnings:
+    padding = "the model pads images of different sizes, and blocks attend to the padding"
+    padding = f"{padding}. Mask it with va.padded(model, …)" * pads_images
+    for line in filter(None, (*InsertionReport(tuple(map(get_record, blocks))).warnings, padding)):
         warnings.warn(line, stacklevel=4)  # The decorator of insert_ adds a frame.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -75,6 +76,8 @@ class NetworkMetadata:
     channels_last: bool = False
     #: reason why the tokens are not a feature map
     non_raster: str = ""
+    #: True if the network pads images of different sizes, as detectors of torchvision and DETR do
+    pads_images: bool = False
 
 
 def read_metadata(model: nn.Module) -> NetworkMetadata:
@@ -87,12 +90,14 @@ def read_metadata(model: nn.Module) -> NetworkMetadata:
                 found[path] = declared
         if found:
             break
+    pads_images = any(type(module).__name__ == "GeneralizedRCNNTransform" for module in model.modules())
+    pads_images = pads_images or "pixel_mask" in inspect.signature(model.forward).parameters
     if len(found) != 1:
-        return NetworkMetadata(parts=tuple(found))
+        return NetworkMetadata(parts=tuple(found), pads_images=pads_images)
     (declared,) = found.values()
     known = dict(model.named_modules(remove_duplicate=False))
     ends = {end_of_sequential(model, path): count for path, count in declared.stages if path in known}
-    return replace(declared, channels=ends)
+    return replace(declared, channels=ends, pads_images=pads_images)
 
 
 def read_module(module: nn.Module, path: str, wrapped: bool) -> NetworkMetadata | None:
