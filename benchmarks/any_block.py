@@ -127,7 +127,7 @@ def check(block, name):
         assert all(x.isfinite().all() for x in gradients)
         assert any(x.any() for x in gradients)
         (record,) = report.blocks
-        result = "gate" if record.wrapper_options.get("gated") else "zeros" if record.identity_init else "identity"
+        result = "gate" if record.identity[1].get("gated") else "zeros" if record.identity[0] else "identity"
         va.remove_(model)
     assert anatomy(model) == before
     assert all(map(torch.equal, outputs(model, images), expected))

@@ -22,7 +22,7 @@ from torch import nn
 
 import vision_attn as va
 from vision_attn.networks.controls import ConvBlock2d
-from vision_attn.networks.macs import count_macs
+from vision_attn.networks.inspection.macs import count_macs
 from vision_attn.text import markdown
 
 #: Number of channels by the side of the feature map, as in a ResNet-50 on images of 224×224.

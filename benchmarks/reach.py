@@ -184,13 +184,13 @@ def measure(library, family, names):
     except va.errors.SiteError as error:
         row.notes.append(str(error))
     if row.sites:
-        row.layout = " and ".join(sorted({record.layout for record in records(model)}))
+        row.layout = " and ".join(sorted({record.target.layout for record in records(model)}))
         row.checks["identical"] = all(map(torch.equal, before, outputs(model, images)))
         kept = [key for key in model.state_dict() if key not in inserted_keys(model)]
         row.checks["keys kept"] = kept == [key for key, *_ in original[1]]
-        row.notes += [f"{record.site}: unused" for record in records(model) if not record.used]
+        row.notes += [f"{record.site}: unused" for record in records(model) if not record.target.used]
         inserted = va.inserted_blocks(model).values()
-        blocks = [block for block in inserted if block.insertion.used]
+        blocks = [block for block in inserted if block.insertion.target.used]
         row.used = len(blocks)
         optimizer = torch.optim.Adam([p for block in inserted for p in block.parameters()], lr=1e-3)
         for step in range(2 * bool(blocks)):

@@ -120,7 +120,7 @@ NETWORKS = {
     "augmented": lambda model, example: va.replace_(
         model, augmented_conv, names=["layer2.*.conv2", "layer3.*.conv2"], **example
     ),
-    "se": lambda model, example: va.insert_(model, SqueezeExcite, names="**.layer[123].*", at="branch", **example),
+    "se": lambda model, example: va.insert_(model, SqueezeExcite, names="**.layer[123].*.bn2", **example),
     "attention_pool": use_attention_pool,
 }
 if "resnet20_botnet" not in timm.list_models("resnet20_*"):
@@ -151,7 +151,9 @@ def cifar(options):
     scores = compare(candidates, seeds=options.seeds or (0, 1, 2), output=f"{options.output}/ways", **shared)
     totals = {name: sum(run["top-1 %"] for run in by_seed.values()) for name, by_seed in scores.items()}
     best = max(totals, key=totals.get)
-    variants = {name: settings_for_variant(name, {}, common) for name in CONTROLS}
+    # Squeeze and excitation scales the residual branch, as in the paper.
+    custom = {"se": {"names": ("layer3.*.bn2",)}}
+    variants = {name: settings_for_variant(name, custom.get(name, {}), common) for name in CONTROLS}
     variants[best] = {**insertions[best], "epochs": epochs}
     seeds = [10 + seed for seed in options.seeds or range(5)]
     compare(variants, seeds=seeds, output=options.output, **shared)
@@ -260,7 +262,7 @@ def positions(options):
         save_maps(options.weights, canvases, os.environ[MAPS])
     common = {
         **frozen_network(options), "data": str(canvases), "model": "cached_resnet20", "names": ("features",),
-        "at": "after", "img_size": 2 * SIDE, "crop_padding": 0, "epochs": options.epochs or 8,
+        "img_size": 2 * SIDE, "crop_padding": 0, "epochs": options.epochs or 8,
     }  # fmt: skip
     names = ("plain", "convolution", "se", "se-residual", "pooled-mlp", "large-kernel", "averaging", "attention")
     variants = {name: settings_for_variant(name, {}, common) for name in names}

@@ -51,7 +51,7 @@ from torchvision.transforms.functional import pil_to_tensor
 import vision_attn as va
 from vision_attn.checks import check_above
 from vision_attn.networks.controls import ConvBlock2d, SqueezeExciteBlock2d
-from vision_attn.networks.network import quiet_eval
+from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.networks.safe import write_atomically
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.experiments import trials

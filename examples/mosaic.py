@@ -41,8 +41,8 @@ from torchvision.transforms.functional import normalize, to_tensor
 
 import vision_attn as va
 from vision_attn.checks import check_above
+from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.networks.models import create_model
-from vision_attn.networks.network import quiet_eval
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.experiments import trials
 

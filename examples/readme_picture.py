@@ -28,7 +28,7 @@ from PIL import Image, ImageOps
 
 import vision_attn as va
 from vision_attn.networks.capture.figures import save_figure
-from vision_attn.networks.network import quiet_eval
+from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.tools import cli
 
 STRIDE, CHANNELS = 16, 112

@@ -39,8 +39,8 @@ from vision_attn.attention.blocks.projection import Pointwise2d
 from vision_attn.networks.capture.figures import save_figure
 from vision_attn.networks.capture.recording import capture
 from vision_attn.networks.controls import ConvBlock2d, SqueezeExciteBlock2d
+from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.networks.models.recall_net import RecallNet
-from vision_attn.networks.network import quiet_eval
 from vision_attn.text import Table
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.experiments import trials

@@ -30,7 +30,7 @@ from recall import build_parser, time_steps
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.network import quiet_eval
+from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.experiments import trials
 

@@ -42,7 +42,7 @@ from torchvision.tv_tensors import Mask
 
 import vision_attn as va
 from vision_attn.networks.controls import ConvBlock2d
-from vision_attn.networks.network import quiet_eval
+from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.experiments import trials
 

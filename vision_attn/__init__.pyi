@@ -58,8 +58,8 @@ from .networks.insertion import (
     replace_ as replace_,
     stage_names as stage_names,
 )
+from .networks.insertion.second_map import context as context
 from .networks.padded_batches import padded as padded
-from .networks.second_map import context as context
 from .tools.explorer import explore as explore
 from .tools.export.export import export_model as export_model
 from .tools.training.run import train as train

@@ -520,6 +520,14 @@ def test_an_initialization_of_all_modules_keeps_a_new_block_an_identity(kind):
     nn.init.ones_(block.last_projection().weight)  # a trained block
     model.apply(init)
     assert not torch.equal(model(x), model[0](x))
+    match = va.AttentionBlock2d(8, 2, qk_norm="match")
+    match.apply(init)
+    queries, keys, _ = match.attn.qkv.weight.chunk(3)
+    assert torch.equal(queries, keys)
+    nn.init.ones_(queries.data)  # a trained block
+    match.apply(init)
+    queries, keys, _ = match.attn.qkv.weight.chunk(3)
+    assert not torch.equal(queries, keys)
     for other in (NormBlock2d(8), SqueezeExciteBlock2d(8)):  # without a projection of zeros
         assert other.apply(init) is other
 

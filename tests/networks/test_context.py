@@ -46,7 +46,7 @@ def test_blocks_read_another_module_of_the_same_forward_pass(name):
     before, keys = tensors(model(IMAGE)), list(model.state_dict())
     report = va.insert_(model, names=names, context=context, example_input=IMAGE)
     (record,), (block,) = report.blocks, va.inserted_blocks(model).values()
-    assert record.context.startswith(context)
+    assert record.second.path.startswith(context)
     assert block.attn.context_channels == record.context_shape[0]
     assert report.verified == "verified in evaluation and training mode"
     assert all(map(torch.equal, tensors(model(IMAGE)), before))
@@ -55,7 +55,7 @@ def test_blocks_read_another_module_of_the_same_forward_pass(name):
     assert not torch.equal(after[-1], before[-1])
     # The gradient reaches the module of the context through the block.
     maps = []
-    with model.get_submodule(record.context).register_forward_hook(lambda module, args, y: maps.append(y)):
+    with model.get_submodule(record.second.path).register_forward_hook(lambda module, args, y: maps.append(y)):
         loss = sum(y.square().sum() for y in tensors(block_output(model, record)))
     (gradient,) = torch.autograd.grad(loss, tensors(maps[0])[0])
     assert gradient.any()
@@ -225,5 +225,5 @@ def test_the_cost_of_a_block_with_a_context_is_that_of_both_maps():
     report = va.insert_(model, names="layer4", context="layer3", dry_run=True)
     assert report.blocks[0].context_shape == (32, 14, 14)
     assert report.macs > plain.macs
-    assert report.blocks[0].saved_bytes > 0
+    assert report.blocks[0].cost.saved_bytes > 0
     assert not va.inserted_blocks(model)

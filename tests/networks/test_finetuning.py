@@ -12,6 +12,7 @@ from timm.layers import BatchNormAct2d
 from timm.optim import create_optimizer_v2
 from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
+from torch.nn.utils import prune
 
 import vision_attn as va
 import vision_attn.networks.models
@@ -134,6 +135,53 @@ def test_unfreezing_restores_the_model():
     model.eval()
     va.unfreeze_backbone_(model)
     assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("called", ["network", "parts"])
+def test_norms_that_other_code_converts_stay_frozen(called):
+    """Lightning converts batch norms to synchronized batch norms at the start of ``fit``."""
+    model = network().train()
+    va.freeze_backbone_(model)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model).train()
+    before = copied(model)
+    norms = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+    if called == "network":
+        model(images())
+    else:  # as in detectors, which call the stages of their backbone
+        model.layer2(model.layer1(torch.randn(1, 16, 8, 8)))
+        norms = [*model.layer1.modules(), *model.layer2.modules()]
+    assert not any(norm.training for norm in norms if isinstance(norm, nn.SyncBatchNorm))
+    assert changed(model, before) == set()
+    va.unfreeze_backbone_(model)
+    model.train()(images())
+    assert "layer1.0.bn1.running_mean" in changed(model, before)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: prune.remove(prune.l1_unstructured(layer, "weight", 0.5), "weight"),
+        nn.utils.weight_norm,
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        lambda layer: delattr(layer, "weight"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_parameters_that_other_code_renames_are_unfrozen(change, again):
+    model = network()
+    model.conv1.weight.requires_grad_(False)
+    model.layer1[0].bn1.weight.requires_grad_(False)
+    va.freeze_backbone_(model)
+    change(model.layer2[0].conv1)
+    if again:
+        va.freeze_backbone_(model, also_train="fc.*")
+    va.unfreeze_backbone_(model)
+    frozen = {key for key, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {"conv1.weight", "layer1.0.bn1.weight"}
 
 
 def test_additional_trained_parameters_are_selected_by_globs():

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import vision_attn as va
 from vision_attn.attention import recomputation
 from vision_attn.attention.scopes import RECORDED
-from vision_attn.networks.padded_batches import padding_warning
+from vision_attn.networks.inspection.metadata import read_metadata
 
 SIZES = [(9, 14), (9, 7), (5, 14), (6, 5)]
 FULL = (9, 14)
@@ -319,11 +319,15 @@ def test_models_that_pad_their_images_have_a_warning():
 
     with torch.device("meta"):
         detector = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None)
-    assert "va.padded" in padding_warning(detector)
-    assert padding_warning(network()) is None
+    assert read_metadata(detector).pads_images
+    assert not read_metadata(network()).pads_images
     detr = nn.Module()
     detr.forward = pytest.importorskip("transformers").ConditionalDetrForObjectDetection.forward
-    assert "va.padded" in padding_warning(detr)
+    assert read_metadata(detr).pads_images
+    model = network()
+    model.forward = lambda images, pixel_mask=None: type(model).forward(model, images)
+    with pytest.warns(UserWarning, match=r"va\.padded"):
+        va.insert_(model, names="layer2", num_heads=1, example_input=(1, 3, 64, 64))
 
 
 def test_wrong_arguments_are_rejected():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,6 @@ BlockFactory = Callable[..., nn.Module]
 
 #: The default block, by the number of axes of a feature map.
 ATTENTION_BLOCKS: dict[int, BlockFactory] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
-#: Arguments of :func:`vision_attn.insert_` that are not options of a block.
-SITE_ARGUMENTS = ("stages", "names", "where", "exclude", "at", "layout", "example_input", "exact")
 #: Blocks of this library by name, with the blocks without attention for comparisons.
 BLOCKS: dict[str, BlockFactory] = {name: kind for name, kind in vars(blocks).items() if isinstance(kind, type)}
 BLOCKS |= {kind.__name__: kind for kind in (ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d)}
@@ -169,25 +167,6 @@ def timm_layer(block: BlockFactory | None = None, **options: Any) -> BlockFactor
     torch.Size([2, 64, 7, 7])
     """
     return partial(build_timm_layer, AttentionBlock2d if block is None else block, options)
-
-
-def refuse_misspelled(options: Iterable[str]) -> None:
-    """Raise for an option of a block if its name is close to an argument of :func:`vision_attn.insert_`."""
-    for name in options:
-        if guess := did_you_mean(name, SITE_ARGUMENTS):
-            raise TypeError(f"insert_() got an unexpected argument {name!r}.{guess}")
-
-
-def suggest_argument(error: BaseException, make: BlockFactory) -> str:
-    """Return a sentence that suggests the closest argument for an unexpected one; empty if there is none."""
-    _, unknown, name = str(error).rpartition("unexpected keyword argument ")
-    if not unknown:
-        return ""
-    known = {*get_arguments(make), *SITE_ARGUMENTS}
-    if make in ATTENTION_BLOCKS.values():
-        known |= get_arguments(blocks.Attention2d).keys()
-    guess = did_you_mean(name.strip("'"), sorted(known))
-    return f".{guess}" if guess else ""
 
 
 def describe_error(error: BaseException) -> str:

@@ -20,8 +20,8 @@ from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.networks.capture.maps import AttentionMap
 from vision_attn.networks.insertion import inserted_blocks, replaced_modules
-from vision_attn.networks.network import quiet_eval, unwrap_model
-from vision_attn.networks.selection import Names, match_names
+from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
+from vision_attn.networks.inspection.selection import Names, match_names
 from vision_attn.text import Report, Table
 
 #: The note of a report if the loss is lower without the blocks.
@@ -186,7 +186,8 @@ def measure_blocks(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, dic
     for site, block in blocks.items():
         found[site] = {"residual_ratio": rms_ratio(squares[site].sum(1)).item()}
         if isinstance(gate := getattr(block, "gate", None), Tensor):
-            found[site]["gate"] = gate.abs().mean().item()
+            whole = getattr(gate, "full_tensor", gate.detach)()  # a gate that is sharded by FSDP2
+            found[site]["gate"] = whole.abs().mean().item()
         if entropies[site]:
             found[site]["entropy"] = torch.cat(entropies[site]).mean().item()
     return found

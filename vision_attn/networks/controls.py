@@ -85,8 +85,8 @@ class SqueezeExciteBlock2d(NormBlock2d):
     channels, so that the number of parameters is as close as possible to that of :class:`AttentionBlock2d`. There is no
     last projection to initialize with zeros, so the gate is initialized with zeros and grows slowly.
 
-    The block of the paper, which scales the channels of a residual branch, is ``timm.layers.SqueezeExcite`` with
-    ``at="branch"``. :class:`NormBlock2d` is the control for the normalization and gate of this block.
+    The block of the paper, which scales the channels of a residual branch, is ``timm.layers.SqueezeExcite`` after
+    the last norm of the branch. :class:`NormBlock2d` is the control for the normalization and gate of this block.
 
     Args:
         channels: number of channels.

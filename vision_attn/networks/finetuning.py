@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import check_above
-from vision_attn.networks.insertion.attach import inserted_blocks, inserted_keys, replaced_modules
-from vision_attn.networks.network import NORMS, unwrap_model
-from vision_attn.networks.selection import select_keys
-
-#: The attribute in which a module stores the names of its frozen parameters.
-FROZEN = "_before_freezing"
+from vision_attn.networks.insertion.build import CONTAINERS
+from vision_attn.networks.insertion.hooks import find_module, our_hooks, remove_hooks_
+from vision_attn.networks.insertion.record import replaced_module
+from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, replaced_modules
+from vision_attn.networks.inspection.network import NORMS, synchronizer, unwrap_model
+from vision_attn.networks.inspection.selection import ancestor_paths, select_keys
 
 #: Keys of parameters without weight decay, in addition to all parameters with one axis.
 NO_DECAY = re.compile(r"(.*\.)?(bias|gate|logit_scale|(gamma|layer_scale)[^.]*)")
@@ -30,8 +32,8 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     :func:`unfreeze_backbone_` restores every parameter and every norm.
 
     Args:
-        model: a model with inserted blocks. Copies and pickles of a frozen model are frozen. Convert batch norms to
-            synchronized batch norms before freezing.
+        model: a model with inserted blocks. Copies and pickles of a frozen model are frozen, also with batch norms that
+            were converted to synchronized batch norms.
         also_train: globs on state-dict keys to train in addition to the blocks, such as ``"fc.*"``, or ``"head"`` for
             the classifier from the model's metadata. The statistics of a batch norm are frozen unless they match.
 
@@ -39,7 +41,8 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
         The number of trainable parameters (scalars).
 
     Raises:
-        ValueError: the model would have no trainable parameter, or a glob matches no key.
+        ValueError: the model would have no trainable parameter, a glob matches no key, or frozen parameters would be
+            trained in a model that is already wrapped in ``DistributedDataParallel``.
 
     >>> from torchvision.models import resnet18
     >>> from vision_attn.networks.insertion import insert_
@@ -48,26 +51,39 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     >>> freeze_backbone_(model) == report.parameters
     True
     """
-    model = unwrap_model(model)
-    live = inserted_keys(model) | select_keys("also_train", also_train, model, model.state_dict())
+    network = unwrap_model(model)
+    live = inserted_keys(network) | select_keys("also_train", also_train, network, network.state_dict())
     if not live:
         raise ValueError('model has nothing to train when frozen. Insert a block, or pass also_train="head"')
-    unfreeze_backbone_(model)
     # A tensor that is shared with a block is trained under each of its names.
-    tensors = {id(p) for key, p in model.named_parameters(remove_duplicate=False) if key in live}
-    for name, module in model.named_modules():
-        parameters = dict(module.named_parameters(recurse=False))
-        frozen = [key for key, p in parameters.items() if p.requires_grad and id(p) not in tensors]
+    trained = {id(p) for key, p in network.named_parameters(remove_duplicate=False) if key in live}
+    frozen_before = {id(p): p for p in frozen_parameters(network)}
+    refuse_in_wrapper(model, (p for key, p in frozen_before.items() if key in trained), "va.freeze_backbone_")
+    remove_freezing_hooks_(network)
+    #: keys of parameters and paths of norms, by the path of the module whose hook stores them
+    parameters, norms = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for path, module in network.named_modules():
+        around = [x for x in ancestor_paths(path) if not isinstance(network.get_submodule(x), CONTAINERS)]
+        owner = max(around, default="", key=len)
+        start = len(owner) + bool(owner)
+        for name, p in module.named_parameters(recurse=False):
+            if (p.requires_grad or id(p) in frozen_before) and id(p) not in trained:
+                p.requires_grad_(False)
+                parameters[owner].append(f"{path}.{name}"[start:].lstrip("."))
+            elif id(p) in frozen_before:
+                p.requires_grad_()
         # Batch and instance norms of torch and timm have running_mean and running_var.
-        buffers = (key for key, _ in module.named_buffers(prefix=name, recurse=False))
-        statistics = {key for key in buffers if key.rpartition(".")[2].startswith("running_")}
-        setattr(module, FROZEN, frozen)
-        for key in frozen:
-            parameters[key].requires_grad_(False)
+        statistics = {
+            f"{path}.{name}" for name, _ in module.named_buffers(recurse=False) if name.startswith("running_")
+        }
         if statistics and not statistics & live:
-            module.register_forward_pre_hook(use_running_statistics)
             module.training = False
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+            norms[owner].append(path[start:])
+            norms[path] += [""] if owner != path else []  # A norm in a list is called without the module around it.
+    for owner in parameters.keys() | norms.keys():
+        hook = partial(keep_frozen, parameters=tuple(parameters[owner]), norms=tuple(norms[owner]))
+        network.get_submodule(owner).register_forward_pre_hook(hook)
+    return sum(p.numel() for p in network.parameters() if p.requires_grad)
 
 
 def unfreeze_backbone_(model: nn.Module) -> int:
@@ -79,6 +95,9 @@ def unfreeze_backbone_(model: nn.Module) -> int:
     Returns:
         The number of trainable parameters (scalars).
 
+    Raises:
+        ValueError: the model is wrapped in ``DistributedDataParallel``, which would not synchronize the parameters.
+
     >>> from torchvision.models import resnet18
     >>> from vision_attn.networks.insertion import insert_
     >>> model = resnet18()
@@ -87,16 +106,68 @@ def unfreeze_backbone_(model: nn.Module) -> int:
     >>> unfreeze_backbone_(model) == sum(p.numel() for p in model.parameters())
     True
     """
-    model = unwrap_model(model)
-    for module in (part for root in (model, *replaced_modules(model).values()) for part in root.modules()):
-        for name in getattr(module, FROZEN, ()):
-            module.get_parameter(name).requires_grad_()
-        if hasattr(module, FROZEN):
-            delattr(module, FROZEN)
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is use_running_statistics]:
-            del module._forward_pre_hooks[key]
-            module.training = model.training
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+    network = unwrap_model(model)
+    frozen = [p for p in frozen_parameters(network) if not p.requires_grad]
+    refuse_in_wrapper(model, frozen, "va.unfreeze_backbone_")
+    for p in frozen:
+        p.requires_grad_()
+    remove_freezing_hooks_(network)
+    return sum(p.numel() for p in network.parameters() if p.requires_grad)
+
+
+def keep_frozen(module: nn.Module, args: object, *, parameters: Iterable[str], norms: Iterable[str]) -> None:
+    """Set frozen norms to evaluation mode before a module runs, whatever the mode of the network, in a pre-hook.
+
+    The norms are found by path, because other code converts them. The hook also stores the keys of frozen parameters.
+    """
+    for path in norms:
+        norm = find_module(module, path)
+        if norm is not None and hasattr(norm, "running_mean") and norm.training:
+            norm.training = False
+
+
+def frozen_parts(network: nn.Module) -> Iterator[tuple[nn.Module, partial[Any]]]:
+    """Yield the modules with a hook of frozen parts, in a network and in the modules that blocks replaced."""
+    for root in (network, *replaced_modules(network).values()):
+        for module in root.modules():
+            yield from ((module, hook) for hook in [*our_hooks(module, (keep_frozen,))])
+
+
+def frozen_parameters(network: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that were frozen, also after pruning, weight norm or a parametrization."""
+    for module, hook in frozen_parts(network):
+        for key in map(plain_key, hook.keywords["parameters"]):
+            path, _, name = key.rpartition(".")
+            if (owner := find_module(module, path)) is not None:
+                owner = replaced_module(owner) or owner
+                yield from (p for key, p in owner.named_parameters() if plain_key(key) == name)
+
+
+def plain_key(key: str) -> str:
+    """Return the key of a parameter without the parts that torch's pruning and parametrizations add.
+
+    >>> plain_key("conv.weight_orig"), plain_key("conv.parametrizations.weight.original0")
+    ('conv.weight', 'conv.weight')
+    """
+    return re.sub(r"parametrizations\.(\w+)\.original\d*$|(_orig|_[gv])$", r"\1", key)
+
+
+def remove_freezing_hooks_(network: nn.Module) -> None:
+    """Remove the hooks of frozen parts, and return their norms to the mode of the network."""
+    for module, hook in frozen_parts(network):
+        remove_hooks_(module, lambda found: found.func is keep_frozen)
+        for norm in (find_module(module, path) for path in hook.keywords["norms"]):
+            if norm is not None:
+                norm.training = network.training
+
+
+def refuse_in_wrapper(model: nn.Module, parameters: Iterable[nn.Parameter], call: str) -> None:
+    """Raise if parameters that were frozen when a model was wrapped would be trained without synchronization."""
+    if any(True for _ in parameters) and (wrapper := synchronizer(model)) not in (None, "FSDPModule"):
+        what = (
+            f"model is wrapped in {wrapper}, which does not synchronize parameters that were frozen when it was created"
+        )
+        raise ValueError(f"{what}. Call {call} on the network before wrapping it")
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -128,11 +199,6 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if sites := ", ".join(repr(site) for site in trained if not trained[site] <= known):
         what = f"optimizer does not contain the parameters of the blocks at {sites}"
         raise ValueError(f"{what}. Create it after inserting the blocks")
-
-
-def use_running_statistics(module: nn.Module, args: object) -> None:
-    """Set a frozen norm to evaluation mode before it runs, whatever the mode of the network."""
-    module.training = False
 
 
 # --- groups for an optimizer ------------------------------------------------------------------------------------------

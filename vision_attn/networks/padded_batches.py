@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.scopes import DependsOnPass, scope
-from vision_attn.networks.example import Example
-from vision_attn.networks.network import running_calls, unwrap_model
+from vision_attn.networks.insertion.second_map import blocks_with_context
+from vision_attn.networks.inspection.example import Example
+from vision_attn.networks.inspection.network import running_calls, unwrap_model
 
 
 def padded(
@@ -52,8 +52,6 @@ def padded(
     >>> torch.allclose(y[1:, ..., :3], block(x[1:, ..., :3]), atol=1e-6)
     True
     """
-    from vision_attn.networks.second_map import blocks_with_context  # it imports the insertion, which imports this file
-
     network = unwrap_model(model)
     blocks = [module for module in network.modules() if isinstance(module, ConfigurableImpl)]
     if not blocks or any(hasattr(module, "running_block") for module in network.modules()):
@@ -64,7 +62,7 @@ def padded(
             f"valid must be bool (True = pixel of an image), got {valid.dtype}. Convert it with valid.bool()"
         )
     pixels = ValidPixels(network, valid if isinstance(valid, Tensor) else [*map(tuple, valid)], image_size)
-    values = dict.fromkeys(blocks, pixels)
+    values: dict[nn.Module, ValidPixels] = dict.fromkeys(blocks, pixels)
     for block in blocks_with_context(network):  # features from outside are not part of the images
         values |= dict.fromkeys(block.modules(), replace(pixels, in_context=False))
     return scope(network, "valid", values)
@@ -101,16 +99,6 @@ class ValidPixels(DependsOnPass):
 
     def fixed(self) -> ValidPixels:
         return replace(self, size=self.size or size_of_call(self.model))
-
-
-def padding_warning(model: nn.Module) -> str | None:
-    """Return a warning for inserted blocks if a model pads its images, as detectors of torchvision and DETR do."""
-    pads = any(type(module).__name__ == "GeneralizedRCNNTransform" for module in model.modules())
-    if not pads and "pixel_mask" not in inspect.signature(model.forward).parameters:
-        return None
-    return (
-        "the model pads images of different sizes, and blocks attend to the padding. Mask it with va.padded(model, …)"
-    )
 
 
 def size_of_call(model: nn.Module) -> Sequence[int] | None:

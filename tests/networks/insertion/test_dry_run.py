@@ -13,7 +13,7 @@ import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.attention import dispatch
 from vision_attn.attention.blocks import AttentionBlock2d, use_impl
-from vision_attn.networks.insertion.costs import count_saved_bytes
+from vision_attn.networks.inspection.costs import count_saved_bytes
 
 
 def network(name, **options):
@@ -119,7 +119,7 @@ def test_fused_kernels_and_several_images_are_counted():
 
 def test_the_image_has_the_input_shape_of_the_network():
     gray_model = network("resnet18", in_chans=1)
-    assert va.insert_(gray_model, dry_run=True).blocks[0].input_shape == (1, 1, 224, 224)
+    assert va.insert_(gray_model, dry_run=True).blocks[0].target.input_shape == (1, 1, 224, 224)
 
 
 def test_small_and_large_feature_maps_raise_warnings():
@@ -159,7 +159,7 @@ def test_a_dry_run_changes_nothing_and_its_costs_are_those_of_the_insertion():
     assert dict(model.named_modules()) == modules
     assert_same(model.state_dict(), state)
     assert not dry.proposals
-    assert all(block.saved_bytes for block in (*dry.blocks, *replaced.blocks))
+    assert all(block.cost.saved_bytes for block in (*dry.blocks, *replaced.blocks))
     report = va.insert_(model, stages=[0, -1], num_heads=4)
     assert (report.blocks, report.model_cost) == (dry.blocks, dry.model_cost)
     va.remove_(model)

@@ -136,8 +136,8 @@ def test_the_initialization_of_a_block_is_found_by_testing(block, dtype):
     report = va.insert_(model, block, names="0", example_input=x)
     (record,) = report.blocks
     new = inserted_blocks(model)["0"]
-    assert (record.identity_init, record.wrapper_options) == (identity_init, wrapper_options)
-    assert record.parameters == report.parameters == sum(p.numel() for p in new.parameters())
+    assert record.identity == (identity_init, wrapper_options)
+    assert record.cost.parameters == report.parameters == sum(p.numel() for p in new.parameters())
     assert (identity_init in str(report)) or not identity_init
     for mode in (True, False):
         assert torch.equal(model.train(mode)(x), before)
@@ -164,7 +164,7 @@ def test_a_block_is_an_identity_on_the_feature_maps_of_the_network(block, seed, 
     before = model(x)
     report = va.insert_(model, block, names="0", example_input=x)
     assert torch.equal(model(x), before)
-    assert (report.output_change, report.blocks[0].wrapper_options.get("gated", False)) == (0, gated)
+    assert (report.output_change, report.blocks[0].identity[1].get("gated", False)) == (0, gated)
 
 
 def test_the_report_contains_the_output_change_of_inexact_blocks():
@@ -223,5 +223,5 @@ def test_a_gate_interpolates_between_the_feature_map_and_the_block_output(block,
 def test_any_block_is_inserted_on_the_meta_device():
     model = network().to("meta")
     report = va.insert_(model, OwnSE, names="0", example_input=(1, 3, 14, 14))
-    assert report.blocks[0].wrapper_options == {"scale": 2.0}
+    assert report.blocks[0].identity[1] == {"scale": 2.0}
     assert {p.device.type for p in model.parameters()} == {"meta"}

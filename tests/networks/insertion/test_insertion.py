@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.networks.insertion import CHILD, attach_records_, inserted_keys
-from vision_attn.networks.selection import glob_matches
+from vision_attn.networks.inspection.selection import glob_matches
 
 #: The network is built once, because a failed insertion does not change it.
 resnet18 = functools.cache(torchvision.models.resnet18)
@@ -61,9 +61,9 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     small, large = report.blocks
     assert (small.site, small.channels, small.map_size, small.tokens) == ("layer2.1", 128, (28, 28), 784)
     # The attention has 4c² + 4c parameters, the norm 2c and the gate c.
-    assert small.parameters == 4 * 128**2 + 7 * 128
+    assert small.cost.parameters == 4 * 128**2 + 7 * 128
     # The projections take 4c² MACs per token, and the two products of attention 2c per pair of tokens.
-    assert small.macs == 4 * 128**2 * 784 + 2 * 128 * 784**2
+    assert small.cost.macs == 4 * 128**2 * 784 + 2 * 128 * 784**2
     lines = str(report).splitlines()
     assert lines[2].split() == ["layer2.1", "AttentionBlock2d", "128", "28×28", "784", "66,432", "208,732,160"]
     assert lines[4].split() == ["total", f"{report.parameters:,}", f"{report.macs:,}"]
@@ -84,7 +84,7 @@ def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warne
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.AvgPool2d(2))
     with warnings.catch_warnings(record=True, action="always") as caught:
         report = va.insert_(model, names=["0", "1", "2"], num_heads=2, example_input=(1, 3, side, side), **options)
-    macs = sum(block.macs for block in report.blocks[:2]) / 1e9
+    macs = sum(block.cost.macs for block in report.blocks[:2]) / 1e9
     cost = f"{side**2:,} tokens and costs {macs:,.1f} GMACs. "
     where = f"full attention at '0' ({side}×{side}), '1' ({side}×{side}) compares up to {cost}"
     assert [str(x.message) for x in caught] == list(report.warnings)
@@ -160,11 +160,9 @@ def five_channels(channels, device, dtype):
         ({"names": re.compile("layr")}, "names: no module matches 'layr'. Top-level modules: conv1, bn1"),
         ({"where": lambda name, module: False}, "where"),
         ({"names": "unused"}, "'unused' is not called"),
-        ({"names": "unused", "at": "branch"}, "'unused' is not called"),
         ({"names": "fc"}, r"'fc' returns \(1, 10\)"),
         ({"names": "fc", "at": "before"}, r"'fc' receives \(1, 64\)"),
-        ({"names": "layer1.0.bn1", "at": "branch"}, "'layer1.0.bn1' has no residual branch"),
-        ({"stages": 1, "at": "beside"}, "at must be .* 'after', 'before', 'branch'"),
+        ({"stages": 1, "at": "beside"}, "at must be .* 'after', 'before', got 'beside'"),
         ({"names": ["layer1", "layer2"], "num_heads": 128}, r"'layer1\.1' cannot be built for 8 channels: num_heads"),
         ({"block": five_channels, "stages": 1}, r"\(1, 8, 16, 16\) at 'layer1.1'; Conv2d returns \(1, 5, 16, 16\)"),
         ({"stages": 1, "block": lambda channels, **_: None}, "block"),
@@ -201,11 +199,11 @@ def test_insertion_does_not_change_random_numbers_of_the_network():
 def test_the_layout_with_equal_channels_and_rows_is_inferred():
     with torch.device("meta"):
         (block,) = va.insert_(convolution(), names="0", example_input=(1, 3, 16, 16)).blocks
-        assert (block.channels, block.layout) == (16, "b c h w")
+        assert (block.channels, block.target.layout) == (16, "b c h w")
         # 96 channels on 96×96 positions are ambiguous; the other feature maps of the network decide.
         swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=384, depths=(1, 1, 1, 1))
         (block,) = va.insert_(swin, names="layers.0", example_input=(1, 3, 384, 384), pattern="rows").blocks
-    assert (block.channels, block.map_size, block.layout) == (96, (96, 96), "b h w c")
+    assert (block.channels, block.map_size, block.target.layout) == (96, (96, 96), "b h w c")
 
 
 def test_a_model_that_ran_compiled_runs_its_new_blocks():
@@ -243,13 +241,14 @@ def test_blocks_are_attached_from_records_without_a_forward_pass():
         attach_records_(other, report.blocks, MAKERS)
 
 
-@pytest.mark.parametrize("wrong", [{"site": "7"}, {"block_path": "missing.inserted"}, {"at": "instead of"}])
+@pytest.mark.parametrize("wrong", [{"path": "7"}, {"block_path": "missing.inserted"}, {"at": "instead of"}])
 def test_invalid_records_do_not_change_the_model(wrong):
     model = convolution()
     record = va.insert_(copy.deepcopy(model), names="0", **SMALL).blocks[0]
     before = anatomy(model)
+    other = replace(record, **(wrong if "block_path" in wrong else {"target": replace(record.target, **wrong)}))
     with pytest.raises(va.errors.SiteError):
-        attach_records_(model, [record, replace(record, **wrong)], MAKERS)
+        attach_records_(model, [record, other], MAKERS)
     assert anatomy(model) == before
 
 

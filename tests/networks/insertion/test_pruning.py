@@ -72,7 +72,7 @@ def prune_channels(model, *ignored):
         # If the blocks are not ignored, this call never returns (Torch-Pruning#430).
         {"stages": [-2, -1], "impl": "bmm", "position": va.RelPosDecomposed(8)},
         {"stages": -2, "output_gate": True, "kv_stride": 2, "num_kv_heads": 2},
-        {"names": "layer3.*", "at": "branch"},
+        {"names": "layer3.*.bn2"},
         {"names": "layer3.1.conv1"},
     ],
     ids=repr,

@@ -42,7 +42,7 @@ def test_a_convolution_is_replaced_with_its_stride_and_channels(case):
     new = va.inserted_blocks(model)
     assert [(b.attn.channels, b.attn.out_channels, b.stride) for b in new.values()] == shapes
     assert [b.attn.groups for b in new.values()] == [modules[site].groups for site in new]
-    assert {block.at for block in report.blocks} == {"replace"}
+    assert {block.target.at for block in report.blocks} == {"replace"}
     assert report.added.parameters == sum(p.numel() for p in model.parameters()) - report.model_cost.parameters
     assert records(model) == report.blocks
     assert replaced_modules(model) == {site: modules[site] for site in new}

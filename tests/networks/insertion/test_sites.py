@@ -65,7 +65,7 @@ def test_the_feature_map_is_found_in_any_container_and_other_items_are_kept(form
     # With attention along rows, rows and columns are not interchangeable.
     options = {"gate_init": 1.0, "num_heads": 2, "pattern": "rows"}
     (block,) = va.insert_(model, names="0", example_input=(2, 3, 6, 10), **options).blocks
-    assert (block.element, block.layout) == FORMS[form][1:]
+    assert (block.target.element, block.target.layout) == FORMS[form][1:]
     assert (block.channels, block.map_size) == (8, (6, 10))
     after = model(x)
     assert type(after) is type(before)
@@ -100,7 +100,7 @@ def test_layouts_and_modules_that_iterate_over_children(name, options, layout):
     x = torch.randn(2, 3, *[64 if "b c h w" in layout else 96] * 2)
     keys, before = list(model.state_dict()), model(x)
     va.insert_(model, names=va.stage_names(model, x)[-2:], num_heads=3 if "tiny" in name else 4, example_input=x)
-    assert [record.layout for record in records(model)] == [layout] * 2
+    assert [record.target.layout for record in records(model)] == [layout] * 2
     assert torch.equal(model(x), before)
     assert [key for key in model.state_dict() if key not in inserted_keys(model)] == keys
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -136,7 +136,7 @@ def test_a_module_that_has_two_names_is_one_site():
 def test_before_applies_the_block_to_the_input():
     model = resnet18()
     (block,) = va.insert_(model, names="layer3", at="before", example_input=(2, 3, 64, 64)).blocks
-    assert (block.site, block.at, block.channels, block.map_size) == ("layer3.0", "before", 128, (8, 8))
+    assert (block.site, block.target.at, block.channels, block.map_size) == ("layer3.0", "before", 128, (8, 8))
 
 
 def test_before_a_module_with_keyword_arguments():
@@ -146,25 +146,10 @@ def test_before_a_module_with_keyword_arguments():
     model.forward = lambda x: model.inner(2.0, features=model.conv(x))
     before = model(x)
     (block,) = va.insert_(model, names="inner", at="before", gate_init=1.0, num_heads=2, example_input=x).blocks
-    assert block.element == "features"
+    assert block.target.element == "features"
     assert torch.equal(model(x), 2 * va.inserted_blocks(model)["inner"](model.conv(x)))
     va.remove_(model)
     assert torch.equal(model(x), before)
-
-
-@pytest.mark.parametrize(
-    ("make", "site", "end"),
-    [
-        (lambda: timm.create_model("convnext_atto"), "stages.1.blocks.1", "drop_path"),
-        (lambda: timm.create_model("resnetv2_18"), "stages.1.blocks.1", "drop_path"),  # pre-activation
-        (lambda: timm.create_model("resnet20_a"), "layer2.0", "bn2"),  # padded shortcut
-        (lambda: tiny_vit(depth=3, img_size=64), "blocks.1", "drop_path2"),
-    ],
-)
-def test_branch_inserts_before_the_residual_addition(make, site, end):
-    heads = 3 if site == "blocks.1" else 4
-    (block,) = va.insert_(make(), names=site, at="branch", num_heads=heads, example_input=(1, 3, 64, 64)).blocks
-    assert (block.site, block.at) == (f"{site}.{end}", "after")
 
 
 def test_stages_are_those_declared_by_a_network_or_a_part_of_it():
@@ -299,8 +284,8 @@ def test_an_unused_feature_map_raises_a_warning():
     model = tiny_vit(num_classes=3)
     with pytest.warns(UserWarning, match="does not depend on the feature map at 'blocks.1'"):
         report = va.insert_(model, stages=[0, 1], num_heads=3, gate_init=1.0)
-    assert [block.used for block in report.blocks] == [True, False]
-    assert report.blocks[0].input_shape == (1, 3, 96, 96)
+    assert [block.target.used for block in report.blocks] == [True, False]
+    assert report.blocks[0].target.input_shape == (1, 3, 96, 96)
     model(torch.randn(1, 3, 96, 96)).sum().backward()
     assert [bool(block.gate.grad.any()) for block in va.inserted_blocks(model).values()] == [True, False]
 
@@ -315,7 +300,7 @@ def test_the_used_or_declared_of_several_feature_maps_is_selected(both, element)
     model.feature_info = [{"module": "stem", "num_chs": 8}, {"module": "stage", "num_chs": 6}]
     assert va.stage_names(model, (1, 3, 6, 8)) == ["stem", "stage"]
     (block,) = va.insert_(model, stages=-1, **options).blocks
-    assert (block.element, block.channels) == (element, 6 if both else 8)
+    assert (block.target.element, block.channels) == (element, 6 if both else 8)
     va.remove_(model)
     model.feature_info = []
     if both:
@@ -370,7 +355,7 @@ def test_the_user_declares_a_layout_and_excludes_sites():
     model, x = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()), torch.randn(2, 3, 8, 8)
     options = {"num_heads": 2, "example_input": x}
     (block,) = va.insert_(model, names="*", exclude="1", layout="b h w c", **options).blocks
-    assert (block.site, block.layout, block.channels) == ("0", "b h w c", 8)
+    assert (block.site, block.target.layout, block.channels) == ("0", "b h w c", 8)
     for exclude, layout, message in (
         (None, "b (h w) c", "no feature map was found"),
         ("layr", None, "exclude: no module matches 'layr'"),
@@ -388,4 +373,4 @@ def test_a_feature_map_used_only_by_a_detector_is_supported():
     model = detection.FasterRCNN(backbone, 5, min_size=64, max_size=96, rpn_anchor_generator=anchors).eval()
     images = [torch.rand(3, 48, 64)]
     (block,) = va.insert_(model, names="backbone.body", example_input=images).blocks
-    assert (block.element, block.used) == ("0", True)
+    assert (block.target.element, block.target.used) == ("0", True)

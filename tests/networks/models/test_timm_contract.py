@@ -10,7 +10,7 @@ from timm.models import group_parameters
 
 import vision_attn as va
 from vision_attn.networks import models
-from vision_attn.networks.insertion.attach import keys_by_site
+from vision_attn.networks.insertion.registry import keys_by_site
 
 #: Networks that classify images. The recall networks classify every position.
 NAMES = [name for name in models.__all__ if timm.is_model(name) and "recall" not in name]

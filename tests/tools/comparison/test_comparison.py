@@ -104,8 +104,8 @@ def test_block_settings_apply_to_the_variants_that_accept_them():
     ):
         found = variants[name]
         assert (found.block.rpartition(":")[2], found.block_options) == (block, options)
-    # It is inserted in the branch unless all blocks have another position. A new head is trained in all variants.
-    assert settings_for_variant("se", {}, {})["at"] == "branch"
+    # A custom site replaces the common one. A new head is trained in all variants.
+    assert settings_for_variant("se", {"names": ("layer*.*.bn2",)}, common)["names"] == ("layer*.*.bn2",)
     assert settings_for_variant("plain", {}, {"freeze_backbone": True, "reset_head": True})["freeze_backbone"]
     custom = settings_for_variant("attention", {"block_options": ("num_heads=4",), "lr": 0.1}, common)
     assert (custom["lr"], custom["block_options"]) == (0.1, ("gate_init=1", "position=Rope()", "num_heads=4"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unbatched, shape_error, to_memory_format
-from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, qk_norms
+from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, is_qk_tied, qk_norms
 from vision_attn.attention.blocks.rules import check_arguments
 from vision_attn.attention.graphs import active_transform, in_graph
 from vision_attn.attention.implementations import IMPLEMENTATIONS
@@ -114,8 +115,19 @@ class Attention(ConfigurableImpl):
     def init_match(self) -> None:
         """Initialize queries and keys as one isometric projection, for ``qk_norm="match"``."""
         if self.qk_norm == "match":
-            tied = (self.qkv, self.qkv) if self.context_channels is None else (self.q, self.kv)
-            init_qk_tied_(*tied, self.num_heads, self.num_kv_heads, self.key_dim)
+            init_qk_tied_(*self.qk_projections(), self.num_heads, self.num_kv_heads, self.key_dim)
+
+    def qk_projections(self) -> tuple[Conv, Conv]:
+        return (self.qkv, self.qkv) if self.context_channels is None else (self.q, self.kv)
+
+    def apply(self, fn: Callable[[nn.Module], object]) -> Self:
+        """Apply a function to all modules, as an initialization, and tie queries and keys again if they were tied."""
+        shape = self.num_heads, self.num_kv_heads, self.key_dim
+        tied = self.qk_norm == "match" and is_qk_tied(*self.qk_projections(), *shape)
+        super().apply(fn)  # type: ignore[arg-type]
+        if tied and not is_qk_tied(*self.qk_projections(), *shape):
+            self.init_match()
+        return self
 
     @accepts_unbatched
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:

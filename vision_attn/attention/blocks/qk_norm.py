@@ -71,6 +71,14 @@ def init_qk_tied_(queries: Any, keys: Any, num_heads: int, num_kv_heads: int, wi
             nn.init.zeros_(projection.bias)
 
 
+def is_qk_tied(queries: Any, keys: Any, num_heads: int, num_kv_heads: int, width: int) -> bool:
+    """Return True if each head of the queries has the rows of its keys; the arguments are as above."""
+    first = num_heads * width if keys is queries else 0
+    heads_of_keys = keys.weight[first : first + num_kv_heads * width].unflatten(0, (num_kv_heads, 1, width))
+    heads = queries.weight[: num_heads * width].unflatten(0, (num_kv_heads, -1, width))
+    return heads.is_meta or bool((heads == heads_of_keys).all())
+
+
 def center(x: Tensor, valid: Tensor | None = None) -> Tensor:
     """Subtract the mean over all positions from a feature map, or over the valid positions ``(b, 1, *size)``."""
     axes = tuple(range(2, x.dim()))

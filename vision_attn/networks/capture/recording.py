@@ -24,9 +24,9 @@ from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 from vision_attn.networks.capture.token_positions import TokenPositions, locate_tokens
 from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention
 from vision_attn.networks.convert.window_layers import PaddedAttention
-from vision_attn.networks.example import Example
-from vision_attn.networks.network import running_calls, unwrap_model
-from vision_attn.networks.selection import Names, select_inside
+from vision_attn.networks.inspection.example import Example
+from vision_attn.networks.inspection.network import running_calls, unwrap_model
+from vision_attn.networks.inspection.selection import Names, select_inside
 from vision_attn.text import shorten
 
 #: Size in bytes of the maps of one forward pass above which ``allow_large=True`` is required.

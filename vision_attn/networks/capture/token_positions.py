@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, resolve_pattern
 from vision_attn.checks import product
-from vision_attn.networks.layout import token_grid
-from vision_attn.networks.network import Call
+from vision_attn.networks.inspection.layout import token_grid
+from vision_attn.networks.inspection.network import Call
 
 if TYPE_CHECKING:
     from vision_attn.networks.convert.swap import Swap

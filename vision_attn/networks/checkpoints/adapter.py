@@ -18,9 +18,9 @@ from vision_attn.networks.checkpoints.file_format import Saved, fingerprint, gat
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import copy_all_, refuse_read_only, refuse_without_values
 from vision_attn.networks.insertion import InsertionReport, inserted_blocks, records, remove_
-from vision_attn.networks.network import require_modifiable, unwrap_model
+from vision_attn.networks.inspection.network import require_modifiable, unwrap_model
+from vision_attn.networks.inspection.selection import select_keys
 from vision_attn.networks.safe import read_file
-from vision_attn.networks.selection import select_keys
 from vision_attn.text import Report, Table, escape_control_characters, shorten
 
 
@@ -133,7 +133,7 @@ def load_adapter_(
     >>> report.insertion.blocks[0].site, report.num_compared
     ('0', 2)
     """
-    model = require_modifiable(model)
+    model = require_modifiable(model, "va.load_adapter_")
     refuse_without_values(model)
     if blocks := inserted_blocks(model):
         sites = shorten(map(repr, blocks))
@@ -185,7 +185,7 @@ def fingerprint_network(state: Mapping[str, Tensor], exclude: Collection[str]) -
 
 def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, strict: bool) -> tuple[str, ...]:
     """Return the keys of tensors that differ from the fingerprint of an adapter; raise an error if ``strict``."""
-    sites = tuple(f"{block.site}." for block in adapter.blocks if block.at == "replace")
+    sites = tuple(f"{block.site}." for block in adapter.blocks if block.target.at == "replace")
     base, own = adapter.base or {}, fingerprint_network(state, {key for key in state if key.startswith(sites)})
     saved = base | fingerprint_network(adapter.tensors, adapter.tensors.keys() - set(adapter.also))
     here, there = ({name: shape for name, (shape, *_) in tensors.items()} for tensors in (own, saved))

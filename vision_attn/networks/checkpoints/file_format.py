@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from vision_attn.networks.checkpoints.option_code import Arguments, check_saved_
 from vision_attn.networks.insertion import InsertedBlock
 from vision_attn.networks.insertion.build import replacement_options
 from vision_attn.networks.insertion.exact import unwrap_exact_block
-from vision_attn.networks.insertion.record import replaced_module
+from vision_attn.networks.insertion.record import Measured, SecondMap, Site, replaced_module
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
 from vision_attn.text import shorten
@@ -147,27 +147,49 @@ def check_format(path: Path, metadata: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} has another format version: expected {FORMAT}, got {version!r}. {remedy}")
 
 
-#: Fields of the record of a block that files do not contain.
-NOT_STORED = ("attention_pairs", "saved_bytes", "replaced")
-
-
 def encode_block(block: InsertedBlock) -> dict[str, Any]:
     """Return the record of a block as plain values."""
-    options = {name: to_code(name, value) for name, value in block.options.items()}
-    return {name: value for name, value in vars(block).items() if name not in NOT_STORED} | {"options": options}
+    site, second = vars(block.target), block.second or SecondMap("", "b c h w", None, ())
+    return {
+        "site": block.site,
+        **{name: site[name] for name in ("at", "channels", "input_shape", "layout", "element", "used")},
+        "map_size": block.map_size,
+        "block": block.block,
+        "options": {name: to_code(name, value) for name, value in block.options.items()},
+        "block_path": block.block_path,
+        "context": second.path,
+        **{f"context_{name}": getattr(second, name) for name in ("layout", "element", "size")},
+        **dict(zip(("identity_init", "wrapper_options"), block.identity, strict=True)),
+        "parameters": block.cost.parameters,
+        "macs": block.cost.macs,
+    }
 
 
 def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     """Return the record of a block from plain values."""
-    numbers = {name: int(values[name]) for name in ("channels", "parameters", "macs")}
-    sizes = {name: tuple(map(int, values[name])) for name in ("map_size", "input_shape")}
-    sizes["context_size"] = tuple(map(int, values.get("context_size", ())))
-    options = {str(name): from_code(code) for name, code in values["options"].items()}
-    block = InsertedBlock(**{**values, **numbers, **sizes, "options": options})
-    texts = (block.site, block.at, block.block, block.layout, block.block_path, block.context, block.context_layout)
-    elements = block.element, block.context_element
-    if not all(isinstance(text, str) for text in texts) or not all(isinstance(x, int | str | None) for x in elements):
+    names = "site", "at", "block", "block_path", "layout", "context", "context_layout", "identity_init"
+    defaults = {"layout": "b c h w", "context": "", "context_layout": "b c h w", "identity_init": ""}
+    texts = {name: values.get(name, defaults.get(name)) for name in names}
+    elements = values.get("element"), values.get("context_element")
+    if not all(isinstance(x, str) for x in texts.values()) or not all(
+        isinstance(x, int | str | None) for x in elements
+    ):
         raise ValueError("the site of a block is not a string")
+    size, images, second = (
+        tuple(map(int, values.get(name, ()))) for name in ("map_size", "input_shape", "context_size")
+    )
+    used, channels = bool(values.get("used", True)), int(values["channels"])
+    block = InsertedBlock(
+        Site(texts["site"], texts["at"], channels, size, images, texts["layout"], elements[0], used),
+        texts["block"],
+        {str(name): from_code(code) for name, code in values["options"].items()},
+        texts["block_path"],
+        SecondMap(texts["context"], texts["context_layout"], elements[1], second) if texts["context"] else None,
+        (texts["identity_init"], dict(values.get("wrapper_options", {}))),
+        Measured(int(values["parameters"]), int(values["macs"])),
+    )
+    if unknown := values.keys() - encode_block(block).keys():
+        raise ValueError(f"the record of a block has unknown entries: {shorten(sorted(unknown))}")
     return block
 
 
@@ -230,8 +252,8 @@ def insert_saved_(model: nn.Module, saved: Saved, factories: Mapping[str, Callab
 def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlock:
     """Return the record of a block for a network with other module paths, because of added or removed wrappers."""
     owner, _, child = record.block_path.rpartition(".")
-    path = rename(record.site) if record.at == "replace" else f"{rename(owner)}.{child}"
-    return replace(record, site=rename(record.site), block_path=path, context=rename(record.context))
+    path = rename(record.site) if record.target.at == "replace" else f"{rename(owner)}.{child}"
+    return record.moved(rename(record.site), path, rename)
 
 
 def find_factories(

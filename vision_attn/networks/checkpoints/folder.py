@@ -1,15 +1,13 @@
 """Save a network with its blocks to a folder in the layout of Hugging Face and timm, and load it.
 
 =====================  =============================================================================================
-``config.json``        timm's configuration, or the name and arguments of the class of another network; the entry
-                       ``vision_attn`` has the format version and a hash of the save
-``model.safetensors``  the weights and the records of the blocks
+``model.safetensors``  the weights, the records of the blocks and the configuration
+``config.json``        a copy of the configuration for timm and the Hugging Face Hub: timm's configuration, or the name
+                       and arguments of the class of another network
 ``README.md``          a model card; an existing file is kept
 =====================  =============================================================================================
 
-The metadata of ``model.safetensors`` contain a copy of the configuration, and both contain a hash that identifies the
-save. If ``config.json`` is from another save, because a process was killed or two processes saved at the same time, the
-copy is used.
+The configuration in ``model.safetensors`` is used if it has one. ``config.json`` is read for folders of timm.
 
 A folder can come from an untrusted source. It can refer only to timm networks and blocks of this library; the caller
 passes other classes. Loading it runs no code from the folder, and files in it cannot cause downloads.
@@ -42,18 +40,15 @@ from vision_attn.networks.checkpoints.file_format import gather, unwrap_key
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
-from vision_attn.networks.example import float_tensors, make_example
 from vision_attn.networks.insertion import inserted_blocks, records, remove_
 from vision_attn.networks.insertion.exact import unwrap_exact_block
+from vision_attn.networks.inspection.example import float_tensors, make_example
+from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
 from vision_attn.networks.models.registry import get_model_cfg
-from vision_attn.networks.network import quiet_eval, unwrap_model
 from vision_attn.networks.safe import read_file, write_atomically
 from vision_attn.networks.safe.write import name_errors, temporary_folder
 from vision_attn.text import escape_control_characters, shorten
-from vision_attn.version import __version__
 
-#: Entry of the configuration for this library.
-SECTION = "vision_attn"
 #: Subfolder of a training run with the best network.
 RUN_SUBFOLDER = "model"
 #: Largest number of bytes of a configuration.
@@ -150,8 +145,6 @@ def save_model(
         named: Any = getattr(network, "func", network)  # of a partial
         name = f"{named.__module__}.{named.__qualname__}"
         config |= {"network": name, "model_args": dict(model_args or {})}
-    identity = file_format.compute_hash([config, arguments, file_format.fingerprint(state)])
-    config[SECTION] = {"format": file_format.FORMAT, "library": __version__, "save": identity}
     with LOCK, name_errors(Path(folder)):
         target.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(target if target.is_dir() else target.parent) as new:
@@ -214,15 +207,18 @@ def load_model(
             f"{escape_control_characters(path)}: file not found. "
             "Pass a folder written by va.save_model, timm or va.train"
         )
-    with open(path, "rb") as opened:
-        config = check_config(path, opened.read(MAX_CONFIG_BYTES))
     file = read_file(folder / "model.safetensors")
-    weights: Mapping[str, Any] = file.content
     saved = file_format.read_saved(file)
-    if saved is not None and SECTION in saved.metadata and saved.metadata[SECTION] != config.get(SECTION):
-        remedy = "The configuration in model.safetensors is used; save the network again to update config.json."
-        warnings.warn(f"{folder}: config.json and model.safetensors are from different saves. {remedy}", stacklevel=3)
+    weights: Mapping[str, Any] = file.content
+    with open(path, "rb") as opened:
+        text = opened.read(MAX_CONFIG_BYTES)
+    if saved is None or not saved.metadata.keys() & {"architecture", "network"}:
+        config = check_config(path, text)
+    else:
         config = check_config(file.path, json.dumps(dict(saved.metadata)))
+        if text.strip() != json.dumps(config, indent=2).encode():
+            remedy = "The configuration in model.safetensors is used; save the network again to change it"
+            warnings.warn(f"{path} differs from the configuration in model.safetensors. {remedy}", stacklevel=3)
 
     if (name := config.get("network")) and network is None:
         remedy = f"Pass its class or function: va.load_model({str(folder)!r}, network={str(name).rpartition('.')[2]})"
@@ -288,8 +284,6 @@ def check_config(path: Path, text: str | bytes) -> dict[str, Any]:
             count = arguments.get("num_classes", config["num_classes"])
         if refused := sorted(name for name in FILE_ARGS & arguments.keys() if arguments[name]):
             raise ValueError(f"model_args must not contain {refused}")
-        if SECTION in config:
-            file_format.check_format(path, config[SECTION])
         if sum(abs(x) for x in tree_leaves(arguments) if isinstance(x, int | float)) > MAX_ARGUMENT_SUM:
             raise ValueError("the numbers in model_args are too large for the size of a network")
         strings = isinstance(names, list) and all(isinstance(name, str) for name in names)
@@ -323,7 +317,7 @@ def verify(
     """Raise an error unless the network in a folder and the model have the same output."""
     classes = [type(unwrap_exact_block(block)) for block in inserted_blocks(model).values()]
     if example_input is None:  # Blocks for tokens require the image size with which they were inserted.
-        example_input = next(((1, *block.input_shape[1:]) for block in records(model)), None)
+        example_input = next(((1, *block.target.input_shape[1:]) for block in records(model)), None)
     example = make_example(model, example_input)
     try:
         copy = load_model(folder, block=next((c for c in classes if c.__name__ not in BLOCKS), None), network=network)

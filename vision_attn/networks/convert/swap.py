@@ -33,8 +33,8 @@ from vision_attn.networks.convert.conversion import (
 )
 from vision_attn.networks.convert.equivalence import HOOKS, check_equivalence, check_source, class_path, is_hooked
 from vision_attn.networks.convert.swap_report import SWAPPED, VISION_ATTN, SwappedModule, SwapReport
-from vision_attn.networks.network import require_modifiable
-from vision_attn.networks.selection import Names, ancestor_paths, select_inside
+from vision_attn.networks.inspection.network import require_modifiable
+from vision_attn.networks.inspection.selection import Names, ancestor_paths, select_inside
 from vision_attn.text import shorten
 
 # --- swapping ---------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def swap_(
     >>> model(image).shape, (model(image) - before).abs().max().item() < 1e-5
     (torch.Size([1, 1000]), True)
     """
-    model = require_modifiable(model)
+    model = require_modifiable(model, "va.swap_")
     modules: dict[str, Any] = dict(model.named_modules())
     lines, swaps = [], {}
     for name, module in chosen_attention(modules, names, where, own=True).items():
@@ -118,7 +118,7 @@ def unswap_(model: nn.Module) -> SwapReport:
     (True, 'MultiheadAttention')
     """
     lines = []
-    for name, module in require_modifiable(model).named_modules():
+    for name, module in require_modifiable(model, "va.unswap_").named_modules():
         if isinstance(module, Swapped):
             swap: Swap = vars(module).pop("swapped")
             module.__class__ = original_class(module)  # type: ignore[assignment]

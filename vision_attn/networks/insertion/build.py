@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,40 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks import block_factories
-from vision_attn.networks.block_factories import BlockFactory, describe_error, make_block, suggest_argument
-from vision_attn.networks.insertion.costs import measure_cost
-from vision_attn.networks.insertion.dry_run import DryRun
+from vision_attn.networks.block_factories import BlockFactory, describe_error, make_block
 from vision_attn.networks.insertion.exact import init_identity_, wrap_exactly
 from vision_attn.networks.insertion.hooks import find_module, is_fusible
-from vision_attn.networks.insertion.record import CHILD, InsertedBlock, is_inserted, replaced_module, set_record_
-from vision_attn.networks.layout import FeatureMap
-from vision_attn.networks.macs import count_attention_pairs
-from vision_attn.networks.selection import ancestor_paths
+from vision_attn.networks.insertion.record import (
+    CHILD,
+    InsertedBlock,
+    Measured,
+    SecondMap,
+    Site,
+    context_shape,
+    is_inserted,
+    replaced_module,
+    set_record_,
+)
+from vision_attn.networks.inspection.costs import count_saved_bytes, measure_cost
+from vision_attn.networks.inspection.dry_run import DryRun
+from vision_attn.networks.inspection.layout import FeatureMap
+from vision_attn.networks.inspection.macs import count_attention_pairs
+from vision_attn.networks.inspection.selection import ancestor_paths
 
 #: Modules that contain other modules and may loop over them.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class Attempt(NamedTuple):
+    """A way to insert blocks that are not an identity by design, or at modules that depend on their children."""
+
+    #: set the last layers to zero if that makes a block an identity; otherwise, every block gets a gate
+    zeros: bool = True
+    #: store the block in a module inside its target
+    inside: bool = False
+
+
+FIRST = Attempt()
 
 
 def new_block(
@@ -34,62 +56,55 @@ def new_block(
     options: Mapping[str, Any],
     y: FeatureMap | None = None,
     exact: bool = False,
-    zeros: bool = True,
+    attempt: Attempt = FIRST,
     context: FeatureMap | None = None,
+    dry_run: bool = False,
 ) -> nn.Module:
     """Build a block with its record. A block that replaces a module maps the feature map ``x`` to one like ``y``."""
     make, channels, spec = block_factories.get_block_factory(block, len(x.size)), x.shape[1], x.spec
+    spec = spec._replace(device=torch.device("meta")) if dry_run else spec
     options = {**block_factories.default_widths(make, channels, options), **options}
     is_timm = isinstance(block, str) and block in block_factories.TIMM_BLOCKS
     if is_timm and "feat_size" in block_factories.get_arguments(make):
         options = {"feat_size": x.size, **options}
-    second: dict[str, Any] = {}
     if context is not None:
         options = {"context_channels": context.shape[1], **options}
-        second = {
-            "context": context.target,
-            "context_layout": context.layout,
-            "context_element": context.element,
-            "context_size": context.size,
-        }
     new = build_block(run.model, x.target, at, make, channels, options, spec)
     name = str(block) if is_timm else type(new).__name__
-    identity_init, wrapper_options = "", dict[str, Any]()
+    identity: tuple[str, dict[str, Any]] = "", {}
     if y is None and not isinstance(new, GatedResidual):
-        if spec.device.type == "meta":  # Blocks on the meta device have no values to test.
-            spec = spec._replace(device=torch.device("cpu"))
-            new = build_block(run.model, x.target, at, make, channels, options, spec)
+        # Blocks on the meta device have no values to test.
+        test_spec = spec._replace(device=torch.device("cpu")) if spec.device.type == "meta" else spec
+        if test_spec is not spec:
+            new = build_block(run.model, x.target, at, make, channels, options, test_spec)
         # A layer that the block shares with the network must not be set to zero.
-        zeros = zeros and {*run.model.parameters()}.isdisjoint(new.parameters())
-        identity_init, wrapper_options = init_identity_(new, x.target, x.shape, spec, exact, zeros)
-        new = wrap_exactly(new, channels, spec, wrapper_options)
-        new = new.to(x.spec.device) if spec is not x.spec else new
+        zeros = attempt.zeros and {*run.model.parameters()}.isdisjoint(new.parameters())
+        identity = init_identity_(new, x.target, x.shape, test_spec, exact, zeros)
+        new = wrap_exactly(new, channels, test_spec, identity[1]).to(spec.device)
+    second = None if context is None else SecondMap(context.target, context.layout, context.element, context.size)
+    shape, dtype = context_shape(options, second, x.size), like_parameters(new, run.model).dtype
+    parameters, macs = measure_cost(new, x, y or x, shape)
+    saved = count_saved_bytes(new, (1, channels, *x.size), dtype, shape) if dry_run else 0
     record = InsertedBlock(
-        site=x.target,
-        at=at,
-        block=name,
-        options=options,
-        channels=channels,
-        map_size=x.size,
-        parameters=0,
-        macs=0,
-        input_shape=run.example.shape,
-        layout=x.layout,
-        element=x.element if y is None else None,
-        block_path=choose_block_path(run.model, x.target) if y is None else x.target,
-        used=x.used,
-        identity_init=identity_init,
-        wrapper_options=wrapper_options,
-        attention_pairs=count_attention_pairs(new, x.size),
-        **second,
+        Site(x.target, at, channels, x.size, run.example.shape, x.layout, x.element if y is None else None, x.used),
+        name,
+        options,
+        choose_block_path(run.model, x.target, attempt.inside) if y is None else x.target,
+        second,
+        identity,
+        Measured(parameters, macs, count_attention_pairs(new, x.size), saved),
+        () if y is None else (run.model.get_submodule(x.target),),
     )
-    cost = measure_cost(new, x, y or x, record.context_shape)
-    return set_record_(new, replace(record, **cost._asdict()))
+    return set_record_(new, record)
 
 
-def without_values(x: FeatureMap) -> FeatureMap:
-    """Return a feature map on the meta device, so that its block is built without values."""
-    return x._replace(spec=x.spec._replace(device=torch.device("meta")))
+def rebuild(model: nn.Module, record: InsertedBlock, factories: Mapping[str, BlockFactory]) -> nn.Module:
+    """Build the block of a record for a model, without values; ``factories`` are functions by the name of the class."""
+    site = record.target
+    block = build_block(model, site.path, site.at, factories[record.block], site.channels, record.options)
+    target = require_module(model, site.path)
+    block = wrap_exactly(block, site.channels, like_parameters(target, model), record.identity[1])
+    return set_record_(block, replace(record, replaced=(target,) if site.at == "replace" else ()))
 
 
 def build_block(
@@ -107,8 +122,8 @@ def build_block(
         block = make_block(make, channels, device=like.device, dtype=like.dtype, **own, **options)
     except Exception as error:  # A custom block may raise any exception.
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        why = f"{describe_error(error)}{suggest_argument(error, make)}"
-        raise kind(f"the block at {site!r} cannot be built for {channels} channels: {why}") from error
+        what = f"the block at {site!r} cannot be built for {channels} channels"
+        raise kind(f"{what}: {describe_error(error)}") from error
     if not isinstance(block, nn.Module) or is_inserted(block):
         raise ValueError(f"block must return a new module for each site, got {type(block).__name__}")
     return block.train(target.training)

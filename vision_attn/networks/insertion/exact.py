@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.gated_residual import refuse_normalized_zeros
 from vision_attn.checks import check_above
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.costs import feature_map_error
-from vision_attn.networks.network import fixed_seed, quiet_eval
+from vision_attn.networks.inspection.costs import feature_map_error
+from vision_attn.networks.inspection.network import fixed_seed, quiet_eval
 
 #: Ratio of output to input for an identity, and for a product with one to three factors of sigmoid(0).
 RATIOS = (1.0, 0.5, 0.25, 0.125)

@@ -8,7 +8,8 @@ puts in its place, such as a wrapper of PEFT or FSDP, runs instead.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,9 @@ from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.attention.recomputation import backward_pass
 from vision_attn.attention.scopes import scoped_output, scoped_values
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.record import InsertedBlock, get_record
-from vision_attn.networks.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
-from vision_attn.networks.network import NORMS
+from vision_attn.networks.insertion.record import InsertedBlock, get_record, get_substitute, set_substitute_
+from vision_attn.networks.inspection.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
+from vision_attn.networks.inspection.network import NORMS
 
 #: Layers other than norms that graph transformations fuse or remove.
 FUSED = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.dropout._DropoutNd)
@@ -39,10 +40,6 @@ class Contexts(threading.local):
 
 CONTEXTS = Contexts()
 
-#: The attribute in which a target finds the module that runs in place of a block outside the target, in a tuple: a
-#: wrapper or, in a replica of ``nn.DataParallel``, the replica of the block.
-SUBSTITUTE = "substitute_of_block"
-
 
 def run_after(module: nn.Module, args: object, output: object, *, block: nn.Module, path: str | None) -> object:
     """Run a block on the output of its target, in a forward hook."""
@@ -51,29 +48,29 @@ def run_after(module: nn.Module, args: object, output: object, *, block: nn.Modu
 
 def run_before(module: nn.Module, args: Any, kwargs: dict[str, Any], *, block: nn.Module, path: str | None) -> Any:
     """Run a block on the input of its target, in a forward pre-hook."""
-    if isinstance(get_record(block).element, str):
+    if isinstance(get_record(block).target.element, str):
         return args, run_block(current_block(module, block, path), kwargs, block)
     return run_block(current_block(module, block, path), args, block), kwargs
 
 
 def keep_context(module: nn.Module, args: tuple[object, ...], output: object, *, block: nn.Module) -> None:
     """Keep the second feature map of a block until the block runs, in a forward hook."""
-    record = get_record(block)
+    second: Any = get_record(block).second
 
     def keep(x: Tensor) -> Tensor:
-        CONTEXTS.maps[block, backward_pass()] = to_map(x, record.context_layout, record.context_size)
+        CONTEXTS.maps[block, backward_pass()] = to_map(x, second.layout, second.size)
         return x
 
-    apply_to_element(output, record.context_element, keep)
+    apply_to_element(output, second.element, keep)
 
 
 def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
     """Return the second feature map as a keyword argument; empty if the block has none."""
     record = get_record(block)
-    if record.context:
+    if record.second is not None:
         found = CONTEXTS.maps.pop((original, backward_pass()), None)
         if found is None:
-            what = f"the block at {record.site!r} has no context: {record.context!r} did not run before it"
+            what = f"the block at {record.site!r} has no context: {record.second.path!r} did not run before it"
             remedy = "Choose a context that runs earlier, and checkpoint both modules in one segment"
             raise SiteError(f"{what}. {remedy}")
         return {"context": found}
@@ -90,10 +87,14 @@ def drop_context(model: nn.Module, args: object, output: object, *, block: nn.Mo
     CONTEXTS.maps.pop((block, backward_pass()), None)
 
 
+def find_block(module: nn.Module, block: nn.Module, path: str | None) -> nn.Module | None:
+    """Return the module that runs at a target: the one at a path inside the target, or else the block outside."""
+    return get_substitute(module, block) if path is None else find_module(module, path)
+
+
 def current_block(module: nn.Module, block: nn.Module, path: str | None) -> nn.Module:
-    """Return the module that runs at a target: the block at a path inside the target, or else a block outside."""
-    found = getattr(module, SUBSTITUTE, (block,))[0] if path is None else find_module(module, path)
-    if found is None:
+    """Return the module that runs at a target; raise if other code has removed it."""
+    if (found := find_block(module, block, path)) is None:
         raise missing_block_error(get_record(block), "replaced")
     return found
 
@@ -101,7 +102,7 @@ def current_block(module: nn.Module, block: nn.Module, path: str | None) -> nn.M
 def run_block(block: nn.Module, value: Any, original: nn.Module) -> Any:
     """Return the value with the block applied to the feature map in it. A replica has the hooks of the original."""
     record, context = get_record(block), find_context(block, original)
-    layout, size = record.layout, record.map_size
+    layout, size = record.target.layout, record.map_size
 
     def run_on(x: Tensor) -> Tensor:
         if "(" in layout and x.shape[1] != count_prefix(layout) + record.tokens:
@@ -116,29 +117,58 @@ def run_block(block: nn.Module, value: Any, original: nn.Module) -> Any:
         y = block(x_map, **context)
         return from_map(x, y if isinstance(block, GatedResidual) else scoped_output(block, x_map, y), layout)
 
-    return apply_to_element(value, record.element, run_on)
+    return apply_to_element(value, record.target.element, run_on)
+
+
+class State(Enum):
+    """Answer to the question whether a block still runs at its site."""
+
+    RUNS = auto()
+    #: at the module of its site, which is now inside a wrapper, such as a layer of PEFT
+    MOVED = auto()
+    REPLACED = auto()
+    REMOVED = auto()
+
+
+def find_state(owner: nn.Module, block: nn.Module, target: str, child: str) -> State:
+    """Return whether a block still runs at its target, which other code may wrap, replace or remove.
+
+    Args:
+        owner: a module that contains the target and the block.
+        block: the block.
+        target: path of the target in the owner.
+        child: path of the block in the owner.
+    """
+    if (module := find_module(owner, target)) is None:
+        return State.REMOVED
+    for part in module.modules():
+        for hook in our_hooks(part, RUNNERS):
+            path = hook.keywords["path"]
+            found = find_module(owner, child) if path is None else find_module(part, path)
+            if hook.keywords["block"] is block and found is not None:
+                return State.RUNS if part is module else State.MOVED
+    return State.REPLACED
 
 
 def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, child: str) -> None:
-    """Check in a forward pre-hook of ``owner`` that a block still runs at its target, which other code may replace.
+    """Check in a forward pre-hook of ``owner`` that a block still runs at its target.
 
-    If the new module is a norm, such as a frozen batch norm, the block is attached to it. For any other replaced or
-    fused module, an error is raised.
+    If the target was replaced by another norm, such as a frozen batch norm, the block is attached to it. For any other
+    replaced or fused module, an error is raised.
     """
-    record = get_record(block)
+    record, inside = get_record(block), child.startswith(f"{target}.")
     module, found = find_module(owner, target), find_module(owner, child)
+    state = find_state(owner, block, target, child)
     if module is None:
         raise missing_block_error(record, "removed")
-    inside = child.startswith(f"{target}.")
-    if found is not None and not inside and (found is not block or hasattr(module, SUBSTITUTE)):
-        setattr(module, SUBSTITUTE, (found,))
-    running = (hook.keywords["block"] for part in module.modules() for hook in our_hooks(part) if hook.func in RUNNERS)
-    if found is None or block not in running:
-        if not is_norm(module) or found is None:
-            raise missing_block_error(record, f"replaced by {type(module).__name__}")
+    if state is State.REPLACED and (not is_norm(module) or found is None):
+        raise missing_block_error(record, f"replaced by {type(module).__name__}")
+    if state is State.REPLACED:
         if (copied := block_at(module)) is not None:
             unhook_(module, [copied])
         hook_(module, block, child[len(target) + 1 :] if inside else None)
+    if found is not None and not inside:
+        set_substitute_(module, found, block)
     tracers: list[Any] = [x.tracer for x in args if isinstance(x, Proxy)]
     if not inside and any(tracer.is_leaf_module(module, target) for tracer in tracers):
         why = f"fusing or removing the {type(module).__name__} would remove the block"
@@ -163,9 +193,11 @@ def missing_block_error(record: InsertedBlock, change: str) -> SiteError:
 def check_grid(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], *, block: nn.Module) -> None:
     """Raise for images with the same number of tokens in another grid, such as 448×112 instead of 224×224 pixels."""
     record = get_record(block)
-    images = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() == len(record.input_shape))
+    images = (
+        x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() == len(record.target.input_shape)
+    )
     size = next((tuple(x.shape[2:]) for x in images), ())
-    if len(size) == 2 and size != record.input_shape[2:]:
+    if len(size) == 2 and size != record.target.input_shape[2:]:
         grid = token_grid(record.tokens, *size)
         if grid not in (None, record.map_size):
             raise grid_error(record, f"{grid[0]}×{grid[1]} for images of {size[0]}×{size[1]}")
@@ -185,48 +217,53 @@ def is_fusible(module: nn.Module) -> bool:
     return is_norm(module) or isinstance(module, FUSED)
 
 
-#: All hooks in this module.
-HOOKS = (run_after, run_before, keep_context, drop_context, check_block, check_grid)
 #: Hooks that run a block.
 RUNNERS = (run_after, run_before)
+#: Hooks of a block.
+HOOKS = (*RUNNERS, keep_context, drop_context, check_block, check_grid)
 
 # --- hooks of a module ------------------------------------------------------------------------------------------------
 
 
+def our_hooks(module: nn.Module, functions: Container[Any] = HOOKS) -> Iterator[partial[Any]]:
+    """Yield the hooks of a module that are partials of some functions, by default of those of blocks.
+
+    Hooks are found by their function, because their handles do not survive copies and pickles.
+    """
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        if isinstance(hook, partial) and hook.func in functions:
+            yield hook
+
+
+def remove_hooks_(module: nn.Module, condition: Callable[[partial[Any]], bool]) -> None:
+    """Remove the hooks of a module that are partials and meet a condition."""
+    for hooks, *options in (
+        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+    ):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, partial) and condition(hook)]:
+            del hooks[key]
+            for option in options:
+                option.pop(key, None)
+
+
 def hook_(module: nn.Module, block: nn.Module, path: str | None) -> None:
     """Register the hook that runs a block, before older hooks, so that feature taps receive the block's output."""
-    if get_record(block).at == "before":
+    if get_record(block).target.at == "before":
         module.register_forward_pre_hook(partial(run_before, block=block, path=path), with_kwargs=True, prepend=True)
     else:
         module.register_forward_hook(partial(run_after, block=block, path=path), prepend=True)
 
 
-def block_at(module: nn.Module) -> nn.Module | None:
-    """Return the block that runs at a module, or None."""
-    for hook in our_hooks(module):
-        if hook.func in RUNNERS:
-            block, path = hook.keywords["block"], hook.keywords["path"]
-            return getattr(module, SUBSTITUTE, (block,))[0] if path is None else find_module(module, path)
-    return None
-
-
-def our_hooks(module: nn.Module) -> Iterator[partial[Any]]:
-    """Yield the hooks of a module that are partials of the functions in this module."""
-    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        if isinstance(hook, partial) and hook.func in HOOKS:
-            yield hook
-
-
 def unhook_(module: nn.Module, blocks: Collection[nn.Module]) -> None:
     """Remove the hooks of some blocks from a module."""
-    for hooks, with_kwargs in (
-        (module._forward_hooks, module._forward_hooks_with_kwargs),
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-    ):
-        for key, hook in list(hooks.items()):
-            if isinstance(hook, partial) and hook.func in HOOKS and hook.keywords["block"] in blocks:
-                del hooks[key]
-                with_kwargs.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)
-                if hasattr(module, SUBSTITUTE):
-                    delattr(module, SUBSTITUTE)
+    found = {hook.keywords["block"] for hook in our_hooks(module, RUNNERS)}
+    remove_hooks_(module, lambda hook: hook.func in HOOKS and hook.keywords["block"] in blocks)
+    for block in found.intersection(blocks):
+        set_substitute_(module, None, block)
+
+
+def block_at(module: nn.Module) -> nn.Module | None:
+    """Return the block that runs at a module, or None."""
+    hook = next(our_hooks(module, RUNNERS), None)
+    return None if hook is None else find_block(module, **hook.keywords)

@@ -17,26 +17,27 @@ from torch import nn
 from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
-from vision_attn.networks import block_factories
 from vision_attn.networks.block_factories import BlockFactory
-from vision_attn.networks.insertion import attach
-from vision_attn.networks.insertion.build import choose_block_path, like_parameters, new_block, without_values
-from vision_attn.networks.insertion.costs import count_saved_bytes, propose
-from vision_attn.networks.insertion.dry_run import DryRun
-from vision_attn.networks.insertion.record import (
-    RECORD,
-    InsertionReport,
-    get_record,
-    is_inserted,
-    set_record_,
+from vision_attn.networks.insertion.build import FIRST, Attempt, new_block
+from vision_attn.networks.insertion.record import InsertionReport, get_record, is_inserted, set_record_
+from vision_attn.networks.insertion.registry import (
+    all_blocks,
+    attach_blocks_,
+    blocks_by_site,
+    current_records,
+    detach_,
+    inserted_blocks,
 )
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChildError, attach_verified
-from vision_attn.networks.layout import FeatureMap
-from vision_attn.networks.macs import Cost
-from vision_attn.networks.network import require_modifiable
-from vision_attn.networks.padded_batches import padding_warning
-from vision_attn.networks.selection import Names, end_of_sequential, match_names
+from vision_attn.networks.inspection.costs import propose
+from vision_attn.networks.inspection.dry_run import DryRun
+from vision_attn.networks.inspection.example import make_example
+from vision_attn.networks.inspection.layout import FeatureMap
+from vision_attn.networks.inspection.macs import Cost
+from vision_attn.networks.inspection.metadata import read_metadata
+from vision_attn.networks.inspection.network import require_modifiable
+from vision_attn.networks.inspection.selection import Names, end_of_sequential, match_names
 from vision_attn.text import shorten
 
 
@@ -84,8 +85,8 @@ def insert_(
             ``"**.conv2"`` every ``conv2`` at any depth. Compiled regular expressions must match complete paths.
         where: function of path and module that returns True at a site.
         exclude: sites to leave out, in the same form as ``names``.
-        at: position of the block: ``"after"`` or ``"before"`` the site, or at the end of the ``"branch"`` of a residual
-            block, before the addition.
+        at: position of the block: ``"after"`` or ``"before"`` the site. To insert into a residual branch, select its
+            last module: ``names="layer4.*.bn2"``.
         layout: layout of the feature maps, if it cannot be inferred from shapes: ``"b c h w"``, ``"b h w c"``,
             ``"b (h w) c"``, or ``"b (1 + h w) c"`` after one class token.
         example_input: input of the model's forward for the dry run: a batch of images or its shape, a list of images
@@ -119,41 +120,46 @@ def insert_(
     ('layer4.1', 49)
     """
     selected = stages is not None or names is not None or where is not None
-    if not selected:
-        block_factories.refuse_misspelled(block_options)
-    model = require_modifiable(model)
+    model = require_modifiable(model, "va.insert_")
     if isinstance(block, int) or (isinstance(block, str) and block in dict(model.named_modules())):
         keyword = "stages" if isinstance(block, int) else "names"
         raise TypeError(
             f"block must be a class, a function or the name of one, got {block!r}. Pass {keyword}={block!r}"
         )
-    run = DryRun(model, example_input, layout)
+    example, declared = make_example(model, example_input), read_metadata(model)
+    run = DryRun(model, example, declared, layout)
     overview = dry_run and not selected
-    sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude)
+    sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude, block_options)
     side = "before" if at == "before" else "after"
     maps = run.select_maps(find_targets(run, sites, at), side)
     second = None if context is None else select_context(run, context, maps)
+
+    def build(attempt: Attempt) -> list[nn.Module]:
+        return [
+            new_block(run, block, x, side, block_options, None, exact, attempt, context=second, dry_run=dry_run)
+            for x in maps
+        ]
+
     if dry_run:
-        blocks = [new_block(run, block, without_values(x), side, block_options, context=second) for x in maps]
-        return report_costs(run, blocks, sites if overview else [])
+        return report_costs(run, build(FIRST), sites if overview else [])
     # Zero layers may give an identity on random feature maps but not on those of the network; a zero gate always does.
-    for zeros in (True, False):
-        blocks = [new_block(run, block, x, side, block_options, exact=exact, zeros=zeros, context=second) for x in maps]
-        if zeros:
-            warn_about(model, blocks)
+    attempts = [Attempt(zeros, inside) for inside in (False, True) for zeros in (True, False)]
+    while True:
+        attempt, *attempts = attempts
+        blocks = build(attempt)
+        if attempt == FIRST:
+            warn_about(blocks, declared.pads_images)
         try:
             changed, verified = attach_verified(run, blocks)
         except ChildError:
-            for x, new in zip(maps, blocks, strict=True):
-                path = choose_block_path(model, x.target, inside=True)
-                set_record_(new, replace(get_record(new), block_path=path))
-            changed, verified = attach_verified(run, blocks)
-        if not zeros or not changed or not exact or all(isinstance(x, GatedResidual) for x in blocks):
-            break
-        attach.detach_(model, blocks)
-    return InsertionReport(
-        tuple(map(get_record, blocks)), model_cost=run.cost, output_change=changed, verified=verified
-    )
+            attempts = [x for x in attempts if x.inside > attempt.inside]
+            if not attempts:
+                raise
+            continue
+        if not changed or not exact or not attempt.zeros or all(isinstance(x, GatedResidual) for x in blocks):
+            records = tuple(map(get_record, blocks))
+            return InsertionReport(records, model_cost=run.cost, output_change=changed, verified=verified)
+        detach_(model, blocks)
 
 
 @torch.inference_mode(False)
@@ -209,9 +215,9 @@ def replace_(
     >>> [(block.site, block.size) for block in report.blocks]
     [('layer4.0.conv2', '14×14'), ('layer4.1.conv2', '7×7'), ('layer4.2.conv2', '7×7')]
     """
-    model = require_modifiable(model)
-    run = DryRun(model, example_input)
-    sites = select_sites(run, stages, names, where, exclude)
+    model = require_modifiable(model, "va.replace_")
+    run = DryRun(model, make_example(model, example_input), read_metadata(model))
+    sites = select_sites(run, stages, names, where, exclude, block_options)
     inputs, outputs = run.select_maps(sites, "before"), run.select_maps(sites, "after")
     blocks: list[nn.Module] = []
     for site, x, y in zip(sites, inputs, outputs, strict=True):
@@ -228,11 +234,11 @@ def replace_(
         if isinstance(old, nn.Conv2d) and block is None:
             make = StridedAttention2d
             options = {"groups": old.groups, **options} if old.groups > 1 else options
-        blocks.append(new_block(run, make, without_values(x) if dry_run else x, "replace", options, y))
+        blocks.append(new_block(run, make, x, "replace", options, y, dry_run=dry_run))
     if dry_run:
         return report_costs(run, blocks)
-    warn_about(model, blocks)
-    with attach.attach_blocks_(model, blocks):
+    warn_about(blocks, run.declared.pads_images)
+    with attach_blocks_(model, blocks):
         _, cost = run.measure()
     report = InsertionReport(tuple(map(get_record, blocks)), "inserted by replacement", run.cost)
     removed = (new + before - after for new, before, after in zip(report.added, run.cost, cost, strict=True))
@@ -261,33 +267,26 @@ def remove_(model: nn.Module) -> InsertionReport:
     >>> len(remove_(model).blocks), list(model.state_dict()) == keys
     (2, True)
     """
-    model = require_modifiable(model)
-    blocks = attach.all_blocks(model)
+    model = require_modifiable(model, "va.remove_")
+    blocks = all_blocks(model)
     if not blocks:
         raise ValueError("model has no inserted block to remove")
-    running = attach.blocks_by_site(model).items()
-    report = InsertionReport(tuple(replace(get_record(block), site=site) for site, block in running), verb="removed")
-    attach.detach_(model, blocks)
+    report = InsertionReport(tuple(current_records(model, blocks_by_site(model))), verb="removed")
+    detach_(model, blocks)
     for block in blocks:
-        delattr(block, RECORD)
+        set_record_(block, None)
     return report
 
 
 def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str] = ()) -> InsertionReport:
     """Return the report of a dry run, with proposals if ``stages`` are the paths of all stages."""
-    records = []
-    for block in blocks:
-        record = get_record(block)
-        dtype = like_parameters(block, run.model).dtype
-        saved = count_saved_bytes(block, (1, record.channels, *record.map_size), dtype, record.context_shape)
-        records.append(replace(record, saved_bytes=saved))
-    occupied, proposed = attach.inserted_blocks(run.model), []
+    records, occupied, proposed = tuple(map(get_record, blocks)), inserted_blocks(run.model), []
     for index, (path, record) in enumerate(zip(stages, records, strict=False)):
         # Stages without parameters, such as the activation at the end of a stem, are not proposed.
         learned = next(run.model.get_submodule(path).parameters(), None) is not None
-        if learned and record.used and record.site not in occupied:
-            proposed.append((index, record))
-    return InsertionReport(tuple(records), "dry run", run.cost, proposals=tuple(propose(proposed)))
+        if learned and record.target.used and record.site not in occupied:
+            proposed.append((index, record.map_size))
+    return InsertionReport(records, "dry run", run.cost, proposals=tuple(propose(proposed)))
 
 
 def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> FeatureMap:
@@ -304,8 +303,9 @@ def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> Fea
     return second
 
 
-def warn_about(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def warn_about(blocks: Sequence[nn.Module], pads_images: bool) -> None:
     """Issue the warnings about new blocks before the model changes: a filter may turn warnings into errors."""
-    padding = padding_warning(model)
-    for line in (*InsertionReport(tuple(map(get_record, blocks))).warnings, *([padding] if padding else [])):
+    padding = "the model pads images of different sizes, and blocks attend to the padding"
+    padding = f"{padding}. Mask it with va.padded(model, …)" * pads_images
+    for line in filter(None, (*InsertionReport(tuple(map(get_record, blocks))).warnings, padding)):
         warnings.warn(line, stacklevel=4)  # The decorator of insert_ adds a frame.

@@ -1,16 +1,16 @@
-"""Records of inserted blocks: site, feature map and cost; and the report that prints them as a table."""
+"""Sites and records of inserted blocks, and the report that prints them as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from vision_attn.checks import product
-from vision_attn.networks.layout import Element
-from vision_attn.networks.macs import Cost, describe_added
+from vision_attn.networks.inspection.layout import Element
+from vision_attn.networks.inspection.macs import Cost, describe_added
 from vision_attn.text import Report, Table, shorten
 
 #: The name of a block as a child of its target, which identifies its keys in a state dict.
@@ -19,77 +19,95 @@ CHILD = "inserted"
 #: The number of tokens above which full attention costs more than most networks.
 MAX_TOKENS = 4096
 
-#: The attribute in which a block stores its :class:`InsertedBlock`.
-RECORD = "insertion"
-
 OPTIMIZERS = "Create optimizers and EMA copies now: existing ones do not contain these parameters."
 FUSE_FIRST = "Freeze, fuse or quantize the network before inserting blocks at norms and convolutions: {}."
 
 
 @dataclass(frozen=True)
-class InsertedBlock:
-    """Record of one block: its site, its feature map and its cost for one image.
+class Site:
+    """Site of a block: a module of the network, and the feature map in its input or output."""
 
-    >>> from torch import nn
-    >>> from vision_attn.networks.insertion import insert_
-    >>> report = insert_(nn.Sequential(nn.Conv2d(3, 8, 1)), names="0", example_input=(1, 3, 16, 12))
-    >>> report.blocks[0].map_size, report.blocks[0].tokens
-    ((16, 12), 192)
-    """
-
-    #: path of the module at which the block runs: the target of the selected site
-    site: str
+    #: path of the module
+    path: str
     #: ``"after"``, ``"before"`` or ``"replace"`` (in place of) the module
     at: str
-    #: class name of the block
-    block: str
-    #: options of the block
-    options: Mapping[str, Any]
-    #: channels of the feature map
     channels: int
     #: size of the feature map along each axis: rows and columns
-    map_size: tuple[int, ...]
-    #: number of parameters (scalars)
-    parameters: int
-    #: MACs of one forward pass of one image
-    macs: int
+    size: tuple[int, ...]
     #: shape of the images for which the feature map has this size: batch, channels, rows, columns
     input_shape: tuple[int, ...]
     #: layout of the feature map in its tensor: ``"b c h w"``, ``"b h w c"``, ``"b (1 + h w) c"``, …
     layout: str = "b c h w"
     #: index or key of the tensor in the input or output of the module; None if it is the value itself
     element: Element = None
-    #: path of the block in the model
-    block_path: str = ""
     #: True if the output of the network depends on the feature map
     used: bool = True
-    #: path of the module whose output is the second feature map of the block; empty without one
-    context: str = ""
-    #: layout, element and size of the second feature map; see those of the first
-    context_layout: str = "b c h w"
-    context_element: Element = None
-    context_size: tuple[int, ...] = ()
-    #: how the block was made an identity at initialization; empty if it is an identity by design
-    identity_init: str = ""
-    #: options of the :class:`ExactBlock` that contains the block; empty if there is none
-    wrapper_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SecondMap:
+    """The feature map from which a block computes keys and values: a module of the network, and its output."""
+
+    path: str
+    layout: str
+    element: Element
+    size: tuple[int, ...]
+
+
+class Measured(NamedTuple):
+    """Costs of a block for one image."""
+
+    #: number of parameters (scalars)
+    parameters: int
+    #: MACs of one forward pass
+    macs: int
     #: query-key pairs of its full attention; not stored in files
-    attention_pairs: int = field(default=0, compare=False, repr=False)
-    #: bytes that autograd saves for the backward pass of one image, counted in a dry run; not stored in files
-    saved_bytes: int = field(default=0, compare=False, repr=False)
+    attention_pairs: int = 0
+    #: bytes that autograd saves for the backward pass, counted in a dry run; not stored in files
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class InsertedBlock:
+    """Record of one block: its site, how it was built, and its cost.
+
+    >>> from torch import nn
+    >>> from vision_attn.networks.insertion import insert_
+    >>> report = insert_(nn.Sequential(nn.Conv2d(3, 8, 1)), names="0", example_input=(1, 3, 16, 12))
+    >>> report.blocks[0].site, report.blocks[0].map_size, report.blocks[0].tokens
+    ('0', (16, 12), 192)
+    """
+
+    target: Site
+    #: class name of the block
+    block: str
+    #: options of the block
+    options: Mapping[str, Any]
+    #: path of the block in the model
+    block_path: str
+    #: None if the block has no second feature map, or one from outside the network
+    second: SecondMap | None
+    #: how the block was made an identity at initialization, and the options of the :class:`ExactBlock` around it
+    identity: tuple[str, Mapping[str, Any]]
+    #: not compared, because files contain only a part of it
+    cost: Measured = field(compare=False)
     #: the module that the block replaced, in a tuple; not stored in files
     replaced: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)
 
     @property
-    def is_child(self) -> bool:
-        """True if the block is inside the module at its site, or replaced it."""
-        return f"{self.block_path}.".startswith(f"{self.site}.")
+    def site(self) -> str:
+        """Path of the module at which the block runs."""
+        return self.target.path
 
     @property
-    def context_shape(self) -> tuple[int, ...] | None:
-        """Channels and size of the second feature map; None without one. A map from outside may have any size."""
-        channels = self.options.get("context_channels")
-        return None if channels is None else (channels, *(self.context_size or self.map_size))
+    def channels(self) -> int:
+        """Channels of the feature map."""
+        return self.target.channels
+
+    @property
+    def map_size(self) -> tuple[int, ...]:
+        """Size of the feature map along each axis: rows and columns."""
+        return self.target.size
 
     @property
     def size(self) -> str:
@@ -101,6 +119,38 @@ class InsertedBlock:
         """Number of positions of the feature map."""
         return product(self.map_size)
 
+    @property
+    def is_child(self) -> bool:
+        """True if the block is inside the module at its site, or replaced it."""
+        return f"{self.block_path}.".startswith(f"{self.site}.")
+
+    @property
+    def context_shape(self) -> tuple[int, ...] | None:
+        """Channels and size of the second feature map; None without one. A map from outside may have any size."""
+        return context_shape(self.options, self.second, self.map_size)
+
+    def moved(self, site: str, block_path: str, rename: Callable[[str], str]) -> InsertedBlock:
+        """Return the record for another model, which contains the block and its modules under other paths."""
+        second = self.second and replace(self.second, path=rename(self.second.path))
+        return replace(self, target=replace(self.target, path=site), block_path=block_path, second=second)
+
+
+def context_shape(
+    options: Mapping[str, Any], second: SecondMap | None, size: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    channels = options.get("context_channels")
+    return None if channels is None else (channels, *(second.size if second else size))
+
+
+# --- attributes of modules --------------------------------------------------------------------------------------------
+
+#: The attribute in which a block stores its :class:`InsertedBlock`.
+RECORD = "insertion"
+
+#: The attribute in which a target finds the module that runs in place of a block outside the target, in a tuple: a
+#: wrapper or, in a replica of ``nn.DataParallel``, the replica of the block.
+SUBSTITUTE = "substitute_of_block"
+
 
 def get_record(block: nn.Module) -> InsertedBlock:
     """Return the record of an inserted block."""
@@ -108,9 +158,9 @@ def get_record(block: nn.Module) -> InsertedBlock:
     return record
 
 
-def set_record_(block: nn.Module, record: InsertedBlock) -> nn.Module:
-    """Store the record of a block in it, and return the block."""
-    setattr(block, RECORD, record)
+def set_record_(block: nn.Module, record: InsertedBlock | None) -> nn.Module:
+    """Store the record of a block in it, or remove it, and return the block."""
+    delattr(block, RECORD) if record is None else setattr(block, RECORD, record)
     return block
 
 
@@ -122,6 +172,23 @@ def is_inserted(module: nn.Module) -> bool:
 def replaced_module(block: nn.Module) -> nn.Module | None:
     """Return the module that a block replaced, or None."""
     return next(iter(get_record(block).replaced), None) if is_inserted(block) else None
+
+
+def get_substitute(target: nn.Module, block: nn.Module) -> nn.Module:
+    """Return the module that runs in place of a block outside its target, by default the block."""
+    found: nn.Module = getattr(target, SUBSTITUTE, (block,))[0]
+    return found
+
+
+def set_substitute_(target: nn.Module, found: nn.Module | None, block: nn.Module) -> None:
+    """Store the module that runs in place of a block outside its target; the block itself or None is not stored."""
+    if found is not None and found is not get_substitute(target, block):
+        setattr(target, SUBSTITUTE, (found,))
+    elif found is None and hasattr(target, SUBSTITUTE):
+        delattr(target, SUBSTITUTE)
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,16 +225,16 @@ class InsertionReport(Report):
         count, dry = len(self.blocks), self.verb == "dry run"
         rows = [("site", "block", "channels", "feature map", "tokens", "parameters", "MACs", "saved MiB per image")]
         for block in self.blocks:
-            costs = f"{block.parameters:,}", f"{block.macs:,}", f"{block.saved_bytes / 2**20:.1f}"
+            costs = f"{block.cost.parameters:,}", f"{block.cost.macs:,}", f"{block.cost.saved_bytes / 2**20:.1f}"
             rows.append((block.site, block.block, f"{block.channels}", block.size, f"{block.tokens}", *costs))
         if count > 1:
             rows.append(("total", "", "", "", "", f"{self.parameters:,}", f"{self.macs:,}", ""))
         table = Table(rows if dry else [row[:-1] for row in rows], left=(0, 1))
-        sizes = " and ".join(dict.fromkeys("×".join(map(str, block.input_shape[1:])) for block in self.blocks))
+        sizes = " and ".join(dict.fromkeys("×".join(map(str, block.target.input_shape[1:])) for block in self.blocks))
         blocks = f"{count} {'block' if count == 1 else 'blocks'}"
         heading = f"{f'dry run of {blocks}' if dry else f'{blocks} {self.verb}'}, for an input of {sizes}"
         notes = [] if self.model_cost is None else [describe_added(self.added, self.model_cost)]
-        kinds = dict.fromkeys((block.block, block.identity_init) for block in self.blocks if block.identity_init)
+        kinds = dict.fromkeys((block.block, block.identity[0]) for block in self.blocks if block.identity[0])
         notes += [f"{name} is an identity at initialization: {how}" for name, how in kinds if self.verb == "inserted"]
         if self.output_change:
             notes.append(f"the output of the network changes by {100 * self.output_change:.2g} %")
@@ -182,12 +249,12 @@ class InsertionReport(Report):
     @property
     def parameters(self) -> int:
         """Total number of parameters of the blocks."""
-        return sum(block.parameters for block in self.blocks)
+        return sum(block.cost.parameters for block in self.blocks)
 
     @property
     def macs(self) -> int:
         """Total MACs of the blocks in one forward pass of one image."""
-        return sum(block.macs for block in self.blocks)
+        return sum(block.cost.macs for block in self.blocks)
 
     @property
     def added(self) -> Cost:
@@ -200,11 +267,11 @@ class InsertionReport(Report):
 
         :func:`vision_attn.insert_` issues them, so they are not printed with the table.
         """
-        large = [block for block in self.blocks if block.attention_pairs > MAX_TOKENS**2]
-        tokens, cost = max((x.tokens for x in large), default=0), sum(x.macs for x in large) / 1e9
+        large = [block for block in self.blocks if block.cost.attention_pairs > MAX_TOKENS**2]
+        tokens, cost = max((x.tokens for x in large), default=0), sum(x.cost.macs for x in large) / 1e9
         remedy = "Pass pattern=va.Window(7) or kv_stride, or choose another site"
         small = [block for block in self.blocks if block.context_shape is None and max(block.map_size) <= 2]
-        unused = [block for block in self.blocks if not block.used]
+        unused = [block for block in self.blocks if not block.target.used]
         kinds = (
             ("attention has little effect on small feature maps: {}. Choose an earlier site or a larger input", small),
             ("the output of the network does not depend on the feature map at {}. Choose an earlier site", unused),

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from functools import partial
 from itertools import groupby
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.graph import Node
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from vision_attn.checks import check_choice, product
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.attach import inserted_blocks
 from vision_attn.networks.insertion.build import CONTAINERS
-from vision_attn.networks.insertion.dry_run import DryRun, get_tensors
-from vision_attn.networks.layout import FeatureMap
-from vision_attn.networks.network import unwrap_model
-from vision_attn.networks.selection import (
+from vision_attn.networks.insertion.registry import inserted_blocks
+from vision_attn.networks.inspection.dry_run import DryRun
+from vision_attn.networks.inspection.example import make_example
+from vision_attn.networks.inspection.layout import FeatureMap
+from vision_attn.networks.inspection.metadata import read_metadata
+from vision_attn.networks.inspection.network import unwrap_model
+from vision_attn.networks.inspection.selection import (
     Globs,
     ancestor_paths,
     check_list,
@@ -28,21 +25,21 @@ from vision_attn.networks.selection import (
     first_names,
     match_names,
 )
-from vision_attn.text import shorten
+from vision_attn.text import did_you_mean, shorten
 
 #: Types of the arguments of :func:`vision_attn.insert_`.
 Stages = int | str | Iterable[int | str] | None
 Where = Callable[[str, nn.Module], bool] | None
 
-#: Operations that may follow a branch before its addition: a constant or learned scale, dropout, a change of dtype.
-SCALING = ("MulBackward0", "DivBackward0", "NativeDropoutBackward0", "ToCopyBackward0", "CloneBackward0")
 
-
-def select_sites(dry_run: DryRun, stages: Stages, names: Globs, where: Where, exclude: Globs) -> list[str]:
+def select_sites(
+    dry_run: DryRun, stages: Stages, names: Globs, where: Where, exclude: Globs, options: Iterable[str]
+) -> list[str]:
     """Return the paths of the modules that are selected by stage, name or function, and not excluded."""
     given = [name for name, x in (("stages", stages), ("names", names), ("where", where)) if x is not None]
     if len(given) != 1:
-        raise ValueError(f"pass exactly one of stages, names and where, got {' and '.join(given) or 'none'}")
+        guess = next(filter(None, (did_you_mean(name, ("stages", "names", "where")) for name in options)), "")
+        raise ValueError(f"pass exactly one of stages, names and where, got {' and '.join(given) or 'none'}.{guess}")
     # A block that replaced a module is a site, for which an error is raised later. Modules inside blocks are not sites.
     blocks = inserted_blocks(dry_run.model)
     inside = {id(module) for block in blocks.values() for module in block.modules()}
@@ -73,11 +70,11 @@ def match_stages(dry_run: DryRun, wanted: Iterable[int | str]) -> list[str]:
     """
     wanted, available = list(wanted), find_stages(dry_run)
     effective = list(available)
-    while len(effective) > 1 and any(isinstance(stage, int) and stage < 0 for stage in wanted):
-        last = end_of_sequential(dry_run.model, effective[-1])
-        if any(x.used for x in dry_run.select_maps([last], "after")):
-            break
-        effective.pop()
+    if (first := min((stage for stage in wanted if isinstance(stage, int)), default=0)) < 0:
+        ends = [end_of_sequential(dry_run.model, stage) for stage in available]
+        dry_run.test_use([x for end in ends[first - 1 :] for x in dry_run.maps(end)], "after")
+        while len(effective) > 1 and not any(x.used for x in dry_run.select_maps([ends[len(effective) - 1]], "after")):
+            effective.pop()
     from_end = enumerate(effective, -len(effective))
     by_word: dict[int | str, str] = {**dict(enumerate(available)), **dict(from_end), **{x: x for x in available}}
     for stage in wanted:
@@ -90,15 +87,10 @@ def match_stages(dry_run: DryRun, wanted: Iterable[int | str]) -> list[str]:
 
 def find_targets(dry_run: DryRun, sites: Iterable[str], at: str) -> list[str]:
     """Return the paths of the modules at which the blocks for the sites run."""
-    check_choice("at", at, ("after", "before", "branch"))
-    targets = [end_of_sequential(dry_run.model, site, 0 if at == "before" else -1) for site in sites]
-    if at == "branch":
-        ends: dict[str, str] = {}
-        for site in targets:
-            dry_run.check_called(site)
-        dry_run.run([(site, partial(find_branch_end, ends, site)) for site in targets])
-        targets = [end_of_sequential(dry_run.model, end) for end in ends.values()]
-    return first_names(dry_run.model, targets)
+    check_choice("at", at, ("after", "before"))
+    return first_names(
+        dry_run.model, [end_of_sequential(dry_run.model, site, 0 if at == "before" else -1) for site in sites]
+    )
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
@@ -123,7 +115,7 @@ def stage_names(model: nn.Module, example_input: Any = None) -> list[str]:
     ['relu', 'layer1', 'layer2', 'layer3', 'layer4']
     """
     model = unwrap_model(model)
-    return find_stages(DryRun(model, example_input))
+    return find_stages(DryRun(model, make_example(model, example_input), read_metadata(model)))
 
 
 def find_stages(dry_run: DryRun) -> list[str]:
@@ -187,46 +179,3 @@ def find_units(dry_run: DryRun, path: str, sizes: int = 2) -> list[FeatureMap]:
             units += maps
     order = list(dry_run.calls)
     return sorted(units, key=lambda x: order.index(x.target))
-
-
-# --- the end of a residual branch: the module whose output is added to the shortcut ----------------------------------
-
-
-def find_branch_end(ends: dict[str, str], site: str, block: nn.Module, args: Any, kwargs: Any, output: object) -> None:
-    """Find the last module of the branch, which is the summand of the last addition with more operations before it."""
-    names: dict[Node | None, str] = {}
-
-    def name_output(module: nn.Module, args: object, output: object) -> object:
-        if not isinstance(output, Tensor) or not output.requires_grad:
-            return output
-        output = output.clone()  # An in-place addition would change the autograd history if the output were a view.
-        names[output.grad_fn] = paths[module]
-        return output
-
-    paths = {module: name for name, module in block.named_modules(prefix=site) if module is not block}
-    with torch.enable_grad(), ExitStack() as stack:
-        for module in paths:
-            stack.callback(module.register_forward_hook(name_output).remove)
-        # The inputs must not be leaves of the autograd graph, because the module may change its input in place.
-        args, kwargs = tree_map_only(
-            Tensor, lambda x: x.detach().requires_grad_() * 1 if x.is_floating_point() else x, (args, kwargs)
-        )
-        addition = get_tensors(block.forward(*args, **kwargs))[0].grad_fn
-    while addition is not None and addition.name() != "AddBackward0":
-        addition = max((node for node, _ in addition.next_functions), key=depth, default=None)
-    shortcut, end = sorted((node for node, _ in addition.next_functions), key=depth) if addition else (None, None)
-    has_branch = depth(shortcut) < depth(end)
-    while end is not None and end not in names and end.name() in SCALING:
-        inner = [node for node, _ in end.next_functions if node is not None and node.next_functions]
-        end = inner[0] if len(inner) == 1 else None
-    if not has_branch or end not in names:
-        raise SiteError(f"{site!r} has no residual branch: it adds no output of a module to a shortcut. Use at='after'")
-    ends[site] = names[end]
-
-
-def depth(node: Node | None, known: dict[Node, int] | None = None) -> int:
-    """Return the length of the longest path of operations before a node of the autograd graph."""
-    known = {} if known is None else known
-    if node is not None and node not in known:
-        known[node] = 1 + max((depth(before, known) for before, _ in node.next_functions), default=0)
-    return 0 if node is None else known[node]

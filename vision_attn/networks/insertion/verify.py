@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from vision_attn.attention.scopes import scope
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.attach import attach_blocks_
 from vision_attn.networks.insertion.build import like_parameters
-from vision_attn.networks.insertion.dry_run import DryRun, bitwise_equal, get_tensors, has_no_values
 from vision_attn.networks.insertion.record import get_record
+from vision_attn.networks.insertion.registry import attach_blocks_
+from vision_attn.networks.inspection.dry_run import DryRun, bitwise_equal, get_tensors, has_no_values
 
 
 class ChildError(SiteError):
@@ -60,12 +60,15 @@ def verify_evaluation(dry_run: DryRun, blocks: Sequence[nn.Module]) -> tuple[flo
 
 def verify_training(dry_run: DryRun, blocks: Sequence[nn.Module]) -> str:
     """Compare copies with their originals in training mode. Return the reason if the output cannot be compared."""
+    maps: list[tuple[Tensor, int]] = []
     try:
-        output = run_with(dry_run, blocks, (), training=True)
+        output = run_with(dry_run, blocks, (), training=True, maps=maps)
     except SiteError:
         return "the network does not run on the example in training mode, or runs other modules"
     if reason := why_incomparable(output):
         return reason
+    if all(x._version == version for x, version in maps):
+        return ""  # The network changes no feature map in place, so that a copy makes no difference.
     return compare_copies(dry_run, blocks, output, training=True)
 
 
@@ -116,11 +119,16 @@ def child_error(blocks: Iterable[nn.Module]) -> ChildError:
 
 
 def run_with(
-    dry_run: DryRun, blocks: Sequence[nn.Module], copies: Collection[nn.Module] | None = None, training: bool = False
+    dry_run: DryRun,
+    blocks: Sequence[nn.Module],
+    copies: Collection[nn.Module] | None = None,
+    training: bool = False,
+    maps: list[tuple[Tensor, int]] | None = None,
 ) -> object:
     """Run the network with its blocks.
 
-    If ``copies`` is given, these blocks return a copy of their input, and the other blocks return the input.
+    If ``copies`` is given, these blocks return a copy of their input, and the other blocks return the input. If
+    ``maps`` is given, the inputs of the blocks are added to it, with their versions.
 
     Raises:
         SiteError: the network does not run, or does not call a block as often as the module at its site.
@@ -129,6 +137,8 @@ def run_with(
 
     def replace_output(block: nn.Module, args: tuple[Tensor, ...], kwargs: Any, output: Tensor) -> Tensor:
         calls.append(block)
+        if maps is not None:
+            maps.append((args[0], args[0]._version))
         if copies is None:
             return output
         return args[0].clone() if block in copies else args[0]
@@ -151,7 +161,7 @@ def random_contexts(dry_run: DryRun, blocks: Iterable[nn.Module]) -> AbstractCon
     maps = {}
     for block in blocks:
         record, like = get_record(block), like_parameters(block, dry_run.model)
-        if record.context_shape is not None and not record.context:
+        if record.context_shape is not None and record.second is None:
             maps[block] = torch.rand(dry_run.example.shape[0], *record.context_shape).to(like)
     return scope(dry_run.model, "context", maps)
 

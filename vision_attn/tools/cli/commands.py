@@ -27,7 +27,7 @@ def print_escaped(text: object) -> None:
 def input_shape(model: Any, img_size: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the shape of a batch with one image of a side, or height and width; None for the size of the model."""
     from vision_attn.checks import check_above
-    from vision_attn.networks.example import make_example
+    from vision_attn.networks.inspection.example import make_example
 
     check_above(0, img_size=min(img_size, default=None))
     return (*make_example(model).shape[:2], *(img_size * 2 if len(img_size) == 1 else img_size)) if img_size else None

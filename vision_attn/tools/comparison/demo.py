@@ -16,7 +16,7 @@ from vision_attn.checks import check_above
 from vision_attn.networks.capture.figures import attention_figure, save_figure
 from vision_attn.networks.capture.recording import capture
 from vision_attn.networks.checkpoints.folder import load_model, save_model
-from vision_attn.networks.network import quiet_eval
+from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.tools.comparison.experiments import Metrics, Runs, progress_printer, trials
 from vision_attn.tools.comparison.recall import CELLS, COLORS, NOTHING, PAIRS, PIXELS, accuracy, canvases, training
 from vision_attn.tools.comparison.variants import BLOCK_SETTINGS, RECALL, settings_for_variant

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.networks.finetuning import parameter_groups
-from vision_attn.networks.network import quiet_eval
+from vision_attn.networks.inspection.network import quiet_eval
 
 #: number of cells along a side of a canvas, and of pixels along a side of a cell
 CELLS, PIXELS = 12, 8

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vision_attn.networks.macs import count_macs
+from vision_attn.networks.inspection.macs import count_macs
 from vision_attn.tools.comparison.experiments import Metrics, Runs, progress_printer, trials
 from vision_attn.tools.training.run import run_training
 from vision_attn.tools.training.settings import CALL_SETTINGS, MACHINE_SETTINGS, make_settings

@@ -15,8 +15,8 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "convolution": {"block": "ConvBlock2d"},
     "large-kernel": {"block": "ConvBlock2d", "block_options": ("kernel_size=13",)},
     "norm-shortcut": {"block": "NormBlock2d"},
-    "se": {"block": "se", "at": "branch", "block_options": ("rd_ratio=2",)},
-    "cbam": {"block": "cbam", "at": "branch"},  # with the defaults of timm, in the residual branch as in the paper
+    "se": {"block": "se", "block_options": ("rd_ratio=2",)},
+    "cbam": {"block": "cbam"},  # with the defaults of timm
     "se-residual": {"block": "SqueezeExciteBlock2d"},
     "pooled-mlp": {"block": "ConvBlock2d", "block_options": ("kernel_size=None",)},
     "averaging": {"block_options": ("scale=0",)},
@@ -27,7 +27,7 @@ CIFAR: dict[str, Any] = {
     "warmup_epochs": 5.0, "label_smoothing": 0.1, "channels_last": True,
 }  # fmt: skip
 #: Settings of blocks are the only settings of recall.
-RECALL: dict[str, Any] = {"names": ("stage2",), "at": "after", "block_options": ("num_heads=4",)}
+RECALL: dict[str, Any] = {"names": ("stage2",), "block_options": ("num_heads=4",)}
 #: Recipes by data set. Other data sets use the defaults of ``vision-attn train``.
 RECIPES = {"cifar10": CIFAR, "cifar100": CIFAR, "recall": RECALL}
 #: Settings of blocks, which the plain network does not have.

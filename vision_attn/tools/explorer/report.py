@@ -20,9 +20,9 @@ from vision_attn.checks import check_above
 from vision_attn.networks.capture.maps import AttentionMap, scale_end
 from vision_attn.networks.capture.recording import capture
 from vision_attn.networks.contributions import branches, compute_scores, measure_branches, rms_ratio
-from vision_attn.networks.network import quiet_eval, unwrap_model
+from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
+from vision_attn.networks.inspection.selection import Globs
 from vision_attn.networks.safe import check_writable, write_atomically
-from vision_attn.networks.selection import Globs
 
 #: Largest height and width of a map on the page. Positions of larger maps are merged.
 MAX_SIDE = 28

@@ -21,9 +21,9 @@ from torchvision.transforms.v2 import Normalize
 from vision_attn.attention.blocks import set_impl_
 from vision_attn.errors import ExportError
 from vision_attn.networks.checkpoints.folder import get_classes
-from vision_attn.networks.example import make_example
 from vision_attn.networks.insertion import inserted_blocks
-from vision_attn.networks.network import unwrap_model
+from vision_attn.networks.inspection.example import make_example
+from vision_attn.networks.inspection.network import unwrap_model
 from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.networks.safe.write import name_errors, temporary_folder
 from vision_attn.text import Report

@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 from vision_attn.networks.contributions import branches, compute_scores, measure_branches, rms_ratio
-from vision_attn.networks.network import quiet_eval
+from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.tools.training.data import DataSplit, Images, open_images
 from vision_attn.tools.training.network import NetworkSetup
 from vision_attn.tools.training.settings import Settings

@@ -20,8 +20,8 @@ from vision_attn.networks.checkpoints.hub import SCHEME
 from vision_attn.networks.checkpoints.option_code import parse_option
 from vision_attn.networks.finetuning import freeze_backbone_
 from vision_attn.networks.insertion import InsertionReport, insert_
+from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.networks.models.registry import create_model, get_model_cfg
-from vision_attn.networks.network import quiet_eval
 from vision_attn.text import Table
 from vision_attn.tools.training.data import DataSplit, choose_crop
 from vision_attn.tools.training.settings import Settings

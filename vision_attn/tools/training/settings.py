@@ -97,7 +97,7 @@ class Blocks:
     stages: Annotated[Stages, hint("STAGE [STAGE ...]", "default: no block")] = ()
     # Modules at which to insert a block: names, or globs such as 'layer*.1'.
     names: Annotated[Strings, hint("MODULE [MODULE ...]", "default: no block")] = ()
-    at: Literal["after", "before", "branch"] = "after"  # Position of each block relative to its site.
+    at: Literal["after", "before"] = "after"  # Position of each block relative to its site.
     block: str = "attention"  # Block to insert: attention, a timm block such as cbam, or a class MODULE:CLASS.
     # Attention pattern: full, rows, columns, 'Window(7)' or another pattern, or an einx expression.
     pattern: Annotated[str | None, hint("PATTERN", "default: full")] = None

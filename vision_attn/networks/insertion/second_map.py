@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from torch import Tensor, nn
 
 from vision_attn.attention.scopes import scope
-from vision_attn.networks.insertion import inserted_blocks
 from vision_attn.networks.insertion.record import get_record
-from vision_attn.networks.network import unwrap_model
+from vision_attn.networks.insertion.registry import inserted_blocks
+from vision_attn.networks.inspection.network import unwrap_model
 
 
 def context(model: nn.Module, features: Tensor) -> AbstractContextManager[None]:
@@ -46,4 +46,4 @@ def context(model: nn.Module, features: Tensor) -> AbstractContextManager[None]:
 def blocks_with_context(model: nn.Module) -> list[nn.Module]:
     """Return the inserted blocks whose second feature map comes from outside the model."""
     records = ((block, get_record(block)) for block in inserted_blocks(model).values())
-    return [block for block, record in records if record.context_shape is not None and not record.context]
+    return [block for block, record in records if record.context_shape is not None and record.second is None]

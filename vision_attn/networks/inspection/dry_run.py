@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.networks.example import Example, make_example
-from vision_attn.networks.layout import (
+from vision_attn.networks.inspection.example import Example
+from vision_attn.networks.inspection.layout import (
     Element,
     FeatureMap,
     TensorSpec,
@@ -31,10 +31,9 @@ from vision_attn.networks.layout import (
     map_shape,
     token_grid,
 )
-from vision_attn.networks.macs import Cost, count_flops
-from vision_attn.networks.metadata import NetworkMetadata, read_metadata
-from vision_attn.networks.network import fixed_seed, kept_tensors, quiet_eval, without_hooks
-from vision_attn.networks.selection import end_of_sequential
+from vision_attn.networks.inspection.macs import Cost, count_flops
+from vision_attn.networks.inspection.metadata import NetworkMetadata
+from vision_attn.networks.inspection.network import undisturbed
 
 #: Values of the argument ``layout``.
 LAYOUT = re.compile(r"b c (w|h w|t h w)|b (w|h w|t h w) c|b \((\d+ \+ )?h w\) c")
@@ -55,22 +54,18 @@ class DryRun:
 
     Args:
         model: the network.
-        example_input: an :class:`Example`, or an input as in :func:`vision_attn.insert_`.
+        example: input of the network.
+        declared: metadata of the network.
         layout: layout of all feature maps; inferred from shapes and metadata when None.
     """
 
-    def __init__(self, model: nn.Module, example_input: Any = None, layout: str | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, example: Example, declared: NetworkMetadata, layout: str | None = None
+    ) -> None:
         if layout is not None and not LAYOUT.fullmatch(layout):
             raise ValueError(f"layout must be of the form 'b c h w', 'b h w c' or 'b (1 + h w) c', got {layout!r}")
         self.model = model
-        self.example: Example = make_example(model, example_input)
-        self.layout = layout
-        self.declared: NetworkMetadata = read_metadata(model)
-        known = dict(model.named_modules(remove_duplicate=False))
-        #: declared channels, by the path of the last module of a stage
-        self.channels: dict[str, int | None] = {
-            end_of_sequential(model, path): count for path, count in self.declared.stages if path in known
-        }
+        self.example, self.declared, self.layout = example, declared, layout
         #: inputs (``"before"``) and outputs (``"after"``) of each call, by path, in the order in which the calls return
         self.calls: dict[str, list[dict[str, dict[Element, TensorSpec]]]] = {}
         #: output and cost of the model
@@ -115,12 +110,8 @@ class DryRun:
         parameters = [*self.changed.get(training, model.parameters())]
         try:
             with ExitStack() as stack:
-                if not self.needs_hooks:
-                    stack.enter_context(without_hooks(model))
-                stack.enter_context(quiet_eval(model, training))
-                changed = stack.enter_context(kept_tensors(model, parameters))
+                changed = stack.enter_context(undisturbed(model, parameters, training, hooks=self.needs_hooks))
                 self.changed.setdefault(training, changed)
-                stack.enter_context(fixed_seed(model))
                 for path, hook in hooks:
                     module = model.get_submodule(path)
                     register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
@@ -196,7 +187,7 @@ class DryRun:
         if not fits and shape[0] != self.example.shape[0]:
             return None
         fits = fits or list(sizes)
-        fits = [layout for layout in fits if map_shape(shape, layout)[1] == self.channels.get(target)] or fits
+        fits = [layout for layout in fits if map_shape(shape, layout)[1] == self.declared.channels.get(target)] or fits
         layout = fits[-1] if self.declared.channels_last and len(shape) > 3 else fits[0]
         return layout, sizes[layout]
 
@@ -214,14 +205,12 @@ class DryRun:
         """
         candidates = [self.require_maps(target, at) for target in targets]
         every = [x for maps in candidates for x in maps]
-        if unknown := [x for x in every if (x, at) not in self.unused]:
-            found = self.find_unused(unknown, at)
-            self.unused.update({(x, at): x in found for x in unknown})
+        self.test_use(every, at)
         unused = [x for x in every if self.unused[x, at]]
         selected = []
         for maps in candidates:
             used = [x for x in maps if x not in unused] or [x._replace(used=False) for x in maps]
-            used = [x for x in used if x.shape[1] == self.channels.get(x.target)] or used
+            used = [x for x in used if x.shape[1] == self.declared.channels.get(x.target)] or used
             if len(used) > 1:
                 what = f"{used[0].target!r} {'receives' if at == 'before' else 'returns'} {len(used)} feature maps"
                 raise SiteError(f"{what}, but a block processes only one. Choose modules inside it")
@@ -230,7 +219,8 @@ class DryRun:
 
     def require_maps(self, target: str, at: str) -> list[FeatureMap]:
         """Return the feature maps in the input or output of a module; raise if there are none."""
-        self.check_called(target)
+        if target not in self.calls:
+            raise SiteError(f"{target!r} is not called in the forward pass. Choose another module")
         if maps := self.maps(target, at):
             return maps
         calls = self.calls[target]
@@ -245,10 +235,11 @@ class DryRun:
         remedy = "Choose another module, or pass the layout of its feature map as layout="
         raise SiteError(f"{target!r} {what}, and no feature map was found in it{why}. {remedy}")
 
-    def check_called(self, target: str) -> None:
-        """Raise for a module that the forward pass does not call."""
-        if target not in self.calls:
-            raise SiteError(f"{target!r} is not called in the forward pass. Choose another module")
+    def test_use(self, maps: Iterable[FeatureMap], at: str) -> None:
+        """Test whether the output depends on feature maps, in one forward and backward pass for all of them."""
+        if unknown := [x for x in maps if (x, at) not in self.unused]:
+            found = self.find_unused(unknown, at)
+            self.unused.update({(x, at): x in found for x in unknown})
 
     def find_unused(self, maps: list[FeatureMap], at: str) -> list[FeatureMap]:
         """Return the feature maps on which the output does not depend, by one forward and backward pass."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+
+from vision_attn.networks.inspection.selection import end_of_sequential
 
 #: The children of torchvision's residual networks that are stages.
 RESNET = ("relu", "layer1", "layer2", "layer3", "layer4")
@@ -63,6 +66,8 @@ class NetworkMetadata:
     parts: tuple[str, ...] = ()
     #: path and channels of each stage
     stages: tuple[tuple[str, int | None], ...] = ()
+    #: declared channels, by the path of the last module of a stage
+    channels: Mapping[str, int | None] = field(default_factory=dict)
     #: the part in which the last module of each feature map size is a stage; None without metadata
     trunk: str | None = None
     #: number of tokens before a grid
@@ -71,6 +76,8 @@ class NetworkMetadata:
     channels_last: bool = False
     #: reason why the tokens are not a feature map
     non_raster: str = ""
+    #: True if the network pads images of different sizes, as detectors of torchvision and DETR do
+    pads_images: bool = False
 
 
 def read_metadata(model: nn.Module) -> NetworkMetadata:
@@ -83,7 +90,14 @@ def read_metadata(model: nn.Module) -> NetworkMetadata:
                 found[path] = declared
         if found:
             break
-    return next(iter(found.values())) if len(found) == 1 else NetworkMetadata(parts=tuple(found))
+    pads_images = any(type(module).__name__ == "GeneralizedRCNNTransform" for module in model.modules())
+    pads_images = pads_images or "pixel_mask" in inspect.signature(model.forward).parameters
+    if len(found) != 1:
+        return NetworkMetadata(parts=tuple(found), pads_images=pads_images)
+    (declared,) = found.values()
+    known = dict(model.named_modules(remove_duplicate=False))
+    ends = {end_of_sequential(model, path): count for path, count in declared.stages if path in known}
+    return replace(declared, channels=ends, pads_images=pads_images)
 
 
 def read_module(module: nn.Module, path: str, wrapped: bool) -> NetworkMetadata | None:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
+from vision_attn.checks import product
 from vision_attn.networks.block_factories import describe_error
-from vision_attn.networks.insertion.record import InsertedBlock
-from vision_attn.networks.layout import FeatureMap
-from vision_attn.networks.macs import Cost, run_on_meta
+from vision_attn.networks.inspection.layout import FeatureMap
+from vision_attn.networks.inspection.macs import Cost, run_on_meta
 
 #: Side lengths of feature maps for which full attention is proposed. Attention has little effect on smaller feature
 #: maps, and costs more than the network on larger ones.
@@ -44,26 +44,27 @@ def feature_map_error(block: nn.Module, site: str, shape: Sequence[int], error: 
     return ValueError(f"{what} ({describe_error(error)})")
 
 
-def propose(stages: Iterable[tuple[int, InsertedBlock]]) -> list[str]:
+def propose(stages: Iterable[tuple[int, tuple[int, ...]]]) -> list[str]:
     """Propose late stages of a suitable size, and windows at a larger stage.
 
     Args:
-        stages: index and record of each stage that can be proposed.
+        stages: index, and size of the feature map, of each stage that can be proposed.
 
     Returns:
         Calls of :func:`vision_attn.insert_`, each with a reason.
     """
-    sides = {index: (math.sqrt(x.tokens), x) for index, x in stages}
-    late = [index for index, (side, _) in sides.items() if MIN_SIDE <= side <= MAX_SIDE][-2:]
-    large = [(index, x) for index, (side, x) in sides.items() if side > MAX_SIDE and len(x.map_size) == 2][-1:]
+    sizes = dict(stages)
+    sides = {index: math.sqrt(product(size)) for index, size in sizes.items()}
+    late = [index for index, side in sides.items() if MIN_SIDE <= side <= MAX_SIDE][-2:]
+    large = [index for index, side in sides.items() if side > MAX_SIDE and len(sizes[index]) == 2][-1:]
     found = []
     if late:
-        sizes = " and ".join(sides[index][1].size for index in late)
-        found.append(f"va.insert_(model, stages={late}): late, with feature maps of {sizes}")
-    for index, x in large:
+        listed = " and ".join("×".join(map(str, sizes[index])) for index in late)
+        found.append(f"va.insert_(model, stages={late}): late, with feature maps of {listed}")
+    for index in large:
         # The window size divides the feature map; if none does, the most common size is used, with padding.
-        window = next((side for side in WINDOWS if not any(length % side for length in x.map_size)), WINDOWS[0])
-        why = f"finer detail, in windows because full attention on {x.tokens:,} positions is too expensive"
+        window = next((side for side in WINDOWS if not any(length % side for length in sizes[index])), WINDOWS[0])
+        why = f"finer detail, in windows because full attention on {product(sizes[index]):,} positions is too expensive"
         found.append(f"va.insert_(model, stages={[index]}, pattern=va.Window({window})): {why}")
     return found
 

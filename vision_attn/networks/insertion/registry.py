@@ -10,16 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
+from operator import add
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.build import build_block, like_parameters, require_module
-from vision_attn.networks.insertion.exact import wrap_exactly
+from vision_attn.networks.insertion.build import rebuild, require_module
 from vision_attn.networks.insertion.hooks import (
     block_at,
     check_block,
@@ -36,11 +35,10 @@ from vision_attn.networks.insertion.record import (
     get_record,
     is_inserted,
     replaced_module,
-    set_record_,
 )
-from vision_attn.networks.insertion.untrained import warn_if_untrained
-from vision_attn.networks.network import unwrap_model
-from vision_attn.networks.selection import ancestor_paths
+from vision_attn.networks.inspection.network import unwrap_model
+from vision_attn.networks.inspection.selection import ancestor_paths
+from vision_attn.networks.untrained import warn_if_untrained
 
 
 def attach_(model: nn.Module, block: nn.Module) -> None:
@@ -48,11 +46,11 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
     record = get_record(block)
     path, _, child = record.block_path.rpartition(".")
     target, owner = require_module(model, record.site), require_module(model, path)
-    replaces, near = record.at == "replace", record.is_child or f"{record.site}.".startswith(f"{path}.")
-    if record.at not in ("after", "before", "replace") or not (replaces or (near and child.startswith(CHILD))):
-        what = f"at={record.at!r}, block {record.block_path!r}"
+    at, near = record.target.at, record.is_child or f"{record.site}.".startswith(f"{path}.")
+    if at not in ("after", "before", "replace") or not (at == "replace" or (near and child.startswith(CHILD))):
+        what = f"at={at!r}, block {record.block_path!r}"
         raise SiteError(f"{record.site!r}: the record of the block is invalid ({what})")
-    if block_at(target) or replaced_module(target) or (not replaces and hasattr(owner, child)):
+    if block_at(target) or replaced_module(target) or (at != "replace" and hasattr(owner, child)):
         raise SiteError(
             f"{record.site!r} already has an inserted block, or is one. To replace the block, call va.remove_(model) "
             "first. To run two blocks in order, insert one class that contains both, such as an nn.Sequential subclass"
@@ -60,15 +58,14 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
     if isinstance(target, GraphModule):
         what = f"{record.site!r} is a graph of torch.fx, whose hooks are not pickled"
         raise SiteError(f"{what}. Choose a module inside, or insert before tracing")
-    if replaces:
-        set_record_(block, replace(record, replaced=(target,)))
+    if at == "replace":
         replace_module_(model, target, block)
         return
     owner.add_module(child, block)
     start = len(record.site) + 1
     hook_(target, block, record.block_path[start:] if record.is_child else None)
-    if record.context:
-        require_module(model, record.context).register_forward_hook(partial(keep_context, block=block))
+    if record.second is not None:
+        require_module(model, record.second.path).register_forward_hook(partial(keep_context, block=block))
         model.register_forward_hook(partial(drop_context, block=block), always_call=True)
     # Hooks check that the block still runs, in the network and in the nearest module that other code may call alone.
     nearest = [x for x in ancestor_paths(record.site) if type(model.get_submodule(x)).forward is not nn.Module.forward]
@@ -76,10 +73,10 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
         start = len(around) + bool(around)
         check = partial(check_block, block=block, target=record.site[start:], child=record.block_path[start:])
         model.get_submodule(around).register_forward_pre_hook(check)
-    if "(" in record.layout:
+    if "(" in record.target.layout:
         # Methods such as forward_features do not run the hooks of the network, but run its patch embedding.
         convolutions = (x for x in model.modules() if isinstance(x, nn.modules.conv._ConvNd))
-        first = next((x for x in convolutions if x.in_channels == record.input_shape[1]), model)
+        first = next((x for x in convolutions if x.in_channels == record.target.input_shape[1]), model)
         first.register_forward_pre_hook(partial(check_grid, block=block), with_kwargs=True)
 
 
@@ -108,15 +105,9 @@ def attach_records_(
     True
     """
     # Replacements are attached first, because a block must not become a child of a module that is replaced.
-    wanted = sorted(wanted, key=lambda record: record.at != "replace")
-    blocks = []
-    for record in wanted:
-        make = factories[record.block]
-        block = build_block(model, record.site, record.at, make, record.channels, record.options)
-        like = like_parameters(model.get_submodule(record.site), model)
-        blocks.append(set_record_(wrap_exactly(block, record.channels, like, record.wrapper_options), record))
+    blocks = [rebuild(model, x, factories) for x in sorted(wanted, key=lambda record: record.target.at != "replace")]
     with attach_blocks_(model, blocks):
-        return tuple(wanted)
+        return tuple(map(get_record, blocks))
 
 
 @contextmanager
@@ -129,7 +120,7 @@ def attach_blocks_(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[No
         reset_compiled_graphs()
         yield
         stack.pop_all()
-    warn_if_untrained(model, blocks)
+    warn_if_untrained(model, {get_record(block).site: block for block in blocks})
 
 
 def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -141,7 +132,6 @@ def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         if (old := replaced_module(block)) is not None:
             match_state_(old, block, model)
             replace_module_(model, block, old)
-            set_record_(block, replace(get_record(block), replaced=()))
     for module in [*model.modules()]:
         unhook_(module, blocks)
         for name in [name for name, child in module.named_children() if child in blocks]:
@@ -188,9 +178,8 @@ def inserted_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """
     network = unwrap_model(model)
     for owner in network.modules():
-        for hook in owner._forward_pre_hooks.values():
-            if isinstance(hook, partial) and hook.func is check_block:
-                hook(owner, ())
+        for hook in our_hooks(owner, (check_block,)):
+            hook(owner, ())
     return blocks_by_site(network)
 
 
@@ -234,14 +223,16 @@ def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
     >>> [(record.site, record.block, record.tokens) for record in records(model)]
     [('0', 'AttentionBlock2d', 256)]
     """
-    # The sites are computed again, because the model may have become part of another model.
-    blocks = inserted_blocks(model)
-    paths = {block: path for path, block in unwrap_model(model).named_modules()}
-    found = []
+    return tuple(current_records(unwrap_model(model), inserted_blocks(model)))
+
+
+def current_records(network: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[InsertedBlock]:
+    """Yield the records of blocks with their paths in a network, which may have become part of another network."""
+    paths = {block: path for path, block in network.named_modules()}
     for site, block in blocks.items():
         record = get_record(block)
-        found.append(replace(record, site=site, block_path=paths.get(block, record.block_path)))
-    return tuple(found)
+        around = site.removesuffix(record.site)
+        yield record.moved(site, paths.get(block, record.block_path), partial(add, around))
 
 
 def inserted_keys(model: nn.Module) -> set[str]:

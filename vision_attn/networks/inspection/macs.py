@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from vision_attn.attention.blocks import attention_modules, use_impl
 from vision_attn.checks import product
-from vision_attn.networks.network import quiet_eval
+from vision_attn.networks.inspection.network import quiet_eval
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -44,21 +46,33 @@ def is_synchronized(module: nn.Module) -> bool:
     return any(kind.__name__ in SYNCHRONIZED for kind in type(module).__mro__)
 
 
-def require_modifiable(model: nn.Module) -> nn.Module:
-    """Return the network inside its wrappers; raise if modules can no longer be inserted or removed.
+def require_modifiable(model: nn.Module, call: str) -> nn.Module:
+    """Return the network inside its wrappers; raise if a call can no longer add or remove modules.
 
-    >>> require_modifiable(nn.DataParallel(nn.ReLU()))
+    >>> require_modifiable(nn.DataParallel(nn.ReLU()), "va.insert_")
     ReLU()
     """
-    network = unwrap_model(model)
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise SiteError(f"a TorchScript program ({type(module).__name__}) cannot be changed. Insert before tracing")
-        if is_synchronized(module):
-            raise SiteError(
-                f"model is wrapped in {type(module).__name__}: insert into the network first and wrap it afterwards"
-            )
-    return network
+            what = f"a TorchScript program ({type(module).__name__}) cannot be changed"
+            raise SiteError(f"{what}. Call {call} before tracing")
+    if (wrapper := synchronizer(model)) is not None:
+        what = f"model is wrapped in {wrapper}, which does not synchronize parameters that are added later"
+        raise SiteError(f"{what}. Call {call} on the network before wrapping it")
+    return unwrap_model(model)
+
+
+def synchronizer(model: nn.Module) -> str | None:
+    """Return the name of the class that synchronizes a model, or a model that contains it, between processes, or None.
+
+    A network does not refer to the wrapper around it, so the wrapper is searched among all objects.
+    """
+    around: Iterable[Any] = ()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        gc.collect()  # a wrapper that is no longer in use
+        around = (x for x in gc.get_objects() if issubclass(type(x), nn.Module) and is_synchronized(x))
+    modules = chain(model.modules(), (x for x in around if any(model is part for part in x.modules())))
+    return next((type(x).__name__ for x in modules if is_synchronized(x)), None)
 
 
 def running_calls() -> Iterator[Call]:
@@ -157,7 +171,8 @@ def is_library_hook(hook: Any) -> bool:
 def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
     """Return a context in which compiled models run in eager mode in this thread, because graphs do not run hooks."""
     # If dynamo is not loaded, no model is compiled. Importing it would take a second.
-    return scope(unwrap_model(model), "eager", {model: True}) if "torch._dynamo" in sys.modules else nullcontext()
+    network = unwrap_model(model)
+    return scope(network, "eager", {model: True}) if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
@@ -184,3 +199,23 @@ def quiet_eval(model: nn.Module, training: bool = False) -> Iterator[None]:
     finally:
         for module, before in modes:
             module.training = before
+
+
+@contextmanager
+def undisturbed(
+    model: nn.Module, parameters: Iterable[Tensor], training: bool = False, hooks: bool = False
+) -> Iterator[list[Tensor]]:
+    """Run a model quietly, with a fixed random seed, and restore its tensors, modes and the random states afterwards.
+
+    Args:
+        model: the network.
+        parameters: parameters that may change in place. Only these are copied.
+        training: run in training mode instead of evaluation mode.
+        hooks: call the hooks of other code.
+
+    Yields:
+        A list that contains the parameters that have changed in place, when the context ends.
+    """
+    kept = nullcontext() if hooks else without_hooks(model)
+    with kept, kept_tensors(model, parameters) as changed, fixed_seed(model), quiet_eval(model, training):
+        yield changed
