@@ -21,6 +21,9 @@ from vision_attn.text import shorten
 #: Entries under which training scripts save the weights of a network. They are preferred to other entries that match.
 WEIGHT_ENTRIES = ("state_dict", "model", "model_state_dict", "net", "params")
 
+#: Largest number of keys in the entries of a file, enough for five times the tensors of :data:`.read.MAX_LIST`.
+MAX_KEYS = 400_000
+
 SHARD = (
     "a shard. Save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) "
     "of torch.distributed.checkpoint.state_dict"
@@ -59,7 +62,7 @@ def find_weights(
         names = {key: unwrap_key(key, wrappers) for key in keys}
         return rename_keys(remove_prefix(names, prefix.removeprefix(f"{entry}.")), pairs)
 
-    entries = {name: value for name, value in iterate_entries(file.content) if is_state_dict(value)}
+    entries = {name: value for name, value in iterate_entries(file) if is_state_dict(value)}
     converted = {name: convert(name, content) for name, content in entries.items()}
     entry = choose_entry(file, entries, converted, required, ema=ema)
     values = read_values(file, entries[entry], required)
@@ -115,13 +118,26 @@ def select_tensors(path: object, names: Mapping[str, str], values: Mapping[str, 
 # --- entries ----------------------------------------------------------------------------------------------------------
 
 
-def iterate_entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the content of a file, and the dictionaries in it to a depth of two, by names such as ``"ema.model"``."""
-    yield "", content
-    for name, value in content.items():
-        if isinstance(value, Mapping):
-            yield f"{name}", value
-            yield from ((f"{name}.{inner}", item) for inner, item in value.items() if isinstance(item, Mapping))
+def iterate_entries(file: CheckpointFile) -> Iterator[tuple[str, Any]]:
+    """Yield the content of a file, and the dictionaries in it to a depth of two, by names such as ``"ema.model"``.
+
+    Dictionaries that contain each other could be entries of each other, so the number of keys is limited.
+    """
+    budget = MAX_KEYS
+
+    def inner(outer: str, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        nonlocal budget
+        for name, value in content.items():
+            if isinstance(value, Mapping):
+                budget -= 1 + len(value)
+                if budget < 0:
+                    raise CheckpointError(f"{file.path} has more than {MAX_KEYS:,} keys in its entries")
+                yield f"{outer}{name}", value
+
+    yield "", file.content
+    for name, value in inner("", file.content):
+        yield name, value
+        yield from inner(f"{name}.", value)
 
 
 def is_state_dict(value: Mapping[Any, Any]) -> bool:
@@ -159,8 +175,9 @@ def choose_entry(
 def count_matches(content: Mapping[str, Any], names: Mapping[str, str], required: Tensors) -> int:
     """Count the required keys, and required keys with the same shape, under any prefix."""
     shapes: dict[str, set[object]] = {}
+    longest = max((key.count(".") for key in required), default=0) + 1
     for key, name in names.items():
-        parts = name.split(".")
+        parts = name.rsplit(".", longest)
         for first in range(len(parts)):
             shapes.setdefault(".".join(parts[first:]), set()).add(getattr(content[key], "shape", None))
     return sum(1 + (value.shape in shapes[key]) for key, value in required.items() if key in shapes)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 
 import torch
@@ -64,9 +66,27 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
-    """Create a hidden folder for incomplete files; it remains only if the process is killed."""
-    with TemporaryDirectory(prefix=".vision_attn-", dir=parent) as name:
+    """Create a hidden folder for incomplete files, and remove those of processes of this machine that were killed."""
+    start = f".vision_attn-{socket.gethostname()}-"
+    for left in parent.glob(f"{start}*"):
+        process = left.name.removeprefix(start).partition("-")[0]
+        if process.isdecimal() and not is_running(int(process)):
+            rmtree(left, ignore_errors=True)
+    with TemporaryDirectory(prefix=f"{start}{os.getpid()}-", dir=parent) as name:
         yield Path(name)
+
+
+def is_running(process: int) -> bool:
+    """Return True unless a process of this machine has ended; processes of other users are running."""
+    if os.name != "posix":
+        return True  # a signal would end the process
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def is_stream(path: Path) -> bool:
