@@ -1,6 +1,9 @@
 """A batch of padded images has the outputs of each image alone."""
 
 import copy
+import inspect
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import timm
@@ -11,6 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import vision_attn as va
+from vision_attn.attention import recomputation
+from vision_attn.attention.scopes import RECORDED
 from vision_attn.networks.padded_batches import padding_warning
 
 SIZES = [(9, 14), (9, 7), (5, 14), (6, 5)]
@@ -183,18 +188,111 @@ INSIDE = {"va.padded": lambda model: va.padded(model, [(64, 96), (32, 64)]), "va
 def test_activation_checkpointing_inside_and_outside(function, use_reentrant):
     model, x = network(), torch.randn(2, 3, 64, 96, requires_grad=True)
     with INSIDE[function](model):
-        (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+        (inside,) = torch.autograd.grad(model(x).square().sum(), x)
+    (outside,) = torch.autograd.grad(model(x).square().sum(), x)
     layer3, layer4 = model.layer3.forward, model.layer4.forward
     model.layer3.forward = lambda y: checkpoint(lambda z: layer4(layer3(z)), y, use_reentrant=use_reentrant)
     model.layer4.forward = lambda y: y  # it follows the block in one segment: torch recomputes no more than it needs
-    with INSIDE[function](model):
-        model(x).square().sum().backward()
-    torch.testing.assert_close(x.grad, expected)
-    with INSIDE[function](model):
-        y = model(x)
-    with pytest.raises(RuntimeError, match=f"outside {function}"):
+
+    def gradient(y):
+        x.grad = None
         y.square().sum().backward()
-    model(x).square().sum().backward()  # outside from the start
+        return x.grad
+
+    with INSIDE[function](model):
+        torch.testing.assert_close(gradient(model(x)), inside)
+        y = model(x)
+    z = model(x)
+    torch.testing.assert_close(gradient(y), inside)
+    with INSIDE[function](model):
+        torch.testing.assert_close(gradient(z), outside)
+    del y, z
+    assert not len(RECORDED)  # the values are freed with the graphs
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputed_passes_of_other_sizes_and_sizes_of_images(use_reentrant):
+    model, images = network(), [torch.randn(2, 3, 64, 96), torch.randn(2, 3, 96, 128)]
+
+    def gradients():
+        model.zero_grad()
+        with va.padded(model, [(64, 96), (32, 64)]):
+            outputs = [model(x) for x in images]
+            with va.padded(model, [(16, 96), (48, 32)]):
+                outputs += [model(x) for x in images]
+                sum(y.square().sum() for y in outputs).backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = gradients()
+    for stage in (model.layer3, model.layer4):
+        stage.forward = partial(checkpoint, stage.forward, use_reentrant=use_reentrant)
+    for found, wanted in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_function_that_recomputes_without_keeping_its_scopes_is_refused():
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(x, model):
+            return model(x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(inputs[0])
+            ctx.model = inputs[1]
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                return torch.autograd.grad(ctx.model(x), x, gradient)[0], None
+
+    block, x = va.AttentionBlock2d(8, 2, gate_init=1.0), torch.randn(2, 8, 6, 6, requires_grad=True)
+    Recompute.apply(x, block).sum().backward()
+    for inside in (True, False):
+        with va.padded(block, [(6, 6), (4, 5)]):
+            y = Recompute.apply(x, block)
+        scope = va.padded(block, [(6, 6), (4, 5)]) if inside else nullcontext()
+        with scope, pytest.raises(RuntimeError, match=r"keep the with block.*va\.padded"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["unpack_hook", "gen", "new_frame", "frame"])
+def test_other_names_in_torch_are_refused(name, monkeypatch):
+    """A release of torch that renames a function or a variable must lead to an error, not to other values."""
+    source = inspect.getsource(recomputation.running_segments)
+    assert f'"{name}"' in source
+    names = dict(vars(recomputation))
+    exec(source.replace(f'"{name}"', f'"{name}_of_a_later_release"'), names)
+    monkeypatch.setattr("vision_attn.attention.scopes.running_segments", names["running_segments"])
+    block, x = va.AttentionBlock2d(8, 2, gate_init=1.0), torch.randn(2, 8, 6, 6, requires_grad=True)
+
+    def train():
+        with va.padded(block, [(6, 6), (4, 5)]):
+            y = checkpoint(block, x, use_reentrant=False)
+        y.sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"tested version|keep the with block"):
+        train()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_mask_that_changes_before_it_is_used_again_is_refused(use_reentrant):
+    block, x = va.AttentionBlock2d(8, 2, gate_init=1.0), torch.randn(1, 8, 6, 6, requires_grad=True)
+    mask = mask_of([(4, 5)], (6, 6))
+    with va.padded(block, mask):
+        y = checkpoint(block, x, use_reentrant=use_reentrant)
+    mask.fill_(True)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_a_compiled_part_of_a_segment_is_refused():
+    block, x = va.AttentionBlock2d(8, 2, gate_init=1.0), torch.randn(2, 8, 6, 6, requires_grad=True)
+    part = torch.compile(block, backend="eager")
+    with va.padded(block, [(6, 6), (4, 5)]), pytest.raises(RuntimeError, match="of a compiled part"):
+        checkpoint(part, x, use_reentrant=True)
+    checkpoint(part, x, use_reentrant=True).sum().backward()
 
 
 class PadsLists(nn.Module):

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from vision_attn.attention.patterns.grouping import in_graph
-from vision_attn.attention.scopes import check_recomputation, scoped_values
+from vision_attn.attention.scopes import scoped_values
 
 
 def valid_positions(block: Any, *maps: Tensor) -> list[Tensor] | None:
     """Return the valid positions of each feature map, bool ``(b, 1, *size)``; None outside ``va.padded``."""
     found = scoped_values("valid", block)
-    check_recomputation("va.padded", block, bool(found))
     if not found:
         return None
     if in_graph(maps[0]):

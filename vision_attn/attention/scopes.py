@@ -2,7 +2,11 @@
 
 The values are kept in a ``ContextVar``, so other threads and tasks can run the same model at the same time without
 being affected. Tasks started inside the block inherit the values, as does :func:`asyncio.to_thread`. New threads do not
-inherit them, and neither do the threads in which autograd recomputes checkpointed activations on a GPU.
+inherit them.
+
+Activation checkpointing computes a segment of a forward pass again during the backward pass, which may run in another
+``with`` block, or in a thread of autograd. The rule for all ``with`` blocks: a segment that runs again gets the values
+of its first run, or an error is raised. The values are kept with the segment and freed with its graph.
 """
 
 from __future__ import annotations
@@ -12,18 +16,49 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from vision_attn.attention.recomputation import backward_pass, running_segments
+
 #: If a copy runs in place of a module, this attribute of the copy holds the module.
 ORIGINAL = "original"
 
-#: The active ``with`` blocks of this thread or task, innermost last: values by kind and module.
-SCOPES: ContextVar[tuple[dict[tuple[str, nn.Module], Any], ...]] = ContextVar("SCOPES", default=())
+#: Kinds of values that do not change gradients: the recording of ``va.capture``, and the choice of eager mode.
+WITHOUT_EFFECT = {"attention", "eager"}
 
-#: Functions whose ``with`` block changed the last forward pass of a module, and the id of the module.
-CHANGED: set[tuple[str, int]] = set()
+
+class Values(dict[tuple[str, nn.Module], Any]):
+    """The values of a ``with`` block by kind and module."""
+
+    #: The backward pass in which the ``with`` block was entered; -1 outside backward passes.
+    entered_in: int = -1
+    #: The tensors among the values of a segment, and their versions, which count changes in place.
+    versions: tuple[tuple[Tensor, int], ...] = ()
+
+
+class DependsOnPass:
+    """A value that depends on the running forward pass, such as the size of its images."""
+
+    def fixed(self) -> Any:
+        """Return the value for the running forward pass, for the case that it runs again."""
+        raise NotImplementedError
+
+    def tensors(self) -> list[Tensor]:
+        """Return the user's tensors on which the value depends."""
+        return []
+
+
+#: The active ``with`` blocks of this thread or task, innermost last.
+SCOPES: ContextVar[tuple[Values, ...]] = ContextVar("SCOPES", default=())
+
+#: The values with which a segment ran first, by the identity of the segment.
+RECORDED: WeakKeyDictionary[Any, tuple[Values, ...]] = WeakKeyDictionary()
+
+#: Modules that used values outside known segments: possibly in a segment of another library.
+UNRECORDED: WeakSet[nn.Module] = WeakSet()
 
 
 @contextmanager
@@ -34,7 +69,9 @@ def scope(model: nn.Module, kind: str, values: Mapping[Any, Any]) -> Iterator[No
     """
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise ValueError("model must run in this thread, got nn.DataParallel on several GPUs. Pass model.module.")
-    entered = {(kind, module): value for module, value in values.items()}
+    record_segments(active_scopes())  # a segment that enters a scope enters it again when it runs again
+    entered = Values({(kind, module): value for module, value in values.items()})
+    entered.entered_in = backward_pass()
     STANCE.enter()
     SCOPES.set((*SCOPES.get(), entered))
     try:
@@ -46,18 +83,24 @@ def scope(model: nn.Module, kind: str, values: Mapping[Any, Any]) -> Iterator[No
 
 
 def scoped_values(kind: str, module: nn.Module) -> list[Any]:
-    """Return the values of a module in the active ``with`` blocks, innermost last."""
-    if torch.compiler.is_dynamo_compiling() and not in_scope():
-        return []
+    """Return the values of a module in the ``with`` blocks of its forward pass, innermost last."""
+    if torch.compiler.is_dynamo_compiling():
+        if not in_scope():
+            return []
+        scopes, recorded = SCOPES.get(), True
+    else:
+        scopes = active_scopes(module)
+        recorded = kind in WITHOUT_EFFECT or not scopes or record_segments(scopes)
     key = kind, vars(module).get(ORIGINAL, module)
-    return [value for values in SCOPES.get() if (value := values.get(key)) is not None]
+    found = [value for values in scopes if (value := values.get(key)) is not None]
+    if found and not recorded:
+        UNRECORDED.add(module)
+    return found
 
 
 def scoped_output(block: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Apply the functions of the active ``with`` blocks to the output ``y`` of a residual block with input ``x``."""
-    functions = scoped_values("output", block)
-    check_recomputation("va.disabled", block, return_input in functions)
-    for function in functions:
+    for function in scoped_values("output", block):
         y = function(x, y)
     return y
 
@@ -67,22 +110,65 @@ def return_input(x: Tensor, y: Tensor) -> Tensor:
     return x
 
 
-def check_recomputation(function: str, module: nn.Module, changed: bool) -> None:
-    """Raise if activation checkpointing computes a forward pass again outside the ``with`` block that changed it."""
-    if torch.compiler.is_dynamo_compiling():
-        return
-    if changed:
-        CHANGED.add((function, id(module)))
-    elif (function, id(module)) in CHANGED and in_backward():
-        remedy = "Run the backward pass inside it, or turn activation checkpointing off"
-        raise RuntimeError(f"activation checkpointing ran a block outside {function}. {remedy}")
-    else:
-        CHANGED.discard((function, id(module)))
+def active_scopes(module: nn.Module | None = None) -> tuple[Values, ...]:
+    """Return the values that apply to the running forward pass of a module, innermost last.
+
+    For a segment that runs again, these are the values of its first run, and of the ``with`` blocks that it enters.
+    """
+    scopes, number = SCOPES.get(), backward_pass()
+    if number == -1 or not (scopes or RECORDED or UNRECORDED):
+        return scopes
+    entered = tuple(values for values in scopes if values.entered_in == number)
+    for segment in running_segments():
+        if segment.again:
+            recorded = RECORDED.get(segment.identity, ())
+            if any(x._version != version for values in recorded for x, version in values.versions):
+                what = "the mask of va.padded or the features of va.context changed in place before the backward pass"
+                raise RuntimeError(f"{what}, so activation checkpointing would compute other values. Pass a copy")
+            return (*recorded, *entered)
+    if module is not None and (len(entered) < len(scopes) or used_values(module)):
+        what = f"{type(module).__name__} ran in a backward pass, in a function that does not keep the with block"
+        remedy = "Use torch.utils.checkpoint for activation checkpointing"
+        raise RuntimeError(f"{what} of its forward pass (va.padded, va.context, va.disabled or va.use_impl). {remedy}")
+    return entered
 
 
-def in_backward() -> bool:
-    """Return True during a backward pass, in which activation checkpointing computes a forward pass again."""
-    return torch._C._current_graph_task_id() != -1
+def used_values(module: nn.Module) -> bool:
+    """Return True if a graph that still exists, or an unknown segment, used values for a module."""
+    return module in UNRECORDED or any(
+        owner is module and kind not in WITHOUT_EFFECT
+        for scopes in list(RECORDED.values())
+        for values in scopes
+        for kind, owner in values
+    )
+
+
+def record_segments(scopes: tuple[Values, ...]) -> bool:
+    """Keep the values of the running forward pass for its segments; return False if there is no segment."""
+    found = False
+    for segment in running_segments():
+        found = True
+        if segment.again:
+            break
+        if segment.identity not in RECORDED:
+            if segment.compiled and any(kind not in WITHOUT_EFFECT for values in scopes for kind, _ in values):
+                what = "activation checkpointing of a compiled part would compute it again without the with block"
+                remedy = "Compile the model instead of the part, or turn activation checkpointing off"
+                raise RuntimeError(f"{what} (va.padded, va.context, va.disabled or va.use_impl). {remedy}")
+            RECORDED[segment.identity] = tuple(fixed_values(values) for values in scopes)
+    return found
+
+
+def fixed_values(values: Values) -> Values:
+    """Return a copy of values in which none depends on the running forward pass."""
+    fixed, tensors = Values(values), list[Any]()
+    for key, value in values.items():
+        if isinstance(value, DependsOnPass):
+            fixed[key] = value.fixed()
+        tensors += value.tensors() if isinstance(value, DependsOnPass) else [value]
+    unique = {id(x): x for x in tensors if isinstance(x, Tensor) and not x.is_inference()}
+    fixed.versions = tuple((x, x._version) for x in unique.values())
+    return fixed
 
 
 def in_scope() -> bool:

@@ -242,7 +242,7 @@ def disabled(
 
     The model is not changed: other threads, including threads that are started inside the ``with`` block, and copies of
     the model run the blocks. A compiled model runs in eager mode inside the ``with`` block. With activation
-    checkpointing, the backward pass must run inside it as well, on a CPU; otherwise, an error is raised.
+    checkpointing, the backward pass may run inside or outside of it.
 
     Args:
         model: a network with inserted blocks.

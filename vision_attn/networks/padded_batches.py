@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks.config import ConfigurableImpl
-from vision_attn.attention.scopes import scope
+from vision_attn.attention.scopes import DependsOnPass, scope
 from vision_attn.networks.example import Example
 from vision_attn.networks.network import running_calls, unwrap_model
 
@@ -26,7 +28,7 @@ def padded(
 
     ``docs/patterns.md`` lists the options for which this does not hold. Convolutions still read padding near its
     border. A compiled model runs in eager mode inside the ``with`` block. With activation checkpointing, the backward
-    pass must run inside it as well, on a CPU.
+    pass may run inside or outside of it.
 
     Args:
         model: a network with blocks on feature maps, or a part of it; attention that was converted by
@@ -39,7 +41,6 @@ def padded(
     Raises:
         ValueError: the model has no block on feature maps, ``valid`` does not fit the images, or ``image_size`` is
             required.
-        RuntimeError: the backward pass recomputes a block outside the ``with`` block.
 
     Source: the mask of padded pixels in Carion et al., *End-to-End Object Detection with Transformers*, 2020,
     https://arxiv.org/abs/2005.12872
@@ -60,20 +61,38 @@ def padded(
         raise ValueError(
             f"valid must be bool (True = pixel of an image), got {valid.dtype}. Convert it with valid.bool()"
         )
-    latest: list[Tensor] = []  # the mask for the size of the last forward pass
+    return scope(network, "valid", dict.fromkeys(blocks, ValidPixels(network, valid, image_size)))
 
-    def read_mask(device: torch.device) -> Tensor:
+
+@dataclass(frozen=True)
+class ValidPixels(DependsOnPass):
+    """The valid pixels of a batch of padded images, for the size of the images in the running forward pass."""
+
+    model: nn.Module
+    valid: Tensor | Sequence[Sequence[int]]
+    image_size: Sequence[int] | None
+    #: the size in the forward pass that activation checkpointing computes again
+    size: Sequence[int] | None = None
+    #: masks by size and device, for the blocks of a forward pass
+    masks: dict[Any, Tensor] = field(default_factory=dict)
+
+    def __call__(self, device: torch.device) -> Tensor:
         """Return the valid pixels, bool ``(b, *image_size)``."""
-        if isinstance(valid, Tensor):
-            return valid.to(device)
-        size = image_size or size_of_call(network)
-        if size is not None and not (latest and latest[0].shape[1:] == tuple(size)):
-            latest[:] = [size_mask(valid, size, device)]
-        if not latest:
+        if isinstance(self.valid, Tensor):
+            return self.valid.to(device)
+        size = self.image_size or size_of_call(self.model) or self.size
+        if size is None:
             raise ValueError("image_size must be given if the model does not receive a batch of padded images")
-        return latest[0].to(device)
+        key = tuple(size), device
+        if key not in self.masks:
+            self.masks[key] = size_mask(self.valid, size, device)
+        return self.masks[key]
 
-    return scope(network, "valid", dict.fromkeys(blocks, read_mask))
+    def tensors(self) -> list[Tensor]:
+        return [self.valid] if isinstance(self.valid, Tensor) else []
+
+    def fixed(self) -> ValidPixels:
+        return replace(self, size=size_of_call(self.model) or self.size)
 
 
 def padding_warning(model: nn.Module) -> str | None:
@@ -101,11 +120,11 @@ def size_mask(sizes: Sequence[Sequence[int]], image_size: Sequence[int], device:
     >>> size_mask([(1, 3), (2, 1)], (2, 3), torch.device("cpu")).int().tolist()
     [[[1, 1, 1], [0, 0, 0]], [[1, 0, 0], [1, 0, 0]]]
     """
-    lengths = torch.tensor(sizes, device=device)  # (b, axes)
-    if (lengths > torch.tensor(image_size, device=device)).any():
+    if any(length > most for size in sizes for length, most in zip(size, image_size, strict=True)):
         raise ValueError(
             f"valid must be sizes of at most image_size={tuple(image_size)}, got {list(map(tuple, sizes))}"
         )
+    lengths = torch.tensor(sizes, device=device)  # (b, axes)
     mask = torch.ones(len(sizes), dtype=torch.bool, device=device)
     for length, ends in zip(image_size, lengths.T, strict=True):
         inside = torch.arange(length, device=device) < ends[:, None]

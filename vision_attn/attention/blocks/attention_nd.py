@@ -24,7 +24,8 @@ from vision_attn.attention.patterns import AnyPattern, resolve_pattern
 from vision_attn.attention.patterns.grouping import in_graph
 from vision_attn.attention.plan import Plan, PlanCache, make_plan
 from vision_attn.attention.position import AnyPosition, AttentionShape, PositionEncoding, new_encoding
-from vision_attn.attention.scopes import CHANGED, SCOPES, in_scope, scoped_values
+from vision_attn.attention.recomputation import graph_task_id
+from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
 from vision_attn.checks import product
 
 
@@ -145,9 +146,8 @@ class Attention(ConfigurableImpl):
     def plan(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Plan | None, Tensor | None]:
         """Return the plan for inputs of this kind (None if they are empty), and the mask, with that of the padding."""
         graph = in_graph(x)
-        scoped, valid = in_scope() if graph else bool(SCOPES.get()), None
-        if scoped or (not graph and ("va.padded", id(self)) in CHANGED):
-            valid = valid_positions(self, x, x if context is None else context)
+        scoped = in_scope() if graph else SCOPES.get() or graph_task_id() != -1
+        valid = valid_positions(self, x, x if context is None else context) if scoped else None
         if valid is not None:
             keys = self.pool_kv(valid[1].to(x.dtype)).flatten(1)[:, None, None] > 0
             mask = keys if mask is None else combine_masks(broadcast_mask(mask), keys)

@@ -13,7 +13,8 @@ from vision_attn.attention.blocks.attention import Attention1d, Attention2d, Att
 from vision_attn.attention.blocks.attention_nd import Attention
 from vision_attn.attention.blocks.projection import ChannelNorm, accepts_unbatched
 from vision_attn.attention.patterns.grouping import in_graph
-from vision_attn.attention.scopes import CHANGED, SCOPES, scoped_output
+from vision_attn.attention.recomputation import graph_task_id
+from vision_attn.attention.scopes import SCOPES, scoped_output
 
 #: Parameters that ``torch.nn.utils.spectral_norm`` and ``weight_norm`` add to a layer.
 NORMALIZED = {"weight_orig", "weight_g"}
@@ -97,7 +98,7 @@ class GatedResidual(nn.Module):
             y = torch.addcmul(x, gate, branch)  # not every runtime of exported graphs supports addcmul
         else:  # under autocast, normalization returns float32; the feature map keeps the dtype of the backbone
             y = x + (gate * branch).to(x.dtype)
-        return scoped_output(self, x, y) if graph or SCOPES.get() or ("va.disabled", id(self)) in CHANGED else y
+        return scoped_output(self, x, y) if graph or SCOPES.get() or graph_task_id() != -1 else y
 
 
 #: The attention layer for feature maps with one, two and three axes.

@@ -26,7 +26,8 @@ from vision_attn.attention.kernels import BMM, EINX
 from vision_attn.attention.masks import broadcast_mask, check_mask, unmask_empty_rows, upcast
 from vision_attn.attention.padding import valid_positions
 from vision_attn.attention.patterns.grouping import in_graph
-from vision_attn.attention.scopes import CHANGED, SCOPES, in_scope
+from vision_attn.attention.recomputation import graph_task_id
+from vision_attn.attention.scopes import SCOPES, in_scope
 from vision_attn.checks import check_choice, check_divides
 
 #: Names of the kernel's feature maps.
@@ -186,7 +187,7 @@ class LinearAttention2d(ConfigurableImpl):
             mask = broadcast_mask(mask).mT
         if 0 in x.shape:  # einx does not support empty tensors
             return self.proj(torch.zeros_like(x))
-        scoped = in_scope() if in_graph(x) else SCOPES.get() or ("va.padded", id(self)) in CHANGED
+        scoped = in_scope() if in_graph(x) else SCOPES.get() or graph_task_id() != -1
         if scoped and (valid := valid_positions(self, x)):
             keys = valid[0].flatten(1)[:, None, :, None]
             mask = keys if mask is None else torch.logical_and(mask, keys)

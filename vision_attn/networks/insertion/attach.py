@@ -24,6 +24,7 @@ from vision_attn.networks.insertion.hooks import (
     block_at,
     check_block,
     check_grid,
+    drop_context,
     hook_,
     keep_context,
     our_hooks,
@@ -68,6 +69,7 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
     hook_(target, block, record.block_path[start:] if record.is_child else None)
     if record.context:
         require_module(model, record.context).register_forward_hook(partial(keep_context, block=block))
+        model.register_forward_hook(partial(drop_context, block=block), always_call=True)
     # Hooks check that the block still runs, in the network and in the nearest module that other code may call alone.
     nearest = [x for x in ancestor_paths(record.site) if type(model.get_submodule(x)).forward is not nn.Module.forward]
     for around in {"", nearest[-1] if record.is_child and nearest else "" if record.is_child else path}:

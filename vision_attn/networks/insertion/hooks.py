@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.attention.blocks.gated_residual import GatedResidual
+from vision_attn.attention.recomputation import backward_pass
 from vision_attn.attention.scopes import scoped_output, scoped_values
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.record import InsertedBlock, get_record
@@ -27,10 +28,13 @@ FUSED = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.dropout._DropoutNd)
 
 
 class Contexts(threading.local):
-    """Second feature maps of the running forward pass in a thread, by the block that will process them."""
+    """Second feature maps of the running forward pass in a thread, by the block that will process them.
+
+    The second part of a key is the backward pass that computes a checkpointed segment again, and -1 otherwise.
+    """
 
     def __init__(self) -> None:
-        self.maps: dict[nn.Module, Tensor] = {}
+        self.maps: dict[tuple[nn.Module, int], Tensor] = {}
 
 
 CONTEXTS = Contexts()
@@ -57,7 +61,7 @@ def keep_context(module: nn.Module, args: tuple[object, ...], output: object, *,
     record = get_record(block)
 
     def keep(x: Tensor) -> Tensor:
-        CONTEXTS.maps[block] = to_map(x, record.context_layout, record.context_size)
+        CONTEXTS.maps[block, backward_pass()] = to_map(x, record.context_layout, record.context_size)
         return x
 
     apply_to_element(output, record.context_element, keep)
@@ -67,17 +71,23 @@ def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
     """Return the second feature map as a keyword argument; empty if the block has none."""
     record = get_record(block)
     if record.context:
-        if original not in CONTEXTS.maps:
+        found = CONTEXTS.maps.pop((original, backward_pass()), None)
+        if found is None:
             what = f"the block at {record.site!r} has no context: {record.context!r} did not run before it"
             remedy = "Choose a context that runs earlier, and checkpoint both modules in one segment"
             raise SiteError(f"{what}. {remedy}")
-        return {"context": CONTEXTS.maps.pop(original)}
+        return {"context": found}
     if record.context_shape is None:
         return {}
     values = scoped_values("context", block)
     if not values:
         raise SiteError(f"the block at {record.site!r} requires a context. Run the model inside va.context(model, …)")
     return {"context": values[-1]}
+
+
+def drop_context(model: nn.Module, args: object, output: object, *, block: nn.Module) -> None:
+    """Drop the second feature map of a block that did not run, in a hook that is also called after an error."""
+    CONTEXTS.maps.pop((block, backward_pass()), None)
 
 
 def current_block(module: nn.Module, block: nn.Module, path: str | None) -> nn.Module:
@@ -176,7 +186,7 @@ def is_fusible(module: nn.Module) -> bool:
 
 
 #: All hooks in this module.
-HOOKS = (run_after, run_before, keep_context, check_block, check_grid)
+HOOKS = (run_after, run_before, keep_context, drop_context, check_block, check_grid)
 #: Hooks that run a block.
 RUNNERS = (run_after, run_before)
 
@@ -217,5 +227,6 @@ def unhook_(module: nn.Module, blocks: Collection[nn.Module]) -> None:
             if isinstance(hook, partial) and hook.func in HOOKS and hook.keywords["block"] in blocks:
                 del hooks[key]
                 with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
                 if hasattr(module, SUBSTITUTE):
                     delattr(module, SUBSTITUTE)
