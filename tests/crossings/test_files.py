@@ -31,7 +31,7 @@ STYLES = st.sampled_from(
 )
 #: Objects that training scripts save beside the weights.
 EXTRAS = {
-    "epoch": 7, "best": 0.5, "loss": np.float64(0.25), "when": datetime.date(2026, 1, 2), "big": 2**70, "text": "ü" * 90,
+    "epoch": 7, "best": 0.5, "loss": np.float64(0.25), "when": datetime.date(2026, 1, 2), "big": 2**70, "text": "ü" * 9,
     "args": argparse.Namespace(lr=0.1, names=["a"]), "rng": torch.get_rng_state(), "path": Path("runs/1"),
     "history": [{"loss": 1.0}, (1, None, True)], "counts": defaultdict(int, a=2), "bytes": b"\x00\xff", "set": {1, 2},
     "array": np.arange(6.0).reshape(2, 3), "optimizer": torch.optim.Adam([nn.Parameter(torch.ones(2))]).state_dict(),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +17,6 @@ from vision_attn.errors import SiteError
 
 #: Normalization layers. Their scales have no weight decay, whatever their shape.
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
-#: A running call of a module: the module, its arguments and its keyword arguments.
-Call: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 #: Class names of wrappers that register the parameters when they are created. Importing the classes would be slow.
 SYNCHRONIZED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -59,20 +55,6 @@ def require_modifiable(model: nn.Module) -> nn.Module:
                 f"model is wrapped in {type(module).__name__}: insert into the network first and wrap it afterwards"
             )
     return network
-
-
-def running_calls() -> Iterator[Call]:
-    """Yield the running calls of modules in this thread, starting with the innermost.
-
-    The calls are read from the stack, because hooks would run in other threads, change while these call the modules,
-    and be copied with the model.
-    """
-    frame, code = inspect.currentframe(), nn.Module._call_impl.__code__
-    while frame is not None:
-        if frame.f_code is code:
-            (module,), args, kwargs, values = inspect.getargvalues(frame)
-            yield values[module], values[str(args)], values[str(kwargs)]
-        frame = frame.f_back
 
 
 @contextmanager

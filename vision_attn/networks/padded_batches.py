@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.scopes import DependsOnPass, scope
 from vision_attn.networks.example import Example
-from vision_attn.networks.network import running_calls, unwrap_model
+from vision_attn.networks.network import unwrap_model
+from vision_attn.networks.running_calls import CALLS, record_calls
 
 
 def padded(
@@ -61,7 +62,14 @@ def padded(
         raise ValueError(
             f"valid must be bool (True = pixel of an image), got {valid.dtype}. Convert it with valid.bool()"
         )
-    return scope(network, "valid", dict.fromkeys(blocks, ValidPixels(network, valid, image_size)))
+    return in_calls(network, scope(network, "valid", dict.fromkeys(blocks, ValidPixels(network, valid, image_size))))
+
+
+@contextmanager
+def in_calls(network: nn.Module, values: AbstractContextManager[None]) -> Iterator[None]:
+    """Enter the scope of values that depend on the running call of a network."""
+    with record_calls([network]), values:
+        yield
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ def padding_warning(model: nn.Module) -> str | None:
 
 def size_of_call(model: nn.Module) -> Sequence[int] | None:
     """Return the size of the images with which the model is called; None outside its forward pass."""
-    for module, args, kwargs in running_calls():
+    for module, args, kwargs in CALLS.get():
         if module is model:
             example = Example(args, kwargs)
             return None if example.count else example.size

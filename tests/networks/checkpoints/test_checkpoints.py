@@ -633,6 +633,7 @@ def test_any_number_of_input_channels_is_converted_on_request(given, wanted, tmp
         torch.testing.assert_close(model(torch.cat([x, x], 1)), theirs(x), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
 def test_a_folder_of_distributed_checkpoints_is_named_with_its_converter(state, tmp_path):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

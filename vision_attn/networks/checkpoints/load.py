@@ -114,13 +114,11 @@ def load_file_(
 
     report, saved, converted = prepare(tensors)
     if count_differences(report) and (filtered := filter_by_timm(model, tensors)):
-        name, values = filtered
-        other = prepare(values, timm_filter=name)
-        if count_differences(other[0]) < count_differences(report):
-            resized = compare_shapes(values, tensors)
-            report, saved, converted = replace(other[0], converted={**resized, **other[0].converted}), *other[1:]
-            tensors = {**values}
-        del values, filtered, other
+        other, *prepared = prepare(filtered, timm_filter=f"{type(model).__module__}.checkpoint_filter_fn")
+        if count_differences(other) < count_differences(report):
+            report = replace(other, converted={**compare_shapes(filtered, tensors), **other.converted})
+            tensors, (saved, converted) = filtered, prepared
+        del filtered, prepared
     fitting = (*report.loaded, *report.replaced)
     if not fitting or (strict and (count_differences(report) or report.config_mismatches)):
         raise explain_refusal(report, model, target, tensors)
@@ -136,23 +134,21 @@ def count_differences(report: LoadReport) -> int:
     return len(report.missing) + len(report.unexpected) + len(report.mismatched)
 
 
-def filter_by_timm(model: nn.Module, tensors: Tensors) -> tuple[str, Tensors] | None:
+def filter_by_timm(model: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
     """Convert the keys and shapes of a checkpoint by the function that timm has for a family of networks.
 
     These functions convert the keys of the authors and of earlier versions of timm, and resize position tables.
 
-    Returns:
-        The path of the function and the tensors; None for another network, or if the function fails.
+    The result is empty for another network, and if the function fails.
     """
     family = sys.modules[type(model).__module__]
-    convert = getattr(family, "checkpoint_filter_fn", None)
-    if convert is None or not family.__name__.startswith("timm.models."):
-        return None
+    if not family.__name__.startswith("timm.models.") or not hasattr(family, "checkpoint_filter_fn"):
+        return {}
     try:
-        found = convert({**tensors}, model)
+        found = family.checkpoint_filter_fn({**tensors}, model)
     except Exception:  # the tensors of another network can cause any exception
-        return None
-    return f"{family.__name__}.checkpoint_filter_fn", {k: v for k, v in found.items() if isinstance(v, Tensor)}
+        return {}
+    return {key: value for key, value in found.items() if isinstance(value, Tensor)}
 
 
 class Target:
