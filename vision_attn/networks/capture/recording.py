@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce as fold
@@ -22,12 +22,12 @@ from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list, check_choice, product
 from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 from vision_attn.networks.capture.token_positions import TokenPositions, locate_tokens
-from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention
+from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention, outer_paths
 from vision_attn.networks.convert.window_layers import PaddedAttention
 from vision_attn.networks.example import Example
 from vision_attn.networks.network import unwrap_model
 from vision_attn.networks.running_calls import CALLS, Call, record_calls
-from vision_attn.networks.selection import Names, ancestor_paths, select_inside
+from vision_attn.networks.selection import Names, select_inside
 from vision_attn.text import shorten
 
 #: Size in bytes of the maps of one forward pass above which ``allow_large=True`` is required.
@@ -100,17 +100,14 @@ def capture(
     if reduction is not None:
         check_choice("reduction", reduction, REDUCTIONS, " or None")
     points, network = parse_points(queries), unwrap_model(model)
-    modules = select_modules(network, names, where)
+    modules, others = select_modules(network, names, where)
     ranks = [module.rank for module, swap in modules.values() if swap is None or module.rank > 1]
     kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
     limit = math.inf if allow_large else MAX_BYTES
-    every = {**attention_modules(network), **modules}
-    others = dict.fromkeys(unconverted_attention(network, every), NOT_CONVERTED)
-    others |= dict.fromkeys(every.keys() - modules.keys(), NOT_SELECTED)
     recording = Recording(network, points, max(ranks or kernels or [0]), reduction, limit, others)
     named, hooks, recorded = dict(network.named_modules()), dict[nn.Module, Any](), {network: None}
     for path, (block, swap) in modules.items():
-        parents = [named[outer] for outer in (path, *reversed(ancestor_paths(path)), *[""] * bool(path))]
+        parents = [named[outer] for outer in (path, *reversed(outer_paths(path)))]
         indices = check_indices("heads", heads, block.num_heads)
         hooks[block] = partial(recording.record, path, block, swap, parents, indices)
         if swap is not None:
@@ -240,11 +237,14 @@ def gather(x: Tensor, indices: Iterable[Any]) -> Tensor:
     return torch.stack([x[index] for index in indices])
 
 
-def select_modules(model: nn.Module, names: Any, where: Any) -> dict[str, tuple[Attention, Swap | None]]:
-    """Return the selected attention, each with its :class:`Swap` if it was converted by ``swap_``, else None."""
+def select_modules(
+    model: nn.Module, names: Any, where: Any
+) -> tuple[dict[str, tuple[Attention, Swap | None]], dict[str, str]]:
+    """Return the selected attention, each with its :class:`Swap` or None, and the reasons for all other attention."""
     named = dict(model.named_modules())
     modules = {path: (block, vars(named[path]).get("swapped")) for path, block in attention_modules(model).items()}
-    others = unconverted_attention(model, modules)
+    attention = chosen_attention(named, None, None)
+    others = {path: f"{path} ({type(module).__name__})" for path, module in attention.items() if path not in modules}
     if not modules:
         reason = f"{shorten(others.values())}: {NOT_CONVERTED}" if others else "Call va.insert_ to add a block"
         raise ValueError(f"model has no Attention2d to capture. {reason}.")
@@ -252,13 +252,8 @@ def select_modules(model: nn.Module, names: Any, where: Any) -> dict[str, tuple[
         unconverted = shorten(others[path] for path in select_inside(named, others, names, where))
         available = f"Available: {', '.join(modules)}" + (f". {unconverted}: {NOT_CONVERTED}" if unconverted else "")
         raise ValueError(f"names and where must select modules with attention. {available}")
-    return {path: modules[path] for path in found}
-
-
-def unconverted_attention(model: nn.Module, known: Container[str]) -> dict[str, str]:
-    """Return the attention of other libraries, which is not captured: path and class as text, by path."""
-    found = chosen_attention(dict(model.named_modules()), None, None)
-    return {path: f"{path} ({type(module).__name__})" for path, module in found.items() if path not in known}
+    reasons = dict.fromkeys(others, NOT_CONVERTED) | dict.fromkeys(modules.keys() - {*found}, NOT_SELECTED)
+    return {path: modules[path] for path in found}, reasons
 
 
 def parse_points(queries: Iterable[Point] | str | None) -> list[Point] | None:

@@ -107,24 +107,25 @@ def load_file_(
     target = Target(model, skip)
     tensors, arguments, source = find_weights(file, target.required, **source_options)
 
-    def prepare(found: Tensors, **fields: Any) -> tuple[LoadReport, Tensors, Tensors]:
+    def prepare(found: Tensors, timm_filter: str = "") -> tuple[LoadReport, Tensors, Tensors]:
         saved = {key: value for key, value in found.items() if not any(fnmatchcase(key, glob) for glob in target.skip)}
         converted = convert_tensors(model, target.tensors, saved, adapt_input_conv)
-        return compare(target, saved, converted, arguments, {**source, **fields}), saved, converted
+        return compare(target, saved, converted, arguments, {**source, "timm_filter": timm_filter}), saved, converted
 
-    report, saved, converted = prepare(tensors)
-    if count_differences(report) and (filtered := filter_by_timm(model, tensors)):
-        other, *prepared = prepare(filtered, timm_filter=f"{type(model).__module__}.checkpoint_filter_fn")
-        if count_differences(other) < count_differences(report):
-            report = replace(other, converted={**compare_shapes(filtered, tensors), **other.converted})
-            tensors, (saved, converted) = filtered, prepared
-        del filtered, prepared
+    attempts = [prepare(tensors)]
+    filtered = filter_by_timm(model, tensors) if count_differences(attempts[0][0]) else {}
+    if filtered:
+        attempts.append(prepare(filtered, f"{type(model).__module__}.checkpoint_filter_fn"))
+    report, saved, converted = min(attempts, key=lambda attempt: count_differences(attempt[0]))
+    if report.timm_filter:
+        report = replace(report, converted={**compare_shapes(filtered, tensors), **report.converted})
     fitting = (*report.loaded, *report.replaced)
     if not fitting or (strict and (count_differences(report) or report.config_mismatches)):
         raise explain_refusal(report, model, target, tensors)
     refuse_read_only({key: target.tensors[key] for key in fitting})
     values = [(target.tensors[key], converted.get(key, saved[key])) for key in fitting]
-    del file, tensors, saved, converted  # the only references to the tensors of the file are in the list
+    # The only references to the tensors of the file are in the list.
+    del file, tensors, saved, converted, attempts, filtered
     copy_all_(values)
     return report
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -123,21 +124,16 @@ def iterate_entries(file: CheckpointFile) -> Iterator[tuple[str, Any]]:
 
     Dictionaries that contain each other could be entries of each other, so the number of keys is limited.
     """
-    budget = MAX_KEYS
-
-    def inner(outer: str, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        nonlocal budget
-        for name, value in content.items():
-            if isinstance(value, Mapping):
-                budget -= 1 + len(value)
-                if budget < 0:
-                    raise CheckpointError(f"{file.path} has more than {MAX_KEYS:,} keys in its entries")
-                yield f"{outer}{name}", value
-
     yield "", file.content
-    for name, value in inner("", file.content):
-        yield name, value
-        yield from inner(f"{name}.", value)
+    outer = {f"{name}": value for name, value in file.content.items() if isinstance(value, Mapping)}
+    inner = ((f"{name}.{key}", value) for name, content in outer.items() for key, value in content.items())
+    keys = 0
+    for name, value in chain(outer.items(), inner):
+        if isinstance(value, Mapping):
+            keys += len(value) + 1
+            if keys > MAX_KEYS:
+                raise CheckpointError(f"{file.path} has more than {MAX_KEYS:,} keys in its entries")
+            yield name, value
 
 
 def is_state_dict(value: Mapping[Any, Any]) -> bool:

@@ -14,6 +14,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+#: Folder with an entry for each running process, on Linux.
+PROCESSES = Path("/proc")
+
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Write a file atomically: at any time, either the complete old file or the complete new file is on disk.
@@ -68,25 +71,11 @@ def check_writable(path: Path) -> None:
 def temporary_folder(parent: Path) -> Iterator[Path]:
     """Create a hidden folder for incomplete files, and remove those of processes of this machine that were killed."""
     start = f".vision_attn-{socket.gethostname()}-"
-    for left in parent.glob(f"{start}*"):
-        process = left.name.removeprefix(start).partition("-")[0]
-        if process.isdecimal() and not is_running(int(process)):
+    for left in parent.glob(f"{start}*-*") if PROCESSES.is_dir() else ():
+        if not (PROCESSES / left.name.removeprefix(start).partition("-")[0]).exists():
             rmtree(left, ignore_errors=True)
     with TemporaryDirectory(prefix=f"{start}{os.getpid()}-", dir=parent) as name:
         yield Path(name)
-
-
-def is_running(process: int) -> bool:
-    """Return True unless a process of this machine has ended; processes of other users are running."""
-    if os.name != "posix":
-        return True  # a signal would end the process
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def is_stream(path: Path) -> bool:
