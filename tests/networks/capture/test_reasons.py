@@ -101,7 +101,7 @@ def called(*calls):
         (tuned_with_lora, "'qkv' was replaced by Linear"),
         (with_hooks, "'proj' has a hook"),
         (with_training_dropout, "a dropout has another mode"),
-        (eager, "does not support the arguments of its call"),
+        (eager, "does not support this call.*eager attention"),
         (lambda: called(with_weights), "such as need_weights=True"),
         (lambda: called(with_positions), "positions that are added to queries and keys only"),
     ],

@@ -189,8 +189,8 @@ def make_swap(module: nn.Module) -> Swap:
 
 #: Reason why a call of a swapped module runs its original code.
 UNSUPPORTED_CALL = (
-    "a block does not support the arguments of its call, such as need_weights=True, output_attentions=True, or "
-    "positions that are added to queries and keys only"
+    "a block does not support this call, such as need_weights=True, output_attentions=True, eager attention, positions "
+    "that are added to queries and keys only, or a feature map that is smaller than a window"
 )
 #: Attribute of a running block: the sizes of the feature maps (or tokens) of input and context.
 MAP_SIZES = "map_sizes"
