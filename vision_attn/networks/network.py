@@ -6,7 +6,8 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +18,12 @@ from vision_attn.errors import SiteError
 
 #: Normalization layers. Their scales have no weight decay, whatever their shape.
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+#: A running call of a module: the module, its arguments and its keyword arguments.
+Call: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+#: The running calls of this thread or task that :func:`record_calls` records, innermost first.
+CALLS: ContextVar[tuple[Call, ...]] = ContextVar("CALLS", default=())
 
 #: Class names of wrappers that register the parameters when they are created. Importing the classes would be slow.
 SYNCHRONIZED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -55,6 +62,34 @@ def require_modifiable(model: nn.Module) -> nn.Module:
                 f"model is wrapped in {type(module).__name__}: insert into the network first and wrap it afterwards"
             )
     return network
+
+
+@contextmanager
+def record_calls(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Record the running calls of modules inside a ``with`` block, for each thread and task separately.
+
+    The hooks are functions of this module, so that copies and pickles of a module that have them stay ordinary modules.
+    """
+    before, handles = CALLS.get(), list[Any]()
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(start_call, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(end_call, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        CALLS.set(before)
+
+
+def start_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    CALLS.set(((module, args, kwargs), *CALLS.get()))
+
+
+def end_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    calls = CALLS.get()
+    if calls and calls[0][0] is module:  # the call may have started before the with block
+        CALLS.set(calls[1:])
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.scopes import DependsOnPass, scope
 from vision_attn.networks.example import Example
-from vision_attn.networks.network import unwrap_model
-from vision_attn.networks.running_calls import CALLS, record_calls
+from vision_attn.networks.network import CALLS, record_calls, unwrap_model
 
 
 def padded(

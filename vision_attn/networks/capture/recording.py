@@ -25,8 +25,7 @@ from vision_attn.networks.capture.token_positions import TokenPositions, locate_
 from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention, outer_paths
 from vision_attn.networks.convert.window_layers import PaddedAttention
 from vision_attn.networks.example import Example
-from vision_attn.networks.network import unwrap_model
-from vision_attn.networks.running_calls import CALLS, Call, record_calls
+from vision_attn.networks.network import CALLS, Call, record_calls, unwrap_model
 from vision_attn.networks.selection import Names, select_inside
 from vision_attn.text import shorten
 

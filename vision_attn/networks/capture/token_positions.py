@@ -22,7 +22,7 @@ from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, resolve_pattern
 from vision_attn.checks import product
 from vision_attn.networks.layout import token_grid
-from vision_attn.networks.running_calls import Call
+from vision_attn.networks.network import Call
 
 if TYPE_CHECKING:
     from vision_attn.networks.convert.swap import Swap
