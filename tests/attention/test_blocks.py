@@ -148,8 +148,9 @@ def test_with_match_every_head_attends_to_equal_positions_at_initialization(opti
     block = va.AttentionBlock2d(32, 4, qk_norm="match", **options)
     assert torch.equal(block(x, context=context), x)
     for qk_norm in ("match", "cosine"):  # "cosine" with the same weights does not subtract the mean
-        block.attn.qk_norm = qk_norm
-        weights = block.attn.attention_weights(x, context=context)
+        attn = va.Attention2d(32, 4, qk_norm=qk_norm, **options)
+        attn.load_state_dict(block.attn.state_dict())
+        weights = attn.attention_weights(x, context=context)
         found = weights[:, :, torch.arange(64), order.argsort()].mean((0, 2))
         assert (found > 0.5).all() if qk_norm == "match" else (found < 0.25).all(), found
 

@@ -1,5 +1,7 @@
 """Plans of a block: what they depend on, and inputs for which no plan exists."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from impls import CASES, CPU_IMPLS, make_position
@@ -37,7 +39,6 @@ def assert_equal(found, expected):
 CHANGES = {
     "scale": lambda block: setattr(block, "scale", 0.1),
     "causal": lambda block: setattr(block, "causal", True),
-    "position": lambda block: setattr(block, "position", None),
     "implementation": lambda block: va.set_impl_(block, "einx"),
     "gate": lambda block: setattr(block, "gate", torch.nn.Conv2d(16, 16, 1).double()),
 }
@@ -91,6 +92,16 @@ def test_contexts_of_two_sizes_in_one_block(impl, position):
             used(images(), torch.ones(35, 2, dtype=torch.bool), inputs[2])
 
 
+@dataclass(frozen=True)
+class Custom:
+    """The configuration of a custom encoding."""
+
+    encoding: type
+
+    def build(self, shape, device=None, dtype=None):
+        return self.encoding(self)
+
+
 class Scaled(PositionEncoding):
     """A custom encoding that changes queries and returns no bias."""
 
@@ -119,13 +130,13 @@ class Alibi(PositionEncoding):
 @pytest.mark.parametrize("name", ["full", "shifted window", "halo", "neighborhood"])
 @pytest.mark.parametrize("impl", CPU_IMPLS)
 def test_custom_encodings_keep_the_pattern(name, impl):
-    block, x = layer(pattern=CASES[name].pattern, impl=impl), images()
+    options, x = {"pattern": CASES[name].pattern, "impl": impl}, images()
+    block = layer(**options)
     weights = block.attention_weights(x)
-    block.position = Scaled(None)
-    doubled = block.attention_weights(x)
-    block.position, block.scale = None, 2 * block.scale
+    doubled = layer(**options, position=Custom(Scaled)).attention_weights(x)
+    block.scale = 2 * block.scale
     torch.testing.assert_close(doubled, block.attention_weights(x))
-    block.scale, block.position = block.scale / 2, Alibi(None)
+    block = layer(**options, position=Custom(Alibi))
     biased, found = block.attention_weights(x), block(x)
     assert not torch.allclose(biased, weights)
     assert torch.equal(biased > 0, weights > 0)
@@ -142,7 +153,7 @@ def test_scales_that_are_not_positive(position, options, scale, monkeypatch):
     expected = outputs(layer(impl="bmm", scale=scale, position=position, **options), images())
     for impl in ("sdpa", "einx"):
         assert_equal(outputs(layer(impl=impl, scale=scale, position=position, **options), images()), expected)
-    monkeypatch.setattr("vision_attn.attention.dispatch.can_chunk", lambda q: False)  # as on a GPU
+    monkeypatch.setattr("vision_attn.attention.dispatch.CHUNKED_DEVICES", ())  # as on a GPU
     assert_equal(outputs(layer(impl="sdpa", scale=scale, position=position, **options), images()), expected)
 
 

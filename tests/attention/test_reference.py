@@ -129,7 +129,7 @@ FORMS = {
     "one mask": {},
     "chunks": {"CHUNK_LOGITS": 1, "MIN_CHUNK_QUERIES": 2},
     "recomputed chunks": {"CHUNK_LOGITS": 1, "MIN_CHUNK_QUERIES": 3, "RECOMPUTE_ABOVE": 0},
-    "folded": {"can_chunk": lambda q: False},
+    "folded": {"CHUNKED_DEVICES": ()},
 }
 DTYPES = (torch.float64, torch.float32)
 

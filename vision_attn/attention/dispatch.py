@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from vision_attn.attention.graphs import active_transform, in_graph
 from vision_attn.attention.kernels import attend_bmm, attend_einx, attend_sdpa
 from vision_attn.attention.masks import Mask, combine_masks, split_mask
-from vision_attn.attention.patterns.grouping import in_graph
 
+#: Types of devices on which attention runs in chunks.
+CHUNKED_DEVICES = ("cpu",)
 #: Number of logits in a chunk on a CPU, which fit into its caches.
 CHUNK_LOGITS = 2**19
 #: Minimum number of queries in a chunk; matrix products with fewer rows are slow.
@@ -51,17 +53,19 @@ def attend_auto(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, dropout: float, 
     """Compute attention with the implementation that :func:`select_auto` selects."""
     trained = torch.is_grad_enabled() and q.requires_grad
     trained_mask = torch.is_grad_enabled() and mask is not None and mask.requires_grad
-    rows = q.shape[0] * q.shape[2]
-    attend = select_auto(q, q.dtype, rows, k.shape[2], q.shape[3], dropout, trained, trained_mask)
+    sizes = q.shape[0] * q.shape[2], k.shape[2], q.shape[3], q.shape[1]
+    attend = select_auto(q.is_cpu, can_chunk(q), q.dtype, *sizes, dropout, trained, trained_mask)
     return attend(q, k, v, mask=mask, dropout=dropout, **options)
 
 
 def select_auto(
-    x: Tensor,
+    is_cpu: bool,
+    can_chunk: bool,
     dtype: torch.dtype,
     queries: int,
     keys: int,
     width: int,
+    heads: int,
     dropout: float,
     trained: bool,
     trained_mask: bool,
@@ -71,29 +75,33 @@ def select_auto(
     The fused kernel is faster on a GPU, and graphs always contain it, because they run at any batch and size. On a CPU,
     it is faster with many tokens, and slower with few tokens in bfloat16 and in training with many groups of few tokens
     and narrow heads. torch has no fused CPU kernel for dropout or for a mask that requires gradients, such as the bias
-    from a table: its fallback takes more steps than bmm.
+    from a table: its fallback takes more steps than bmm. Where the fused kernel has no derivative, bmm runs instead.
 
     Args:
-        x: a tensor on the device.
+        is_cpu: True for tensors on a CPU.
+        can_chunk: True if the tensors may be split into chunks.
         dtype: dtype of queries, keys and values.
         queries: number of queries of all groups and images.
         keys: number of keys of a group.
         width: width of a head.
+        heads: number of heads.
         dropout: dropout probability.
         trained: True if gradients are required.
         trained_mask: True if the mask, or the bias, requires gradients.
     """
-    if not x.is_cpu:
-        return attend_sdpa
-    if not can_chunk(x):
-        return attend_bmm if dropout or trained_mask else attend_sdpa
+    fused = partial(attend_sdpa, without_derivative=attend_bmm)
+    if not is_cpu:
+        return fused
+    if not can_chunk:
+        return attend_bmm if dropout or trained_mask else fused
+    bmm = attend_bmm if queries * heads * keys <= CHUNK_LOGITS else attend_bmm_chunked
     if dropout or trained_mask:
-        return attend_bmm_chunked
+        return bmm
     if dtype == torch.bfloat16:
         faster = keys > (196 if trained else 64)
     else:
         faster = not trained or dtype == torch.float16 or keys > 49 or keys * width > 2048 or queries < 2048
-    return attend_sdpa if faster else attend_bmm_chunked
+    return fused if faster else bmm
 
 
 def attend_bmm_chunked(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **options: Any) -> Tensor:
@@ -109,7 +117,7 @@ def attend_bmm_chunked(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **options
 
 def can_chunk(q: Tensor) -> bool:
     """Return True if attention may run in chunks that fit into a CPU's caches. Graphs would store the chunks."""
-    return q.is_cpu and not in_graph(q) and not torch._C._functorch.is_functorch_wrapped_tensor(q)
+    return q.device.type in CHUNKED_DEVICES and not in_graph(q) and active_transform() is None
 
 
 def batch_chunk(q: Tensor, keys: int, groups: int) -> int:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vision_attn.attention.graphs import active_transform, in_graph
 from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.masks import Mask, broadcast_mask
 from vision_attn.attention.patterns.grouping import Grouping
@@ -99,7 +100,7 @@ def check_flex(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
     device, width = q.device.type, min(q.shape[3], v.shape[3])
     trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     graph = torch.compiler.is_compiling()
-    transformed = not graph and (torch._C._is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(q))
+    transformed = not graph and (in_graph(q) or active_transform() is not None)
     for is_refused, what in (
         (dropout > 0, f"does not support dropout: attn_drop must be 0 in training, got {dropout}"),
         (device not in DEVICES, f"requires a device of {', '.join(DEVICES)}, got a tensor on {device}"),

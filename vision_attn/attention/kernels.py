@@ -3,14 +3,14 @@
 Every implementation consists of the same five steps. Letters: ``b`` batch, ``n`` heads, ``m`` key/value heads, ``i``
 query token, ``j`` key token, ``d`` width of queries and keys, ``e`` width of values.
 
-    partition     (b, c, h, w)                                             ->  (b·groups, c, h', w')
-    split heads   (b·groups, n·d + …, h', w')                              ->  (b·groups, n, i, d), …
+    partition     (b, c, h, w)                                             ->  (b·groups, h', w', c)
+    split heads   (b·groups, h', w', n·d + …)                              ->  (b·groups, n, i, d), …
     attend        q (b·groups, n, i, d)   k (…, n, j, d)   v (…, n, j, e)  ->  (b·groups, n, i, e)
     merge heads   (b·groups, n, i, e)                                      ->  (b·groups, n·e, h', w')
-    reverse       (b·groups, c, h', w')                                    ->  (b, c, h, w)
+    reverse       (b·groups, n, i, e)                                      ->  (b, n·e, h, w)
 
-The first and the last step are for patterns that are a plain reshape; any other pattern gathers its tokens with one
-index.
+``partition`` and ``reverse`` are for patterns that are a plain reshape; ``reverse`` merges the heads as well. Any other
+pattern gathers its tokens with one index, after ``merge heads``.
 
 ``mask`` is None, bool (True = may attend) or an additive float, ``(b or 1, groups or 1, n or 1, i, j)``, and allows at
 least one key for every query. Its rows may be padded; columns from ``j`` on are ignored. It is None if ``causal`` is
@@ -72,26 +72,28 @@ def channels_first(x: Tensor) -> Tensor:
 
 
 def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
-    """Partition a feature map ``(b, c, *size)`` into groups, ``(b·groups, c, *group_size)``."""
+    """Partition a feature map ``(b, c, *size)`` into groups, ``(b·groups, *group_size, c)``."""
     if layout.is_identity:
-        return x
+        return x.permute(*TO_LAST[x.dim()])
     if layout.rearrangement is not None:
         return kernel.partition(x, layout.rearrangement)
-    c, x = x.shape[1], x.flatten(2).transpose(1, 2)
+    x = x.permute(*TO_LAST[x.dim()])
+    c, x = x.shape[-1], x.flatten(1, -2)
     if layout.zero_padded:
         x = F.pad(x, (0, 0, 0, 1))
-    return channels_first(x.index_select(1, layout.gather_index).reshape(-1, *layout.group_size, c))
+    return x.index_select(1, layout.gather_index).reshape(-1, *layout.group_size, c)
 
 
-def from_groups(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
-    """Reverse :func:`to_groups`: ``(b·groups, c, *group_size)`` to a feature map ``(b, c, *size)``."""
+def to_map(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
+    """Merge the heads and the groups of ``(b·groups, n, i, e)`` into a feature map, ``(b, n·e, *size)``."""
+    if layout.rearrangement is not None and not layout.is_identity:
+        return kernel.reverse(y, layout.rearrangement)
+    y = kernel.merge_heads(y, layout.group_size)
     if layout.is_identity:
         return y
-    if layout.rearrangement is not None:
-        return kernel.reverse(y, layout.rearrangement)
-    c = y.shape[1]
-    y = channels_last(y).reshape(-1, layout.groups * layout.tokens, c).index_select(1, layout.inverse_index)
-    return channels_first(y.reshape(-1, *layout.size, c))
+    c, y = y.shape[1], y.permute(*TO_LAST[y.dim()])
+    y = y.reshape(-1, layout.groups * layout.tokens, c).index_select(1, layout.inverse_index)
+    return y.reshape(-1, *layout.size, c).permute(*TO_FIRST[2 + len(layout.size)])
 
 
 # --- einx: axes by name -----------------------------------------------------------------------------------------------
@@ -100,16 +102,15 @@ def from_groups(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
 def partition_einx(x: Tensor, bound: BoundRearrangement) -> Tensor:
     import einx
 
-    return channels_first(einx.id(f"{bound.map_text} -> {bound.groups_text}", x, **bound.sizes))
+    return einx.id(f"{bound.map_text} -> {bound.groups_text}", x, **bound.sizes)
 
 
 def split_heads_einx(x: Tensor, *heads: int) -> list[Tensor]:
     import einx
 
-    width = x.shape[1] // sum(heads)
-    parts = x.split([n * width for n in heads], dim=1)
-    axes = " ".join(AXES[2 - x.dim() :])
-    return [einx.id(f"b (n d) {axes} -> b n ({axes}) d", part, n=n) for part, n in zip(parts, heads, strict=True)]
+    axes, width = " ".join(AXES[2 - x.dim() :]), x.shape[-1] // sum(heads)
+    parts = x.split([n * width for n in heads], dim=-1)
+    return [einx.id(f"b {axes} (n d) -> b n ({axes}) d", part, n=n) for part, n in zip(parts, heads, strict=True)]
 
 
 def attend_einx(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
@@ -128,13 +129,13 @@ def merge_heads_einx(y: Tensor, size: Sequence[int]) -> Tensor:
     # index() turns the symbolic sizes of torch.compile into integers, because einx hashes them: one graph per size.
     sizes = dict(zip(AXES[-len(size) :], map(index, size), strict=True))
     axes = " ".join(sizes)
-    return channels_first(einx.id(f"b n ({axes}) e -> b {axes} (n e)", y, **sizes))
+    return einx.id(f"b n ({axes}) e -> b (n e) {axes}", y, **sizes)
 
 
 def reverse_einx(y: Tensor, bound: BoundRearrangement) -> Tensor:
     import einx
 
-    return einx.id(f"{bound.groups_text} -> {bound.map_text}", channels_last(y), **bound.sizes)
+    return einx.id(f"{bound.heads_text} -> {bound.merged_text}", y, **bound.sizes)
 
 
 # --- torch.bmm: axes by position --------------------------------------------------------------------------------------
@@ -142,15 +143,15 @@ def reverse_einx(y: Tensor, bound: BoundRearrangement) -> Tensor:
 
 def partition_torch(x: Tensor, bound: BoundRearrangement) -> Tensor:
     c = x.shape[1]
-    x = channels_last(x).reshape(-1, *bound.split_size, c).permute(*bound.forward_perm)
-    return x.reshape(-1, *bound.group_size, c).permute(*TO_FIRST[2 + len(bound.size)])
+    x = x.permute(*TO_LAST[x.dim()]).reshape(-1, *bound.split_size, c)
+    return x.permute(*bound.forward_perm).reshape(-1, *bound.group_size, c)
 
 
 def split_heads_torch(x: Tensor, *heads: int) -> list[Tensor]:
     # The heads are split before they become the second axis: the gradients are then concatenated without another copy.
     n = sum(heads)
-    x = x.permute(*TO_LAST[x.dim()]).reshape(x.shape[0], -1, n, x.shape[1] // n)
-    return [part.transpose(1, 2) for part in x.split_with_sizes(heads, dim=2)]
+    parts = x.reshape(x.shape[0], -1, n, x.shape[-1] // n).split_with_sizes(heads, dim=2)
+    return [part.transpose(1, 2) for part in parts]
 
 
 def attend_bmm(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
@@ -165,14 +166,13 @@ def attend_bmm(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, cau
 
 
 def merge_heads_torch(y: Tensor, size: Sequence[int]) -> Tensor:
-    b, n, _, e = y.shape
-    return y.transpose(1, 2).reshape(b, *size, n * e).permute(*TO_FIRST[2 + len(size)])
+    return y.transpose(1, 2).reshape(y.shape[0], *size, y.shape[1] * y.shape[3]).permute(*TO_FIRST[2 + len(size)])
 
 
 def reverse_torch(y: Tensor, bound: BoundRearrangement) -> Tensor:
-    c = y.shape[1]
-    y = channels_last(y).reshape(-1, *bound.grouped_size, c)
-    return y.permute(*bound.inverse_perm).reshape(-1, *bound.size, c).permute(*TO_FIRST[2 + len(bound.size)])
+    n, e = y.shape[1], y.shape[3]
+    y = y.reshape(-1, *bound.groups, n, *bound.tokens, e).permute(*bound.inverse_perm)
+    return y.reshape(-1, *bound.size, n * e).permute(*TO_FIRST[2 + len(bound.size)])
 
 
 def drop(weights: Tensor, dropout: float) -> Tensor:
@@ -198,8 +198,19 @@ def attend_einsum(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, 
 # --- scaled_dot_product_attention: torch's fused kernels, which never store the weights -------------------------------
 
 
-def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
-    e, on_cpu = v.shape[3], q.is_cpu
+def attend_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: Mask,
+    causal: bool,
+    dropout: float,
+    without_derivative: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """Call torch's fused kernel. For inputs that it cannot differentiate in forward mode, call another function."""
+    e, on_cpu, inputs = v.shape[3], q.is_cpu, (q, k, v, scale, mask)
     if scale <= 0:  # cuDNN, flash attention and the causal CPU kernel multiply their -inf by the scale
         q, scale = scale * q, 1.0
     if not on_cpu:
@@ -211,14 +222,19 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
         # The kernel reads all keys for each block of queries: a contiguous copy of many strided keys saves time.
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     sdpa = F.scaled_dot_product_attention if on_cpu else sdpa_on_gpu
-    if mask is None:
-        y = sdpa(q, k, v, attn_mask=None, dropout_p=dropout, scale=scale, is_causal=causal)
-    else:
-        b, n, i, _ = q.shape
+    b, n, i, _ = q.shape
+    if mask is not None:
         mask = mask if mask.dtype in (torch.bool, q.dtype) else cast_mask(mask, q.dtype)
         q, k, v, mask = to_4d_mask(q, k, v, mask)
-        y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=False)
-        y = y if y.shape[1] == n else y.reshape(b, n, i, y.shape[3])
+    try:
+        y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
+    except NotImplementedError as error:
+        if without_derivative is None:
+            what = "torch's fused attention has no derivative in forward mode"
+            raise NotImplementedError(f"{what}. Use va.use_impl(model, 'bmm')") from error
+        q, k, v, scale, mask = inputs
+        return without_derivative(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
+    y = y if y.shape[1] == n else y.reshape(b, n, i, y.shape[3])
     node = y.grad_fn if y.requires_grad and not torch.compiler.is_dynamo_compiling() else None
     if node is not None and "ScaledDotProduct" in node.name():
         node.register_hook(name_missing_derivative)
@@ -295,7 +311,7 @@ def to_4d_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, T
         mask = align_mask(mask.expand(-1, -1, -1, -1, j), q.dtype)
     if batch == 1 and groups > 1:
         n, width = q.shape[1], q.shape[3]
-        eager = not torch.compiler.is_compiling() and not torch._C._is_tracing()
+        eager = not torch.compiler.is_compiling() and type(batch) is int
         if not eager or heads * i * j <= (i + 2 * j) * n * width or groups * n > MAX_BATCH:
             mask = mask.expand(q.shape[0] // groups, -1, -1, -1, -1)
         else:

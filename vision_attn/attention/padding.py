@@ -1,4 +1,4 @@
-"""The valid positions of padded images, inside ``va.padded``."""
+"""The padding of images inside ``va.padded``, which is excluded from attention."""
 
 from __future__ import annotations
 
@@ -8,23 +8,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vision_attn.attention.patterns.grouping import in_graph
-from vision_attn.attention.scopes import scoped_values
+from vision_attn.attention.graphs import in_graph
+from vision_attn.attention.masks import Mask, broadcast_mask, combine_masks
+from vision_attn.attention.position import Rope
 
 
-def valid_positions(block: Any, *maps: Tensor) -> list[Tensor] | None:
-    """Return the valid positions of each feature map, bool ``(b, 1, *size)``; None outside ``va.padded``."""
-    found = scoped_values("valid", block)
-    if not found:
-        return None
-    if in_graph(maps[0]):
+def mask_padding(
+    block: Any, pixels: Any, x: Tensor, mask: Mask, context: Tensor | None
+) -> tuple[Tensor, Mask, Tensor | None, list[Tensor]]:
+    """Exclude the padding of images from the inputs of a block.
+
+    Args:
+        block: an :class:`.Attention`.
+        pixels: ``pixels(device)`` returns the valid pixels of the images, and ``pixels.in_context`` is True if the
+            context consists of the same images.
+        x: as in :meth:`.Attention.forward`.
+        mask: as in :meth:`.Attention.forward`.
+        context: as in :meth:`.Attention.forward`.
+
+    Returns:
+        ``x`` with zeros in the padding, the mask without the padding, ``context`` with zeros in the padding, and the
+        valid positions of ``x`` and of the keys' feature map before pooling, bool ``(b, 1, *size)``.
+    """
+    refuse_scaled_positions(block, pixels)
+    valid = valid_positions(pixels, x)
+    x = x.masked_fill(valid.logical_not(), 0.0)  # a value of NaN would reach every position: 0 · NaN is NaN
+    if context is None:
+        keys = valid
+    elif pixels.in_context:
+        keys = valid_positions(pixels, context)
+        context = context.masked_fill(keys.logical_not(), 0.0)
+    else:
+        return x, mask, context, [valid, torch.ones_like(context[:, :1], dtype=torch.bool)]
+    allowed = block.pool_kv(keys.to(x.dtype)).flatten(1)[:, None, None] > 0
+    return x, allowed if mask is None else combine_masks(broadcast_mask(mask), allowed), context, [valid, keys]
+
+
+def refuse_scaled_positions(block: Any, pixels: Any) -> None:
+    """Raise if rotary positions depend on the size of the padded feature map."""
+    rope = block.position.config if block.position is not None else None
+    if isinstance(rope, Rope) and (rope.normalized or block.kv_stride > 1 or not pixels.in_context):
+        other = "kv_stride" if block.kv_stride > 1 else "va.context"
+        what = repr(rope) if rope.normalized else f"{rope!r} with {other}"
+        why = "its positions are scaled to the size of the padded feature map"
+        raise ValueError(f"va.padded does not support {what}: {why}. Run images of one size together")
+
+
+def valid_positions(pixels: Any, x: Tensor) -> Tensor:
+    """Return the valid positions of a feature map ``(b, c, *size)``, bool ``(b, 1, *size)``."""
+    if in_graph(x):
         raise ValueError("va.padded must not be part of a graph that is traced or exported. Pass mask= to the blocks")
-    pixels: Tensor = found[-1](maps[0].device)
-    if pixels.shape[0] != maps[0].shape[0]:
-        raise ValueError(
-            f"valid must have one entry per image, got {pixels.shape[0]} for a batch of {maps[0].shape[0]}"
-        )
-    return [resize_valid(pixels, y.shape[2:])[:, None] for y in maps]
+    valid: Tensor = pixels(x.device)
+    if valid.shape[0] != x.shape[0]:
+        raise ValueError(f"valid must have one entry per image, got {valid.shape[0]} for a batch of {x.shape[0]}")
+    return resize_valid(valid, x.shape[2:])[:, None]
 
 
 def resize_valid(pixels: Tensor, size: Sequence[int]) -> Tensor:

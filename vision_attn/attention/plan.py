@@ -1,7 +1,8 @@
 """The plan of a forward pass: every decision that depends on the kind of its inputs, and not on their values.
 
-A block makes a plan once for each kind of inputs and keeps it. In graphs, traces and transforms, where sizes may be
-symbolic and tensors belong to the graph, it makes a plan in every call.
+A plan is a function of two values: the :class:`Kind` of a call, and the :class:`AttentionConfig` of the block, which
+never changes. A block makes a plan once for each kind and keeps it. In graphs, traces and transforms, where sizes may
+be symbolic and tensors belong to the graph, it makes a plan in every call.
 """
 
 from __future__ import annotations
@@ -15,13 +16,74 @@ from torch import Tensor
 
 from vision_attn.attention import dispatch
 from vision_attn.attention.dispatch import attend_chunked, repeat_kv
+from vision_attn.attention.graphs import can_cache, is_capturing, outside_graph
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
 from vision_attn.attention.kernels import Kernel
 from vision_attn.attention.masks import Mask, zero_fully_masked_rows
-from vision_attn.attention.patterns.grouping import Grouping, can_cache, in_graph, is_capturing, outside_graph
+from vision_attn.attention.patterns import AnyPattern
+from vision_attn.attention.patterns.grouping import Grouping
 
 #: Maximum number of groupings, and of plans, that a block keeps.
 CACHED_SIZES, CACHED_PLANS = 4, 32
+#: Types of devices that CUDA graphs capture.
+CAPTURED_DEVICES = ("cuda",)
+
+
+class AttentionConfig(NamedTuple):
+    """The options of a block that cannot change after it was built."""
+
+    channels: int
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    out_channels: int
+    context_channels: int | None
+    groups: int
+    qk_norm: bool | str
+    kv_stride: int
+    #: The pattern for the axes of the block's feature maps.
+    resolved_pattern: AnyPattern
+    #: True if the position encoding may add a bias to the logits.
+    adds_bias: bool = False
+
+
+class InputKind(NamedTuple):
+    """The properties of a mask or context on which a plan depends."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+class Kind(NamedTuple):
+    """The kind of a call: the properties of its inputs, the modes of torch, and the options that may change."""
+
+    kernel: Kernel
+    shape: torch.Size
+    channels_last: bool
+    dtype: torch.dtype
+    device: torch.device
+    #: The class of the feature map: ``Tensor``, or a subclass of it.
+    tensor_type: type[Tensor]
+    mask: InputKind | None
+    context: InputKind | None
+    scale: float
+    causal: bool
+    #: The dropout probability of the weights; zero in evaluation mode.
+    dropout: float
+    trained: bool
+    #: True if autocast is on, which computes the logits in half precision unless it is turned off.
+    autocast: bool
+    #: True while a graph is traced or exported.
+    in_graph: bool
+    #: True in a transform of ``torch.func``.
+    in_transform: bool
+
+
+def read_input(x: Tensor) -> InputKind:
+    return InputKind(x.shape, x.dtype, x.device, x.requires_grad)
 
 
 class Plan(NamedTuple):
@@ -35,10 +97,14 @@ class Plan(NamedTuple):
     one_input: bool
     #: ``attend_heads(q, k, v, mask=…, causal=…)``: the selected implementation, with scale and dropout.
     attend_heads: Callable[..., Tensor]
+    #: The same, for a mask that requires gradients, such as the bias of a position encoding.
+    attend_trained_mask: Callable[..., Tensor]
     scale: float
     dropout: float
     #: True if nothing but the pattern restricts or changes the logits, so that the kernel is called directly.
     is_direct: bool
+    #: True if attention may run in chunks that fit into the caches of a CPU.
+    can_chunk: bool
     #: The keys that each query may attend to, if the kernel is called directly.
     mask: Mask
     #: True if the kernel excludes later keys itself, which it then skips.
@@ -56,8 +122,6 @@ class Plan(NamedTuple):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: PositionBias | None, mask: Mask) -> Tensor:
         """Compute attention in the groups of the pattern, ``(b·groups, n, i, e)``; fully masked rows are zero."""
-        if self.is_direct:
-            return self.attend_heads(q, k, v, mask=self.mask, causal=self.causal)
         if self.autocast is not None:
             with torch.autocast(self.autocast, enabled=False):
                 return self._replace(autocast=None).attend(q, k, v, bias, mask)
@@ -66,104 +130,114 @@ class Plan(NamedTuple):
             return self.kernel.attend_pattern(inputs, self.dropout)
         if k.shape[1] != q.shape[1]:
             k, v = repeat_kv(q, k), repeat_kv(q, v)
-        row_has_key = None
+        row_has_key, scale = None, self.scale
         if mask is not None:
             mask, row_has_key = self.grouping.combine(mask)
         elif not self.causal and not self.grouping.is_dense:
-            mask = self.grouping.attn_mask(q)
-        if bias is None:
-            y = self.attend_heads(q, k, v, mask=mask, causal=self.causal)
-        elif bias.is_chunkable and dispatch.can_chunk(q):
-            y = attend_chunked(self.attend_heads, q, k, v, mask, bias.rel_logits(q), self.grouping.groups)
+            mask = self.grouping.attn_mask(q.dtype)
+        if bias is not None and bias.is_chunkable and self.can_chunk:
+            attend = partial(self.kernel.attend, scale=self.scale, dropout=self.dropout)
+            y = attend_chunked(attend, q, k, v, mask, bias.rel_logits(q), self.grouping.groups)
         else:
-            q, k, scale = bias.fold(q, k, self.scale)
-            y = self.attend_heads(q, k, v, mask=bias.attn_mask(mask), causal=False, scale=scale)
+            if bias is not None:
+                q, k, scale = bias.fold(q, k, scale)
+                mask = bias.attn_mask(mask)
+            is_trained = mask is not None and mask.requires_grad
+            attend = self.attend_trained_mask if is_trained else self.attend_heads
+            y = attend(q, k, v, mask=mask, causal=self.causal, scale=scale)
         return y if row_has_key is None else zero_fully_masked_rows(y, row_has_key)
 
 
-def make_plan(block: Any, kernel: Kernel, x: Tensor, mask: Mask, context: Tensor | None, find: Any) -> Plan | None:
-    """Decide how a block attends on inputs of this kind; None if they are empty. Raise for invalid inputs.
+def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]) -> Plan | None:
+    """Decide how a block attends on inputs of this kind; None if they are empty.
 
     ``find(size, keys_size, device, causal, as_mask)`` returns a grouping of the block's pattern.
     """
-    keys_size = block.check_inputs(x, mask, context)
-    if 0 in x.shape:  # some implementations and patterns do not support empty tensors
+    if 0 in kind.shape:  # some implementations and patterns do not support empty tensors
         return None
-    find, position = partial(find, tuple(x.shape[2:]), keys_size, x.device, block.causal), block.position
+    size, kernel, causal = tuple(kind.shape[2:]), kind.kernel, kind.causal
+    keys_shape = kind.shape if kind.context is None else kind.context.shape
+    find = partial(find, size, pooled_size(keys_shape[2:], config.kv_stride), kind.device, causal)
 
     # The groups. A kernel for patterns gets the feature map as one group, unless the groups are a plain reshape.
     grouping = find(False)
     queries, keys = grouping.query_layout, grouping.key_layout
     if kernel.attend_pattern is not None and not grouping.is_global:
         is_reshape = keys is queries and queries.rearrangement is not None
-        if not is_reshape or mask is not None or block.causal:
+        if not is_reshape or kind.mask is not None or causal:
             grouping = find(True)
 
     # The projections. Rearranging one input is cheaper than rearranging its projections.
-    one_input = context is None and block.context_channels is None and block.qk_norm != "match"
+    one_input = kind.context is None and config.context_channels is None and config.qk_norm != "match"
     one_input = one_input and grouping.key_layout is grouping.query_layout
 
     # The mask. The causal order alone is left to the kernel, which then skips later keys.
-    adds_bias = position is not None and position.adds_bias
-    causal = block.causal and grouping.is_global and mask is None and not adds_bias
+    causal = causal and grouping.is_global and kind.mask is None and not config.adds_bias
 
     # The implementation. The kernel is called directly if it is the only step; "auto" is then resolved here.
-    autocast = x.device.type if not x.is_meta and torch.is_autocast_enabled(x.device.type) else None
-    dropout = block.attn_drop if block.training else 0.0
-    is_direct = mask is None and not adds_bias and kernel.attend_pattern is None
-    is_direct = is_direct and autocast is None and block.num_heads == block.num_kv_heads
-    attend = kernel.attend
-    if is_direct and kernel.select is not None:
-        sizes = x.shape[0] * grouping.groups * queries.tokens, keys.tokens, block.key_dim
-        attend = kernel.select(x, x.dtype, *sizes, dropout, torch.is_grad_enabled(), trained_mask=False)
+    is_direct = kind.mask is None and not config.adds_bias and kernel.attend_pattern is None
+    is_direct = is_direct and not kind.autocast and config.num_heads == config.num_kv_heads
+    is_cpu = kind.device.type == "cpu"
+    can_chunk = kind.device.type in dispatch.CHUNKED_DEVICES and not kind.in_graph and not kind.in_transform
+    attend = [kernel.attend, kernel.attend]
+    if kernel.select is not None and not kind.autocast:
+        rows = kind.shape[0] * grouping.groups * queries.tokens
+        sizes = rows, keys.tokens, config.key_dim, config.num_heads
+        select = partial(kernel.select, is_cpu, can_chunk, kind.dtype, *sizes, kind.dropout, kind.trained)
+        attend = [select(trained_mask) for trained_mask in (False, True)]
+    heads, trained_mask = (partial(function, scale=kind.scale, dropout=kind.dropout) for function in attend)
     return Plan(
         kernel=kernel,
         grouping=grouping,
         one_input=one_input,
-        attend_heads=partial(attend, scale=block.scale, dropout=dropout),
-        scale=block.scale,
-        dropout=dropout,
+        attend_heads=heads,
+        attend_trained_mask=trained_mask,
+        scale=kind.scale,
+        dropout=kind.dropout,
         is_direct=is_direct,
-        mask=grouping.attn_mask(x) if is_direct and not causal else None,
+        can_chunk=can_chunk,
+        mask=grouping.attn_mask(kind.dtype) if is_direct and not causal else None,
         causal=causal,
-        autocast=autocast,
-        channels_last=x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous(),
-        as_matrix=not in_graph(x) and x.shape[0] == 1 and x.numel() > 2**14,
+        autocast=kind.device.type if kind.autocast else None,
+        channels_last=kind.channels_last,
+        as_matrix=not kind.in_graph and kind.shape[0] == 1 and kind.shape.numel() > 2**14,
     )
 
 
-class PlanCache:
-    """The plans of a block for recent kinds of inputs; copies and pickles of a block have none."""
+def pooled_size(size: Sequence[int], stride: int) -> tuple[int, ...]:
+    """Return the size of a feature map of keys after pooling."""
+    return tuple(size if stride == 1 else [(length + stride - 1) // stride for length in size])
 
-    def __init__(self, pattern: Any) -> None:
-        self.pattern = pattern
+
+class PlanCache:
+    """The plans of a block for recent kinds of calls; copies and pickles of a block have none."""
+
+    def __init__(self, config: AttentionConfig) -> None:
+        self.config = config
         self.groupings: dict[Any, Grouping] = {}
-        self.recent: dict[Any, Plan] = {}
+        self.recent: dict[Kind, Plan] = {}
         #: Plans that a captured CUDA graph uses. They are never removed: each replay reads the same memory.
-        self.captured: dict[Any, Plan] = {}
+        self.captured: dict[Kind, Plan] = {}
 
     def __reduce__(self) -> Any:
-        return PlanCache, (self.pattern,)
+        return PlanCache, (self.config,)
 
-    def get(self, block: Any, kernel: Kernel, x: Tensor, mask: Mask, context: Tensor | None) -> Plan | None:
-        """Return the plan for inputs outside graphs; the key holds everything on which a plan depends."""
-        position = block.position
-        key = (
-            *(kernel, x.shape, x.stride(), x.dtype, x.device, torch.is_grad_enabled(), block.scale),
-            position is not None and position.adds_bias,  # not the module, which may belong to one call
-            *(block.causal, block.training and block.attn_drop, x.is_meta or torch.is_autocast_enabled(x.device.type)),
-            *(mask if mask is None else kind(mask), context if context is None else kind(context)),
-            torch._C._functorch.is_functorch_wrapped_tensor(x),
-        )
-        plan = self.recent.get(key) or self.captured.get(key)
-        if plan is None:
-            plan = make_plan(block, kernel, x, mask, context, self.find)
-            if plan is not None and can_cache(plan.grouping.axes[0].queries.positions):
-                if len(self.recent) >= CACHED_PLANS:
-                    self.recent.clear()
-                self.recent[key] = plan
-        elif is_capturing():
-            self.captured[key] = plan
+    def get(self, kind: Kind) -> Plan | None:
+        """Return the plan for a kind that has been used before."""
+        plan = self.recent.get(kind) or self.captured.get(kind)
+        if plan is not None and is_capturing():
+            self.captured[kind] = plan
+        return plan
+
+    def make(self, kind: Kind) -> Plan | None:
+        """Make a plan, and keep it unless its tensors belong to a graph; return None if the inputs are empty."""
+        if kind.in_graph:
+            return make_plan(kind, self.config, self.create)
+        plan = make_plan(kind, self.config, self.find)
+        if plan is not None and can_cache(plan.grouping.axes[0].queries.positions):
+            if len(self.recent) >= CACHED_PLANS:
+                self.recent.clear()
+            self.recent[kind] = plan
         return plan
 
     def find(self, *key: Any) -> Grouping:
@@ -179,10 +253,6 @@ class PlanCache:
         return grouping
 
     def create(self, size: Any, keys_size: Any, device: torch.device, causal: bool, as_mask: bool) -> Grouping:
+        pattern = self.config.resolved_pattern
         with outside_graph((*size, *keys_size)), torch.inference_mode(False):  # also valid in training
-            return Grouping(self.pattern, size, keys_size, device, causal=causal, pattern_as_mask=as_mask)
-
-
-def kind(x: Any) -> Any:
-    """Return the properties of a mask or context on which a plan depends."""
-    return (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x)
+            return Grouping(pattern, size, keys_size, device, causal=causal, pattern_as_mask=as_mask)

@@ -26,8 +26,8 @@ from vision_attn.attention.recomputation import backward_pass, running_segments
 #: If a copy runs in place of a module, this attribute of the copy holds the module.
 ORIGINAL = "original"
 
-#: Kinds of values that do not change gradients: the recording of ``va.capture``, and the choice of eager mode.
-WITHOUT_EFFECT = {"attention", "eager"}
+#: Kinds of values that may change gradients; the recording of ``va.capture`` and the choice of eager mode do not.
+WITH_EFFECT = {"valid", "context", "output", "impl"}
 
 
 class Values(dict[tuple[str, nn.Module], Any]):
@@ -82,25 +82,25 @@ def scope(model: nn.Module, kind: str, values: Mapping[Any, Any]) -> Iterator[No
         STANCE.exit()
 
 
-def scoped_values(kind: str, module: nn.Module) -> list[Any]:
-    """Return the values of a module in the ``with`` blocks of its forward pass, innermost last."""
+def scoped_values(module: nn.Module, *kinds: str) -> list[list[Any]]:
+    """Return the values of each kind for a module in the ``with`` blocks of its forward pass, innermost last."""
     if torch.compiler.is_dynamo_compiling():
         if not in_scope():
-            return []
+            return [[] for _ in kinds]
         scopes, recorded = SCOPES.get(), True
     else:
         scopes = active_scopes(module)
-        recorded = kind in WITHOUT_EFFECT or not scopes or record_segments(scopes)
-    key = kind, vars(module).get(ORIGINAL, module)
-    found = [value for values in scopes if (value := values.get(key)) is not None]
-    if found and not recorded:
+        recorded = not scopes or record_segments(scopes)
+    owner = vars(module).get(ORIGINAL, module)
+    found = [[value for values in scopes if (value := values.get((kind, owner))) is not None] for kind in kinds]
+    if not recorded and any(found[kinds.index(kind)] for kind in WITH_EFFECT.intersection(kinds)):
         UNRECORDED.add(module)
     return found
 
 
 def scoped_output(block: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Apply the functions of the active ``with`` blocks to the output ``y`` of a residual block with input ``x``."""
-    for function in scoped_values("output", block):
+    for function in scoped_values(block, "output")[0]:
         y = function(x, y)
     return y
 
@@ -136,7 +136,7 @@ def active_scopes(module: nn.Module | None = None) -> tuple[Values, ...]:
 def used_values(module: nn.Module) -> bool:
     """Return True if a graph that still exists, or an unknown segment, used values for a module."""
     return module in UNRECORDED or any(
-        owner is module and kind not in WITHOUT_EFFECT
+        owner is module and kind in WITH_EFFECT
         for scopes in list(RECORDED.values())
         for values in scopes
         for kind, owner in values
@@ -151,7 +151,7 @@ def record_segments(scopes: tuple[Values, ...]) -> bool:
         if segment.again:
             break
         if segment.identity not in RECORDED:
-            if segment.compiled and any(kind not in WITHOUT_EFFECT for values in scopes for kind, _ in values):
+            if segment.compiled and any(kind in WITH_EFFECT for values in scopes for kind, _ in values):
                 what = "activation checkpointing of a compiled part would compute it again without the with block"
                 remedy = "Compile the model instead of the part, or turn activation checkpointing off"
                 raise RuntimeError(f"{what} (va.padded, va.context, va.disabled or va.use_impl). {remedy}")

@@ -52,6 +52,8 @@ def padded(
     >>> torch.allclose(y[1:, ..., :3], block(x[1:, ..., :3]), atol=1e-6)
     True
     """
+    from vision_attn.networks.second_map import blocks_with_context  # it imports the insertion, which imports this file
+
     network = unwrap_model(model)
     blocks = [module for module in network.modules() if isinstance(module, ConfigurableImpl)]
     if not blocks or any(hasattr(module, "running_block") for module in network.modules()):
@@ -61,7 +63,11 @@ def padded(
         raise ValueError(
             f"valid must be bool (True = pixel of an image), got {valid.dtype}. Convert it with valid.bool()"
         )
-    return in_calls(network, scope(network, "valid", dict.fromkeys(blocks, ValidPixels(network, valid, image_size))))
+    pixels = ValidPixels(network, valid if isinstance(valid, Tensor) else [*map(tuple, valid)], image_size)
+    values = dict.fromkeys(blocks, pixels)
+    for block in blocks_with_context(network):  # features from outside are not part of the images
+        values |= dict.fromkeys(block.modules(), replace(pixels, in_context=False))
+    return in_calls(network, scope(network, "valid", values))
 
 
 @contextmanager
@@ -78,6 +84,8 @@ class ValidPixels(DependsOnPass):
     model: nn.Module
     valid: Tensor | Sequence[Sequence[int]]
     image_size: Sequence[int] | None
+    #: True if the context of the block consists of the images.
+    in_context: bool = True
     #: the size in the forward pass that activation checkpointing computes again
     size: Sequence[int] | None = None
     #: masks by size and device, for the blocks of a forward pass
@@ -87,7 +95,7 @@ class ValidPixels(DependsOnPass):
         """Return the valid pixels, bool ``(b, *image_size)``."""
         if isinstance(self.valid, Tensor):
             return self.valid.to(device)
-        size = self.image_size or size_of_call(self.model) or self.size
+        size = self.image_size or self.size or size_of_call(self.model)
         if size is None:
             raise ValueError("image_size must be given if the model does not receive a batch of padded images")
         key = tuple(size), device
@@ -99,7 +107,7 @@ class ValidPixels(DependsOnPass):
         return [self.valid] if isinstance(self.valid, Tensor) else []
 
     def fixed(self) -> ValidPixels:
-        return replace(self, size=size_of_call(self.model) or self.size)
+        return replace(self, size=self.size or size_of_call(self.model))
 
 
 def padding_warning(model: nn.Module) -> str | None:

@@ -35,13 +35,15 @@ def context(model: nn.Module, features: Tensor) -> AbstractContextManager[None]:
     ...     model(torch.randn(1, 3, 16, 16)).shape
     torch.Size([1, 8, 14, 14])
     """
-    blocks = []
-    for block in inserted_blocks(model).values():
-        record = get_record(block)
-        if record.context_shape is not None and not record.context:
-            blocks.append(block)
+    blocks = blocks_with_context(model)
     if not blocks:
         raise ValueError(
             "model has no block that requires a context. Insert one with va.insert_(…, context_channels=…)"
         )
     return scope(unwrap_model(model), "context", dict.fromkeys(blocks, features))
+
+
+def blocks_with_context(model: nn.Module) -> list[nn.Module]:
+    """Return the inserted blocks whose second feature map comes from outside the model."""
+    records = ((block, get_record(block)) for block in inserted_blocks(model).values())
+    return [block for block, record in records if record.context_shape is not None and not record.context]

@@ -108,7 +108,7 @@ def with_parts(module, **parts):
 
 
 def drops(block):
-    return block.attn_drop, block.proj_drop
+    return block.attn_drop.p, block.proj_drop.p
 
 
 def multihead(layer, x, context=None):

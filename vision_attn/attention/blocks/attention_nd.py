@@ -15,30 +15,42 @@ from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unbatched, shape_error, to_memory_format
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, qk_norms
 from vision_attn.attention.blocks.rules import check_arguments
+from vision_attn.attention.graphs import active_transform, in_graph
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
-from vision_attn.attention.kernels import from_groups, to_groups
-from vision_attn.attention.masks import broadcast_mask, check_mask, combine_masks, upcast
-from vision_attn.attention.padding import valid_positions
+from vision_attn.attention.kernels import TO_FIRST, TO_LAST, to_groups, to_map
+from vision_attn.attention.masks import check_mask, upcast
+from vision_attn.attention.padding import mask_padding
 from vision_attn.attention.patterns import AnyPattern, resolve_pattern
-from vision_attn.attention.patterns.grouping import in_graph
-from vision_attn.attention.plan import Plan, PlanCache, make_plan
+from vision_attn.attention.plan import CAPTURED_DEVICES, AttentionConfig, Kind, Plan, PlanCache, pooled_size, read_input
 from vision_attn.attention.position import AnyPosition, AttentionShape, PositionEncoding, new_encoding
 from vision_attn.attention.recomputation import graph_task_id
 from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
 from vision_attn.checks import product
+
+#: The attributes of a block that are its configuration.
+OPTIONS = AttentionConfig._fields[:-1]
 
 
 class Attention(ConfigurableImpl):
     """Multi-head attention on feature maps with ``rank`` axes; :class:`.Attention2d` documents the arguments."""
 
     rank: int
+    channels: int
+    num_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
     out_channels: int
+    context_channels: int | None
+    groups: int
+    qk_norm: bool | str
+    kv_stride: int
+    resolved_pattern: AnyPattern
     q_norm: nn.Module | None
     k_norm: nn.Module | None
+
+    fixed = (*OPTIONS, "pattern", "position")
 
     def __init__(
         self,
@@ -68,22 +80,14 @@ class Attention(ConfigurableImpl):
     ) -> None:
         given = SimpleNamespace(**locals())
         super().__init__()
-        self.resolved_pattern: AnyPattern = resolve_pattern(pattern).expand_to_rank(self.rank)
         self.check_impl(impl)
-        m, d, e, self.out_channels = check_arguments(given, self.resolved_pattern)
-        self.num_kv_heads, self.key_dim, self.value_dim = m, d, e
-        self.channels = channels
-        self.num_heads = n = num_heads
+        config = check_arguments(given, resolve_pattern(pattern).expand_to_rank(self.rank))
+        for name in OPTIONS:
+            setattr(self, name, getattr(config, name))
+        n, m, d, e = num_heads, config.num_kv_heads, config.key_dim, config.value_dim
         self.impl = impl
-        self._pattern = pattern
-        self.context_channels = context_channels
-        self.groups = groups
-        self.qk_norm = qk_norm
-        self.kv_stride = kv_stride
+        self.pattern: str | AnyPattern = pattern
         self.causal = causal
-        self.attn_drop = attn_drop
-        self.proj_drop = proj_drop
-        self.plans: PlanCache = PlanCache(self.resolved_pattern)
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv = POINTWISE[self.rank]
@@ -94,13 +98,17 @@ class Attention(ConfigurableImpl):
         else:
             self.q: Conv = conv(channels, n * d, 1, bias=qkv_bias, **factory)
             self.kv: Conv = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)
+        self.attn_drop: nn.Dropout = nn.Dropout(attn_drop)
         self.proj: Conv = conv(n * e, self.out_channels, 1, groups=groups, bias=proj_bias, **factory)
+        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
         self.q_norm, self.k_norm = qk_norms(qk_norm, d, n, **factory)
-        self.scale: float = self.default_scale if scale is None else scale
+        self.scale: float | Tensor = self.default_scale if scale is None else scale
         self.gate: Conv | None = conv(channels, n * e, 1, **factory) if output_gate else None
         is_cross = kv_stride > 1 or context_channels is not None
         shape = AttentionShape(channels, n, d, self.resolved_pattern, is_cross, context_channels)
         self.position: PositionEncoding | None = None if position is None else new_encoding(position, shape, **factory)
+        adds_bias = self.position is not None and self.position.adds_bias
+        self.plans: PlanCache = PlanCache(config._replace(adds_bias=adds_bias))
         self.init_match()
 
     def init_match(self) -> None:
@@ -128,37 +136,61 @@ class Attention(ConfigurableImpl):
         Raises:
             ValueError: the shape or type of ``x``, ``context`` or ``mask`` is wrong.
         """
-        plan, mask = self.plan(x, mask, context)
+        plan, x, mask, context = self.prepare(x, mask, context)
         if plan is None:  # there are no positions
             return self.proj(x.new_zeros(x.shape[0], self.proj.in_channels, *x.shape[2:]))
         q, k, v, bias = self.encode(plan, x, context)
         for hook in plan.hooks:
-            hook(AttentionInputs(q, k, v, self.scale, plan.grouping, bias, mask))
-        y = plan.attend(q, k, v, bias, mask)  # (b·groups, n, i, e)
+            hook(AttentionInputs(q, k, v, plan.scale, plan.grouping, bias, mask))
+        if plan.is_direct:
+            y = plan.attend_heads(q, k, v, mask=plan.mask, causal=plan.causal)  # (b·groups, n, i, e)
+        else:
+            y = plan.attend(q, k, v, bias, mask)
         del q, k, v, bias  # without gradients, their memory is now free
-        layout = plan.grouping.query_layout
-        y = plan.kernel.merge_heads(y, layout.group_size)  # (b·groups, n·e, h', w')
-        y = y if layout.is_identity else from_groups(plan.kernel, layout, y)  # (b, n·e, h, w)
+        kernel, layout = plan.kernel, plan.grouping.query_layout
+        y = kernel.merge_heads(y, layout.size) if layout.is_identity else to_map(kernel, layout, y)  # (b, n·e, h, w)
         y = self.proj(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
-        y = F.dropout(y, self.proj_drop) if self.proj_drop and self.training else y
+        drop = self.proj_drop
+        y = drop(y) if drop.training and getattr(drop, "p", True) else y
         return to_memory_format(y, plan.channels_last, plan.as_matrix)
 
-    def plan(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[Plan | None, Tensor | None]:
-        """Return the plan for inputs of this kind (None if they are empty), and the mask, with that of the padding."""
-        graph = in_graph(x)
-        scoped = in_scope() if graph else SCOPES.get() or graph_task_id() != -1
-        valid = valid_positions(self, x, x if context is None else context) if scoped else None
-        if valid is not None:
-            keys = self.pool_kv(valid[1].to(x.dtype)).flatten(1)[:, None, None] > 0
-            mask = keys if mask is None else combine_masks(broadcast_mask(mask), keys)
-        if graph:
-            plan = make_plan(self, IMPLEMENTATIONS[self.impl], x, mask, context, self.plans.create)
-        else:
-            kernel = IMPLEMENTATIONS[self.impl if scoped else self._impl]
-            plan = self.plans.get(self, kernel, x, mask, context)
-        if scoped and plan is not None:
-            plan = plan._replace(hooks=scoped_values("attention", self), valid=valid)
-        return plan, mask
+    def prepare(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None
+    ) -> tuple[Plan | None, Tensor, Tensor | None, Tensor | None]:
+        """Return the plan for these inputs, or None if they are empty; and the inputs without the padding of images."""
+        graph, impl, hooks, valid = in_graph(x), self._impl, (), None
+        if in_scope() if graph else SCOPES.get() or graph_task_id() != -1:
+            impls, hooks, pixels = scoped_values(self, "impl", "attention", "valid")
+            impl = [impl, *impls][-1]
+            if pixels:
+                x, mask, context, valid = mask_padding(self, pixels[-1], x, mask, context)
+        dropout, scale, device = self.attn_drop, self.scale, x.device
+        kind = Kind(
+            kernel=IMPLEMENTATIONS[impl],
+            shape=x.shape,
+            channels_last=x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous(),
+            dtype=x.dtype,
+            device=device,
+            tensor_type=type(x),
+            mask=mask if mask is None else read_input(mask),
+            context=context if context is None else read_input(context),
+            scale=1.0 if isinstance(scale, Tensor) else scale,
+            causal=self.causal,
+            dropout=getattr(dropout, "p", 0.0) if dropout.training else 0.0,  # other code may replace it by nn.Identity
+            trained=torch.is_grad_enabled(),
+            autocast=not x.is_meta and torch.is_autocast_enabled(device.type),
+            in_graph=graph,
+            in_transform=active_transform() is not None,
+        )
+        plan = None if graph else self.plans.recent.get(kind)
+        if device.type in CAPTURED_DEVICES and not graph:
+            plan = self.plans.get(kind)
+        if plan is None:
+            self.check_inputs(x, mask, context)
+            plan = self.plans.make(kind)
+        if plan is not None and (hooks or valid):
+            plan = plan._replace(hooks=hooks, valid=valid)
+        return plan, x, mask, context
 
     def encode(
         self, plan: Plan, x: Tensor, context: Tensor | None
@@ -169,9 +201,6 @@ class Attention(ConfigurableImpl):
             Queries ``(b·groups, n, i, d)``, keys ``(b·groups, m, j, d)``, values ``(b·groups, m, j, e)`` and a bias.
         """
         if (position := self.position) is not None and position.adds_to_map:
-            if plan.valid is not None:  # a convolution reads the padding
-                x = x * plan.valid[0]
-                context = None if context is None else context * plan.valid[1]
             x = position.add_to_map(x, plan.grouping)
             context = None if context is None else position.add_to_map(context, plan.grouping)
         q, k, v = self.project(plan, x, context)
@@ -179,7 +208,7 @@ class Attention(ConfigurableImpl):
             # Under autocast, normalization returns float32; the kernel expects the dtype of the values.
             q, k = self.q_norm(q).to(v.dtype), plan.grouping.zero_padding(self.k_norm(k).to(v.dtype))
         q, k, bias = (q, k, None) if position is None else position(q, k, plan.grouping)
-        return q, k, v, bias
+        return q, k * self.scale if isinstance(self.scale, Tensor) else k, v, bias
 
     def project(self, plan: Plan, x: Tensor, context: Tensor | None) -> list[Tensor]:
         """Project to queries ``(b·groups, n, i, d)``, keys ``(…, m, j, d)`` and values ``(…, m, j, e)``."""
@@ -189,18 +218,20 @@ class Attention(ConfigurableImpl):
             x = torch.cat([x] * 3, dim=1)
             context = None if context is None else torch.cat([context] * 3, dim=1)
         if plan.one_input:
-            y = self.qkv(x if queries.is_identity else to_groups(kernel, queries, x))
+            rank = x.dim()
+            y = self.qkv(x if queries.is_identity else to_groups(kernel, queries, x).permute(*TO_FIRST[rank]))
+            y = y.permute(*TO_LAST[rank])
             if d == e:
                 return kernel.split_heads(y, n, m, m)
-            y, v = y.split_with_sizes([(n + m) * d, m * e], dim=1)
+            y, v = y.split_with_sizes([(n + m) * d, m * e], dim=-1)
             return [*kernel.split_heads(y, n, m), *kernel.split_heads(v, m)]
         widths, valid = [n * d, m * d, m * e], plan.valid or (None, None)
-        if self.context_channels is None:
+        if self.context_channels is not None:
+            q, (k, v) = self.q(x), self.kv(context).split_with_sizes(widths[1:], dim=1)
+        else:
             q, k, v = self.qkv(x).split_with_sizes(widths, dim=1)
             if context is not None:
                 _, k, v = self.qkv(context).split_with_sizes(widths, dim=1)
-        else:
-            q, (k, v) = self.q(x), self.kv(context).split_with_sizes(widths[1:], dim=1)
         if self.qk_norm == "match":
             q, k = (center(y, ok) for y, ok in zip((q, k), valid, strict=True))
         q = to_groups(kernel, queries, q)
@@ -222,8 +253,8 @@ class Attention(ConfigurableImpl):
         exact = upcast(y) if self.rank == 3 and y.device.type == "cpu" else y
         return getattr(F, f"avg_pool{self.rank}d")(exact, squares, ceil_mode=True).to(y.dtype)
 
-    def check_inputs(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[int, ...]:
-        """Raise for an invalid mask or context; return the size of the keys' feature map."""
+    def check_inputs(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> None:
+        """Raise for an invalid mask or context."""
         if context is None and self.context_channels is not None:
             expected = f"feature maps, because the block was created with context_channels={self.context_channels}"
             raise ValueError(f"context must be {expected}, got None")
@@ -238,15 +269,16 @@ class Attention(ConfigurableImpl):
             if needs_size and context.shape[2:] != x.shape[2:]:
                 cause = "with a pattern other than 'full', causal=True or relative positions"
                 raise ValueError(f"context must have the size of x {cause}, got {context.shape[2:]} and {x.shape[2:]}")
-        keys_size = self.keys_size(x, context)
         if mask is not None:
-            check_mask(mask, x.shape[0], self.num_heads, x.shape[2:], keys_size)
-        return keys_size
+            check_mask(mask, x.shape[0], self.num_heads, x.shape[2:], self.keys_size(x, context))
+        if isinstance(self.scale, Tensor) and self.scale.numel() != 1:
+            raise ValueError(
+                f"scale must be a number or a tensor with one element, got shape {tuple(self.scale.shape)}"
+            )
 
     def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
         """Return the size of the keys' feature map, in positions."""
-        size, stride = (x if context is None else context).shape[-self.rank :], self.kv_stride
-        return tuple(size if stride == 1 else [(length + stride - 1) // stride for length in size])
+        return pooled_size((x if context is None else context).shape[-self.rank :], self.kv_stride)
 
     def attention_weights(
         self, x: Tensor, mask: Tensor | None = None, queries: Tensor | None = None, context: Tensor | None = None
@@ -273,17 +305,12 @@ class Attention(ConfigurableImpl):
             return self.attention_weights(x[None], mask, queries, None if context is None else context[None])
         if x.shape[1] != self.channels:
             raise shape_error("x", x, self.channels, self.rank)
-        plan, mask = self.plan(x, mask, context)
+        plan, x, mask, context = self.prepare(x, mask, context)
         if plan is None:
             tokens = x.shape[2:].numel() if queries is None else len(queries)
             return x.new_zeros(x.shape[0], self.num_heads, tokens, product(self.keys_size(x, context)))
         q, k, v, bias = self.encode(plan, x, context)
-        return weights_on_map(AttentionInputs(q, k, v, self.scale, plan.grouping, bias, mask), queries)
-
-    @property
-    def pattern(self) -> str | AnyPattern:
-        """The pattern; another pattern requires a new block."""
-        return self._pattern
+        return weights_on_map(AttentionInputs(q, k, v, plan.scale, plan.grouping, bias, mask), queries)
 
     @property
     def default_scale(self) -> float:
@@ -295,8 +322,11 @@ class Attention(ConfigurableImpl):
         width = self.channels // self.num_heads
         defaults: dict[str, object] = {"key_dim": width, "value_dim": width, "num_kv_heads": self.num_heads}
         defaults |= {"out_channels": self.channels, "context_channels": None, "groups": 1, "scale": self.default_scale}
-        defaults |= {"kv_stride": 1, "causal": False, "attn_drop": 0.0}
-        found = {name: getattr(self, name) for name, value in defaults.items() if getattr(self, name) != value}
+        defaults |= {"kv_stride": 1, "causal": False}
+        # A learned scale is part of the state dict.
+        scale = self.default_scale if isinstance(self.scale, Tensor) else self.scale
+        values = {name: getattr(self, name) for name in defaults} | {"scale": scale}
+        found = {name: value for name, value in values.items() if value != defaults[name]}
         return {**found, "qk_norm": "match"} if self.qk_norm == "match" else found
 
     def extra_repr(self) -> str:
@@ -305,7 +335,6 @@ class Attention(ConfigurableImpl):
 
     def get_config(self) -> dict[str, object]:
         config = {"num_heads": self.num_heads, "pattern": self.pattern, **self.non_default_config()}
-        config.pop("attn_drop", None)  # affects training only
         if self.position is not None:
             config["position"] = position = copy(self.position.config)
             if self.position.has_tables:  # their shapes state the size, and loading resizes them

@@ -43,6 +43,8 @@ class AugmentedConv2d(Configurable):
     torch.Size([2, 32, 5, 4])
     """
 
+    fixed = ("stride",)
+
     def __init__(
         self,
         in_channels: int,
@@ -114,6 +116,8 @@ class StridedAttention2d(Configurable):
     >>> StridedAttention2d(64, 4, stride=2, feat_size=(14, 10))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 7, 5])
     """
+
+    fixed = ("stride",)
 
     def __init__(
         self,

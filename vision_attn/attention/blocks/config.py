@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from vision_attn.attention.fixed_options import FixedOptions
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.scopes import scope, scoped_values
 from vision_attn.checks import check_choice
@@ -16,7 +17,7 @@ from vision_attn.checks import check_choice
 CONFIG_KEY = "block"
 
 
-class Configurable(nn.Module):
+class Configurable(FixedOptions):
     """A block whose state dict contains its configuration.
 
     The configuration is part of the state dict's metadata, where torch stores the version of each module and which
@@ -42,7 +43,7 @@ class ConfigurableImpl(Configurable):
     @property
     def impl(self) -> str:
         """The current implementation, selected by the innermost :func:`use_impl` context or by :func:`set_impl_`."""
-        return [self._impl, *scoped_values("impl", self)][-1]
+        return [self._impl, *scoped_values(self, "impl")[0]][-1]
 
     @impl.setter
     def impl(self, impl: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.attention import Attention1d, Attention2d, Attention3d
 from vision_attn.attention.blocks.attention_nd import Attention
 from vision_attn.attention.blocks.projection import ChannelNorm, accepts_unbatched
-from vision_attn.attention.patterns.grouping import in_graph
+from vision_attn.attention.fixed_options import FixedOptions
+from vision_attn.attention.graphs import in_graph
 from vision_attn.attention.recomputation import graph_task_id
 from vision_attn.attention.scopes import SCOPES, scoped_output
 
@@ -40,7 +41,7 @@ def refuse_normalized_zeros(owner: nn.Module, layer: nn.Module) -> None:
     FINITE.add(layer)
 
 
-class GatedResidual(nn.Module):
+class GatedResidual(FixedOptions):
     """``x + gate · branch(norm(x))`` with one gate per channel, for feature maps with ``rank`` axes.
 
     The output is bitwise identical to ``x`` while the branch or the gate is zero. With a zero gate, the parameters of
@@ -49,6 +50,7 @@ class GatedResidual(nn.Module):
     """
 
     rank = 2
+    fixed: ClassVar[Collection[str]] = ("channels", "gate_init", "zero_init")
 
     def __init__(self, channels: int, gate_init: float | None, device: Any = None, dtype: Any = None) -> None:
         super().__init__()

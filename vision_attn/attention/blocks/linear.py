@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.blocks.projection import Pointwise2d, accepts_unbatched, to_memory_format_of
 from vision_attn.attention.dispatch import without_autocast
-from vision_attn.attention.kernels import BMM, EINX
+from vision_attn.attention.graphs import in_graph
+from vision_attn.attention.kernels import BMM, EINX, channels_last
 from vision_attn.attention.masks import broadcast_mask, check_mask, unmask_empty_rows, upcast
 from vision_attn.attention.padding import valid_positions
-from vision_attn.attention.patterns.grouping import in_graph
 from vision_attn.attention.recomputation import graph_task_id
-from vision_attn.attention.scopes import SCOPES, in_scope
+from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
 from vision_attn.checks import check_choice, check_divides
 
 #: Names of the kernel's feature maps.
@@ -139,6 +139,7 @@ class LinearAttention2d(ConfigurableImpl):
     """
 
     rank = 2
+    fixed = ("channels", "num_heads", "feature_map")
 
     def __init__(
         self,
@@ -187,12 +188,17 @@ class LinearAttention2d(ConfigurableImpl):
             mask = broadcast_mask(mask).mT
         if 0 in x.shape:  # einx does not support empty tensors
             return self.proj(torch.zeros_like(x))
-        scoped = in_scope() if in_graph(x) else SCOPES.get() or graph_task_id() != -1
-        if scoped and (valid := valid_positions(self, x)):
-            keys = valid[0].flatten(1)[:, None, :, None]
-            mask = keys if mask is None else torch.logical_and(mask, keys)
-        kernel = LINEAR_IMPLS[impl := self.impl]
-        q, k, v = kernel.split_heads(self.qkv(x), *[self.num_heads] * 3)
+        impl = self._impl
+        if in_scope() if in_graph(x) else SCOPES.get() or graph_task_id() != -1:
+            impls, pixels = scoped_values(self, "impl", "valid")
+            impl = [impl, *impls][-1]
+            if pixels:
+                valid = valid_positions(pixels[-1], x)
+                x = x.masked_fill(valid.logical_not(), 0.0)
+                keys = valid.flatten(1)[:, None, :, None]
+                mask = keys if mask is None else torch.logical_and(mask, keys)
+        kernel = LINEAR_IMPLS[impl]
+        q, k, v = kernel.split_heads(channels_last(self.qkv(x)), *[self.num_heads] * 3)
         y = attend_linear(q, k, v, impl=impl, mask=mask, feature_map=self.feature_map)
         y = kernel.merge_heads(y, x.shape[2:])
         return to_memory_format_of(x, self.proj_drop(self.proj(y)))

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from vision_attn.attention.patterns import AnyPattern, Neighborhood
+from vision_attn.attention.plan import AttentionConfig
 from vision_attn.checks import check_above, check_divides
 
 
-def check_arguments(a: Any, pattern: AnyPattern) -> tuple[int, int, int, int]:
-    """Raise if arguments contradict each other; ``pattern`` is the resolved pattern.
-
-    Returns:
-        ``num_kv_heads``, ``key_dim``, ``value_dim`` and ``out_channels``, with the defaults filled in.
-    """
+def check_arguments(a: Any, pattern: AnyPattern) -> AttentionConfig:
+    """Raise if arguments contradict each other, and return them with their defaults; the pattern is resolved."""
     names = "num_heads", "num_kv_heads", "key_dim", "value_dim", "groups", "kv_stride"
     check_above(0, **{name: getattr(a, name) for name in names})
     if a.key_dim is None or a.value_dim is None:
@@ -39,4 +36,4 @@ def check_arguments(a: Any, pattern: AnyPattern) -> tuple[int, int, int, int]:
     tied = f"must not be 'match' with context_channels={context}: queries and keys need inputs of equal width"
     reject("qk_norm", match and context not in (None, a.channels), tied)
     reject("pattern", a.kv_stride > 1 and not pattern.is_global, f"must be 'full' with kv_stride={a.kv_stride}")
-    return m, d, e, out_channels
+    return AttentionConfig(a.channels, n, m, d, e, out_channels, context, a.groups, a.qk_norm, a.kv_stride, pattern)

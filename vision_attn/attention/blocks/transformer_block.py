@@ -47,6 +47,7 @@ class TransformerBlock2d(Configurable):
     """
 
     rank = 2
+    fixed = ("channels", "norm_first", "activation")
 
     def __init__(
         self,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from vision_attn.attention.graphs import can_cache, is_fixed, outside_graph
 from vision_attn.attention.masks import Mask, align_mask, broadcast_mask, combine_masks, unmask_empty_rows
-from vision_attn.attention.patterns.layout import Size, TokenLayout, inverse_index, is_fixed, outer, padding_last
+from vision_attn.attention.patterns.layout import Size, TokenLayout, inverse_index, outer, padding_last
 from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisTiles
 from vision_attn.attention.patterns.rearrangement import AXES, Rearrangement
 from vision_attn.checks import product
@@ -101,11 +99,11 @@ class Grouping:
             pairs = torch.logical_and(pairs, torch.logical_or(keys <= queries, queries < 0))
         return pairs[None, :, None]
 
-    def attn_mask(self, q: Tensor) -> Mask:
+    def attn_mask(self, dtype: torch.dtype) -> Mask:
         """Return :meth:`allowed` for a kernel: bool on a CPU; on other devices, additive with aligned rows."""
-        if (allowed := self.allowed()) is None or q.is_cpu:
+        if (allowed := self.allowed()) is None or allowed.is_cpu:
             return allowed
-        return self.cached(("attn_mask", q.dtype), lambda: align_mask(allowed, q.dtype))
+        return self.cached(("attn_mask", dtype), lambda: align_mask(allowed, dtype))
 
     def combine(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Combine the user's mask, broadcastable to ``(b, n, tokens, key tokens)``, and the mask of the pattern.
@@ -148,41 +146,6 @@ class Grouping:
         columns = padding_last(self.key_layout.index(), tokens)[group]
         dense = weights.new_zeros(*weights.shape[:3], tokens + 1)
         return dense.scatter(3, columns.expand(*weights.shape[:2], -1, -1), weights)[..., :tokens]
-
-
-def outside_graph(size: Size) -> AbstractContextManager[object]:
-    """Return a context in which ``torch.export`` stores tensors as constants, if the size is fixed.
-
-    For other sizes, the graph computes the tensors in every call, with operations that not every runtime supports.
-    """
-    return _disable_current_modes() if torch.compiler.is_compiling() and is_fixed(size) else nullcontext()
-
-
-def in_graph(x: Tensor) -> bool:
-    """Return True while a graph is traced or exported, where sizes may be symbolic."""
-    return type(x) is not Tensor or torch.compiler.is_dynamo_compiling() or torch._C._is_tracing()
-
-
-def can_cache(x: Tensor) -> bool:
-    """Return True if a tensor may be cached: it belongs to no torch mode, transform, or captured CUDA graph."""
-    if torch.compiler.is_compiling() or is_capturing():
-        return False
-    return type(x) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-
-
-def is_capturing() -> bool:
-    """Return True while a CUDA graph is being captured."""
-    return has_driver(query := torch.cuda.is_current_stream_capturing) and query()
-
-
-@cache
-def has_driver(query: Callable[[], bool]) -> bool:
-    """Return False if the query raises, because its driver is not installed."""
-    try:
-        query()
-    except RuntimeError:
-        return False
-    return True
 
 
 def relative_coords(axis: AxisTiles, window: int | None) -> Tensor:

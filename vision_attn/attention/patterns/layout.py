@@ -60,12 +60,6 @@ class TokenLayout:
         return index.masked_fill(outer([at < 0 for at in positions], torch.logical_or), -1)
 
 
-def is_fixed(size: Size) -> bool:
-    """Return True if a size is fixed: in eager mode, or in ``torch.export`` if no length is symbolic."""
-    exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    return not torch.compiler.is_compiling() or (exporting and all(type(length) is int for length in size))
-
-
 def inverse_index(index: Tensor, positions: int) -> Tensor:
     """Return the index of the token at each position; ``index`` is the position of each token, or -1 for padding."""
     order = torch.arange(index.numel(), device=index.device)

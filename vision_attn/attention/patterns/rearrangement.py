@@ -121,14 +121,21 @@ class BoundRearrangement:
         #: ``(b gh gw) h w c``.
         self.map_text: str = f"b c {line.axes_text}"
         self.groups_text: str = f"{join_names(('b', *line.groups))} {' '.join(map(join_names, tokens))} c"
-        #: The permutation from ``(b, <split axes>, c)`` to ``(b, <groups>, <tokens>, c)``, and its inverse.
-        split, grouped = ["b", *line.names, "c"], ["b", *line.groups, *line.tokens, "c"]
-        self.forward_perm: list[int] = [split.index(name) for name in grouped]
-        self.inverse_perm: list[int] = [grouped.index(name) for name in split]
+        #: The two sides of the expression that merges the heads and groups, ``(b gh gw) n (h w) d`` and
+        #: ``b (n d) (gh h) (gw w)``.
+        self.heads_text: str = f"{join_names(('b', *line.groups))} n {join_names(line.tokens)} d"
+        self.merged_text: str = f"b (n d) {line.axes_text}"
+        #: The permutation from ``(b, <split axes>, c)`` to ``(b, <groups>, <tokens>, c)``.
+        split = ["b", *line.names, "c"]
+        self.forward_perm: list[int] = [split.index(name) for name in ("b", *line.groups, *line.tokens, "c")]
+        #: The permutation from ``(b, <groups>, n, <tokens>, d)`` to ``(b, <split axes>, n, d)``.
+        grouped = ["b", *line.groups, "n", *line.tokens, "d"]
+        self.inverse_perm: list[int] = [grouped.index(name) for name in ("b", *line.names, "n", "d")]
         self.size: tuple[int, ...] = tuple([product(axis) for axis in lengths])
         self.split_size: list[int] = list(self.sizes.values())
         self.group_size: tuple[int, ...] = tuple([product([self.sizes[name] for name in axis]) for axis in tokens])
-        self.grouped_size: list[int] = [self.sizes[name] for name in grouped[1:-1]]
+        self.groups: list[int] = [self.sizes[name] for name in line.groups]
+        self.tokens: list[int] = [self.sizes[name] for name in line.tokens]
 
 
 @lru_cache

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
+from vision_attn.attention.graphs import is_fixed
 from vision_attn.attention.patterns.grouping import Grouping
-from vision_attn.attention.patterns.layout import is_fixed
 from vision_attn.attention.patterns.pattern import to_ntuple
 from vision_attn.attention.position.encoding import AXIS_NAMES, AttentionShape, Encoded, PositionEncoding
 

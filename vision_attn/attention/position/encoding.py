@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from vision_attn.attention.fixed_options import FixedOptions
 from vision_attn.attention.inputs import PositionBias
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.pattern import AnyPattern
@@ -47,9 +48,10 @@ class AnyPosition(Protocol):
         """
 
 
-class PositionEncoding(nn.Module):
+class PositionEncoding(FixedOptions):
     """Base class of position encodings, an identity; subclasses override :meth:`add_to_map` or :meth:`forward`."""
 
+    fixed = ("config",)
     #: True if relative positions are encoded: queries and keys must come from the same feature map.
     is_relative = False
     #: True if the parameters are tables whose shapes depend on the size of the feature map.

@@ -71,11 +71,13 @@ class TableEncoding(PositionEncoding):
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
         table, lengths = self.relative_position_bias_table.t(), self.lengths
-        wanted = [
+        if None not in grouping.window_shape:
+            return q, k, TableBias(table, lengths, grouping)
+        wanted = tuple(
             length if window is not None else axis.extent
             for length, window, axis in zip(lengths, grouping.window_shape, grouping.axes, strict=True)
-        ]
-        if not grouping.is_fixed or wanted != [*lengths]:
+        )
+        if not grouping.is_fixed or wanted != lengths:
             table = table.view(-1, *[2 * length - 1 for length in lengths])
             for dim, (window, length) in enumerate(zip(grouping.window_shape, wanted, strict=True), 1):
                 if window is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vision_attn.attention.patterns.layout import is_fixed
+from vision_attn.attention.graphs import is_fixed
 from vision_attn.attention.patterns.pattern import to_ntuple
 from vision_attn.attention.position.encoding import AttentionShape
 

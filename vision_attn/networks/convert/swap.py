@@ -269,7 +269,7 @@ class Swapped(nn.Module):
             y = swap.conversion.forward(self, partial(swap.attend, self), *args, **kwargs)
             if y is not FALLBACK:
                 return y
-        for explain in scoped_values("attention", self):
+        for explain in scoped_values(self, "attention")[0]:
             explain(UNSUPPORTED_CALL if supported else explain_change(self))
         return super().forward(*args, **kwargs)
 

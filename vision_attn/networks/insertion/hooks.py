@@ -79,7 +79,7 @@ def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
         return {"context": found}
     if record.context_shape is None:
         return {}
-    values = scoped_values("context", block)
+    (values,) = scoped_values(block, "context")
     if not values:
         raise SiteError(f"the block at {record.site!r} requires a context. Run the model inside va.context(model, …)")
     return {"context": values[-1]}

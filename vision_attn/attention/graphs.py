@@ -1,0 +1,62 @@
+"""Graphs, traces and transforms, whose tensors belong to a graph and whose sizes may be symbolic; CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def in_graph(x: Tensor) -> bool:
+    """Return True while a graph is traced or exported, where sizes may be symbolic.
+
+    Subclasses of tensors are data, such as the images of MONAI and fastai, except those with which torch traces.
+    """
+    if type(x) is not Tensor and type(x).__module__.startswith("torch._subclasses"):
+        return True
+    return torch.compiler.is_dynamo_compiling() or type(x.shape[0]) is not int  # a tensor in torch.jit.trace
+
+
+#: Return the active transform of ``torch.func``, whose tensors have no data pointer; None outside transforms.
+active_transform: Callable[[], object] = peek_interpreter_stack
+
+
+def is_fixed(size: Sequence[int]) -> bool:
+    """Return True if a size is fixed: in eager mode, or in ``torch.export`` if no length is symbolic."""
+    exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return not torch.compiler.is_compiling() or (exporting and all(type(length) is int for length in size))
+
+
+def outside_graph(size: Sequence[int]) -> AbstractContextManager[object]:
+    """Return a context in which ``torch.export`` stores tensors as constants, if the size is fixed.
+
+    For other sizes, the graph computes the tensors in every call, with operations that not every runtime supports.
+    """
+    return _disable_current_modes() if torch.compiler.is_compiling() and is_fixed(size) else nullcontext()
+
+
+def can_cache(x: Tensor) -> bool:
+    """Return True if a tensor may be cached: it belongs to no torch mode, transform, or captured CUDA graph."""
+    if torch.compiler.is_compiling() or is_capturing():
+        return False
+    return type(x) is Tensor and not is_functorch_wrapped_tensor(x)
+
+
+def is_capturing() -> bool:
+    """Return True while a CUDA graph is being captured."""
+    return has_driver(query := torch.cuda.is_current_stream_capturing) and query()
+
+
+@cache
+def has_driver(query: Callable[[], bool]) -> bool:
+    """Return False if the query raises, because its driver is not installed."""
+    try:
+        query()
+    except RuntimeError:
+        return False
+    return True
