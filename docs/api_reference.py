@@ -54,7 +54,7 @@ PAGES = {
         "Conversion",
         "Convert the attention layers of a complete network, or one layer at a time ([guide](../convert.md)).",
         """
-        swap_ unswap_ networks.convert.swap.SwapReport networks.convert.from_layer networks.convert.to_torch_mha
+        swap_ unswap_ networks.convert.swap.SwapReport networks.convert.from_layer
         errors.ConversionError
         """,
     ),

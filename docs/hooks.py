@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: The pages, and the files that they show or link to.
 SHOWN = (
     *("*.md", "LICENSE", "CITATION.cff", "docs/*.md", "docs/*.svg", "docs/*.png", "docs/explorer/*", "docs/api/*.md"),
-    *("vision_attn/attention/kernels.py", "vision_attn/attention/reference.py"),
+    *("vision_attn/attention/kernels.py", "tests/reference.py"),
     *("examples/*.md", "examples/*.py", "examples/*/*.png", "examples/results/*.json", "examples/notebooks/*.ipynb"),
     "benchmarks/*.py",
     *("weights/*.md", "weights/*/*.md", "weights/*/*.png"),

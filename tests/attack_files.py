@@ -76,6 +76,21 @@ PICKLES = {
     "nests a key of a state dict": b"\x80\x02ccollections\nOrderedDict\n]" + NESTED + b"N\x86a\x85R.",
     "nests a storage": b"\x80\x02(U\x07storagectorch\nFloatStorage\n" + NESTED + b"U\x03cpuK\x01tQ.",
 }
+
+
+def share(path, count=150):
+    """Write dictionaries that contain each other: there are as many entries of entries as pairs of them."""
+    entries = [{"weight": torch.zeros(1)} for _ in range(count)]
+    for entry in entries:
+        entry |= {f"{number}": other for number, other in enumerate(entries)}
+    torch.save(entries[0], path)
+
+
+#: State dicts that take memory or time when they are compared with a model.
+STATE_DICTS = {
+    "long key": lambda path: torch.save({"a." * 50_000 + "weight": torch.zeros(1)}, path),
+    "shared entries": share,
+}
 #: Files that cause unlimited memory or time. Sparse files have a size of 64 GiB, but take no disk space.
 FILES = {
     "compressed.pth": lambda path: crafted.inflated(path, 2**28),
@@ -142,11 +157,18 @@ def harmful(folder, honest):
         (folder / f"{name} {form}.pth").write_bytes(wrap(content))
     for name, write in FILES.items():
         write(folder / name)
+    for name, write in STATE_DICTS.items():
+        write(folder / f"{name}.loaded")
     (block,) = crafted.read_entry(honest)["blocks"]
     for name, changed in OPTIONS.items():
         blocks = [{**block, "options": block["options"] | changed}]
         crafted.rewrite(honest, folder / f"{name}.safetensors", blocks=blocks)
-    return {path: load_adapter if path.suffix == ".safetensors" else read_file for path in folder.iterdir()}
+    readers = {".safetensors": load_adapter, ".loaded": load_checkpoint}
+    return {path: readers.get(path.suffix, read_file) for path in folder.iterdir()}
+
+
+def load_checkpoint(path):
+    va.load_checkpoint_(convolutions(3, 8, 8), path)
 
 
 def load_adapter(path):

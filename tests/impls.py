@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import reference as R
 import torch
 
 import vision_attn as va
-from vision_attn.attention import flex, reference as R
+from vision_attn.attention import flex
 
 #: Implementations that support training on a CPU. FlexAttention does not support gradients there.
 CPU_IMPLS = tuple(impl for impl in va.IMPLS if impl != "flex")

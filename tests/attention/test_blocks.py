@@ -530,3 +530,100 @@ def test_an_initialization_of_all_modules_keeps_a_new_block_an_identity(kind):
     assert not torch.equal(queries, keys)
     for other in (NormBlock2d(8), SqueezeExciteBlock2d(8)):  # without a projection of zeros
         assert other.apply(init) is other
+
+
+@pytest.mark.parametrize("options", [{"attn_drop": 0.5}, {"proj_drop": 0.5}], ids=str)
+def test_monte_carlo_dropout(options):
+    """In evaluation mode, dropout modules in training mode are random."""
+    block, x = va.Attention2d(16, 2, **options).eval(), torch.randn(1, 16, 4, 4)
+    assert torch.equal(block(x), block(x))
+    for module in block.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.train()
+    assert not torch.equal(block(x), block(x))
+    block.attn_drop = block.proj_drop = torch.nn.Identity()  # as tools that remove dropout do
+    assert torch.equal(block.train()(x), block(x))
+
+
+@pytest.mark.parametrize("position", [None, va.RelPosTable(4), va.RelPosDecomposed(4), va.Rope()], ids=str)
+@pytest.mark.parametrize("impl", [*CPU_IMPLS, "auto"])
+def test_a_learned_scale(impl, position):
+    torch.manual_seed(0)
+    block, x = va.Attention2d(16, 2, impl=impl, position=position).double(), torch.randn(1, 16, 4, 4).double()
+    block.scale = 0.7
+    expected, weights = block(x), block.attention_weights(x)
+    block.scale = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+    torch.testing.assert_close(block(x), expected)
+    torch.testing.assert_close(block.attention_weights(x), weights)
+    step, gradients = 1e-6, torch.autograd.grad(block(x).square().sum(), block.scale)
+    with torch.no_grad():
+        block.scale += step
+        slope = (block(x).square().sum() - expected.square().sum()) / step
+    torch.testing.assert_close(gradients[0], slope, rtol=1e-4, atol=1e-6)
+    assert "scale" in block.state_dict()
+    assert "scale" not in block.get_config()
+    block.scale = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="one element"):
+        block(x)
+
+
+BLOCKS_IN_FORWARD_MODE = {
+    "full": {},
+    "window": {"pattern": va.Window(2, shift=1)},
+    "table": {"position": va.RelPosTable(4)},
+    "decomposed": {"position": va.RelPosDecomposed(4)},
+    "neighborhood": {"pattern": va.Neighborhood(3)},
+    "causal": {"causal": True},
+    "match": {"qk_norm": "match"},
+    "pooled": {"kv_stride": 2},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS_IN_FORWARD_MODE)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp calls it
+def test_forward_mode_derivatives(name):
+    torch.manual_seed(0)
+    block = va.Attention2d(8, 2, **BLOCKS_IN_FORWARD_MODE[name]).double()
+    x, v = torch.randn(2, 1, 8, 4, 4).double()
+    expected = (block(x + 1e-6 * v) - block(x - 1e-6 * v)) / 2e-6
+    tangent = torch.func.jvp(block, (x,), (v,))[1]
+    torch.testing.assert_close(tangent, expected, rtol=1e-5, atol=1e-7)
+    with torch.autograd.forward_ad.dual_level():
+        y = block(torch.autograd.forward_ad.make_dual(x, v))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(y).tangent, tangent)
+    small = x[..., :2, :2].flatten()
+    loss = lambda z: block(z.view(1, 8, 2, 2)).square().sum()  # noqa: E731
+    torch.testing.assert_close(
+        torch.func.hessian(loss)(small) @ small, torch.func.jvp(torch.func.grad(loss), (small,), (small,))[1]
+    )
+    va.set_impl_(block, "sdpa")
+    with pytest.raises(NotImplementedError, match=r"va\.use_impl\(model, 'bmm'\)"):
+        torch.func.jvp(block, (x,), (v,))
+
+
+@pytest.mark.parametrize("name", BLOCKS_IN_FORWARD_MODE)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_ensembles_of_blocks(name):
+    """``vmap`` over stacked parameters, as in torch's tutorial on model ensembling, with gradients of each model."""
+    blocks, x = [va.Attention2d(8, 2, **BLOCKS_IN_FORWARD_MODE[name]) for _ in range(3)], torch.randn(2, 8, 4, 4)
+    parameters, buffers = torch.func.stack_module_state(blocks)
+
+    def loss(parameters, buffers):
+        return torch.func.functional_call(blocks[0], (parameters, buffers), (x,)).square().sum()
+
+    found = torch.vmap(torch.func.grad(loss))(parameters, buffers)
+    for index, block in enumerate(blocks):
+        gradients = torch.autograd.grad(block(x).square().sum(), [*block.parameters()])
+        for (key, _), gradient in zip(block.named_parameters(), gradients, strict=True):
+            torch.testing.assert_close(found[key][index], gradient)
+
+
+def test_tables_of_a_pattern_and_a_dtensor_are_refused_by_name(monkeypatch):
+    block, x = va.Attention2d(16, 2, pattern=va.Window(4, shift=2)), torch.randn(1, 16, 8, 8)
+
+    def fail(*args):
+        raise RuntimeError("aten.index_select.default got mixed torch.Tensor and DTensor, need to convert all")
+
+    monkeypatch.setattr(block, "encode", fail)
+    with pytest.raises(RuntimeError, match=r"Attention2d adds tensors of its pattern.*implicit_replication\(\)"):
+        block(x)

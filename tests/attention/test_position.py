@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from impls import CPU_IMPLS
 from torch import nn
 
 import vision_attn as va
-from vision_attn.attention import dispatch, reference
+from vision_attn.attention import dispatch
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 
 DOUBLE = {"dtype": torch.float64}

@@ -5,13 +5,14 @@ import itertools
 import impls
 import numpy as np
 import pytest
+import reference
 import torch
 from hypothesis import given, settings, strategies as st
 from impls import CPU_IMPLS, Case, same, uncompile_flex
 from torch.nn import functional as F
 
 import vision_attn as va
-from vision_attn.attention import dispatch, reference
+from vision_attn.attention import dispatch
 
 IMPLS = (*CPU_IMPLS, "flex")
 PADDED = va.Pattern("b n d (h p) w -> b n (h p w) d", p=2)  # one group with all positions and a row of padding

@@ -146,7 +146,7 @@ CAPABILITIES = {
 ERRORS = {
     ("… with one graph for all sizes (`dynamic=True`)", "einx"): (AssertionError, "4 == 1"),  # one graph per size
     ("`torch.export`, dynamic batch and size", "einx"): (UserError, "specialized it to be a constant"),
-    ("forward-mode gradients (`jvp`), on the CPU", "sdpa"): (NotImplementedError, r"forward AD with _scaled_dot_prod"),
+    ("forward-mode gradients (`jvp`), on the CPU", "sdpa"): (NotImplementedError, r"use_impl\(model, 'bmm'\)"),
     ("second derivatives, on the CPU", "sdpa"): (NotImplementedError, "bmm"),
     ("… with gradients on the CPU", "flex"): (Unsupported, "flex"),
     ("`torch.func.vmap`", "flex"): (ValueError, "flex"),

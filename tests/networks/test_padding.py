@@ -351,3 +351,58 @@ def test_wrong_arguments_are_rejected():
         va.swap_(other)
         with pytest.raises(ValueError, match="model must have blocks on feature maps"):
             va.padded(other, [(64, 96)])
+
+
+@pytest.mark.parametrize("build", [va.Attention2d, va.LinearAttention2d, partial(va.Attention2d, kv_stride=2)])
+def test_padding_that_is_not_finite_does_not_reach_the_images(build):
+    torch.manual_seed(0)
+    block, x = build(8, 2).eval(), torch.randn(2, 8, 6, 8)
+    with va.padded(block, [(6, 8), (6, 4)]):
+        expected = block(x)
+        x[1, ..., 4:] = torch.nan
+        found = block(x)
+    torch.testing.assert_close(found[1, ..., :4], expected[1, ..., :4])
+    torch.testing.assert_close(found[:1], expected[:1])
+
+
+class Picture(torch.Tensor):
+    """Images in a subclass of tensors, as those of MONAI and fastai."""
+
+
+def test_images_of_a_subclass_of_tensors_are_data():
+    block, x = va.AttentionBlock2d(16, 2, gate_init=1.0, pattern=va.Window(4)).eval(), torch.randn(2, 16, 12, 16)
+    with va.padded(block, [(12, 16), (7, 9)]):
+        expected = block(x)
+        found = block(x.as_subclass(Picture))
+        kept = len(block.attn.plans.recent)
+        block(x.as_subclass(Picture))
+    assert type(found) is Picture
+    assert torch.equal(found.as_subclass(torch.Tensor), expected)
+    assert len(block.attn.plans.recent) == kept == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"position": va.Rope(100.0, normalized=True)}, {"position": va.Rope(), "kv_stride": 2}],
+    ids=["normalized", "kv_stride"],
+)
+def test_rotary_positions_that_depend_on_the_padded_size_are_refused(options):
+    block = va.Attention2d(16, 2, **options)
+    with va.padded(block, [(6, 9), (6, 5)]), pytest.raises(ValueError, match=r"va\.padded does not support Rope"):
+        block(torch.randn(2, 16, 6, 9))
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_stride": 2}, {"position": va.Rope()}], ids=str)
+def test_features_from_outside_are_not_part_of_the_padded_images(options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1))
+    va.insert_(model, names="0", num_heads=2, context_channels=4, gate_init=1.0, example_input=(2, 3, 6, 9), **options)
+    x, features = torch.randn(2, 3, 6, 9), torch.randn(2, 4, 7, 5)
+    with va.context(model, features), va.padded(model, [(6, 9), (6, 4)]):
+        if "position" in options:
+            with pytest.raises(ValueError, match=r"Rope\(.*\) with va\.context"):
+                model(x)
+            return
+        found = model(x)
+    with va.context(model, features[1:]):
+        torch.testing.assert_close(found[1:, ..., :4], model(x[1:, ..., :4]))

@@ -265,7 +265,8 @@ def test_copies_and_pickles_made_inside_are_ordinary_networks(model, name):
     state, before, x = [(type(module), {**vars(module)}) for module in model.modules()], hooks(), IMAGES[0]
     with CONTEXTS[name](model) as maps:
         assert [(type(module), vars(module)) for module in model.modules()] == state
-        assert hooks() == before
+        if name != "capture":  # the model and the parents of swapped modules have hooks, which record their calls
+            assert hooks() == before
         assert not torch.nn.modules.module._has_any_global_hook()
         copied, pickled, file = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), io.BytesIO()
         torch.save(model, file)
@@ -273,6 +274,7 @@ def test_copies_and_pickles_made_inside_are_ordinary_networks(model, name):
         others = copied, pickled, torch.load(file, weights_only=False)
         inside = [other(x) for other in others]
         assert not (name == "capture" and maps)
+    assert hooks() == before
     assert all(torch.equal(y, model(x)) for y in inside)
     assert all(torch.equal(other(x), model(x)) for other in others)
     assert {other[3].attn.impl for other in others} == {"auto"}

@@ -612,25 +612,3 @@ def test_a_subclass_with_another_computation_is_detected(change, message):
     kind = type("Altered", (tl.Attention,), {"forward": lambda self, x: change(x, forward(self, x))})
     with pytest.raises(ConversionError, match=f"(?s){message}"):
         convert.from_layer(kind(8, 2))
-
-
-@pytest.mark.parametrize("options", [{"attn_drop": 0.1}, {"qkv_bias": False, "proj_bias": False}])
-def test_a_round_trip_returns_the_same_block(options):
-    block = va.Attention2d(8, 2, **options).double().eval()
-    block.qkv.weight.requires_grad_(False)
-    layer, x = convert.to_torch_mha(block), randn(2, 8, 3, 4)
-    again = convert.from_layer(layer)
-    assert (again.get_config(), drops(again)) == (block.get_config(), drops(block))
-    assert_same_state(again.state_dict(), block.state_dict())
-    assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in block.parameters()]
-    torch.testing.assert_close(multihead(layer, x), block(x), rtol=0, atol=1e-12)
-
-
-LACKS = {"num_kv_heads": 1, "pattern": va.Window(7), "position": va.Rope(), "scale": 1.0, "causal": True}
-LACKS |= {"qk_norm": True, "proj_drop": 0.1, "proj_bias": False, "key_dim": 3}
-
-
-@pytest.mark.parametrize("name", LACKS)
-def test_unsupported_options_of_the_block_are_rejected(name):
-    with pytest.raises((ValueError, ConversionError), match=r"block|cannot be run"):
-        convert.to_torch_mha(va.Attention2d(8, 2, **{name: LACKS[name]}))

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import struct
+import subprocess
 import sys
 import threading
 import zipfile
@@ -30,7 +31,7 @@ from torch import nn
 import vision_attn as va
 from vision_attn.networks.safe import Placeholder, check_writable, read_file, write_atomically
 from vision_attn.networks.safe.read import MAGIC, VERSION
-from vision_attn.networks.safe.write import rename_folder, write_tensors
+from vision_attn.networks.safe.write import rename_folder, temporary_folder, write_tensors
 
 PACKAGE = Path(va.__file__).parent
 PLAIN = {
@@ -447,3 +448,43 @@ def test_nothing_else_in_the_package_reads_pickles():
     assert found == {"networks/safe/pickled.py"}
     assert reads_pickles("from pickle import loads")
     assert reads_pickles("x = torch.load(path)")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_every_protocol_and_files_without_checksums_are_read(protocol, legacy, tmp_path):
+    content = {"net": {"weight": torch.arange(5.0)}, "text": "ü" * 300, "big": 2**70, "set": {"a"}, "raw": bytes(300)}
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(content, tmp_path / "net.pth", pickle_protocol=protocol, _use_new_zipfile_serialization=not legacy)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    found = read_file(tmp_path / "net.pth").content
+    assert torch.equal(found["net"]["weight"], content["net"]["weight"])
+    assert (found["text"], found["big"]) == (content["text"], content["big"])
+
+
+@pytest.mark.parametrize("wrap", [as_zip, as_legacy])
+def test_raw_strings_of_python_2_are_read(wrap, tmp_path):
+    """NumPy numbers of Python 2 consist of bytes that are no UTF-8 text."""
+    number = b"cnumpy.core.multiarray\nscalar\n(cnumpy\ndtype\n(U\x02f8K\x00K\x01tRU\x08\x9a\x99\x99\x99\x99\x99\xb9?tR"
+    long = b"T" + (300).to_bytes(4, "little") + b"\xff" * 300
+    content = b"\x80\x02}(U\x05epochK\x07U\x04best" + number + b"U\x04long" + long + b"u."
+    (tmp_path / "net.pth").write_bytes(wrap(content))
+    assert read_file(tmp_path / "net.pth").content["epoch"] == 7
+
+
+def test_hidden_folders_of_killed_processes_are_removed(tmp_path):
+    script = "import os, sys; from pathlib import Path; from vision_attn.networks.safe import write\n"
+    script += (
+        "with write.temporary_folder(Path(sys.argv[1])) as folder: print(folder, flush=True); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True).stdout.strip()
+    other = tmp_path / ".vision_attn-other-1-abc"
+    other.mkdir()
+    with temporary_folder(tmp_path) as running:
+        assert not Path(killed).exists()
+        write_atomically(tmp_path / "net.safetensors", b"")
+        assert running.exists()  # of a process that runs
+        assert other.exists()  # of another machine
+    assert {path.name for path in tmp_path.iterdir()} == {other.name, "net.safetensors"}

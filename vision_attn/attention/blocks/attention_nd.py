@@ -177,6 +177,10 @@ class Attention(ConfigurableImpl):
             if pixels:
                 x, mask, context, valid = mask_padding(self, pixels[-1], x, mask, context)
         dropout, scale, device = self.attn_drop, self.scale, x.device
+        if isinstance(scale, Tensor):  # the keys are multiplied by a learned scale
+            if scale.numel() != 1:
+                raise ValueError(f"scale must be a number or a tensor with one element, got shape {tuple(scale.shape)}")
+            scale = 1.0
         kind = Kind(
             kernel=IMPLEMENTATIONS[impl],
             shape=x.shape,
@@ -186,7 +190,7 @@ class Attention(ConfigurableImpl):
             tensor_type=type(x),
             mask=mask if mask is None else read_input(mask),
             context=context if context is None else read_input(context),
-            scale=1.0 if isinstance(scale, Tensor) else scale,
+            scale=scale,
             causal=self.causal,
             dropout=getattr(dropout, "p", 0.0) if dropout.training else 0.0,  # other code may replace it by nn.Identity
             trained=torch.is_grad_enabled(),
@@ -283,10 +287,6 @@ class Attention(ConfigurableImpl):
                 raise ValueError(f"context must have the size of x {cause}, got {context.shape[2:]} and {x.shape[2:]}")
         if mask is not None:
             check_mask(mask, x.shape[0], self.num_heads, x.shape[2:], self.keys_size(x, context))
-        if isinstance(self.scale, Tensor) and self.scale.numel() != 1:
-            raise ValueError(
-                f"scale must be a number or a tensor with one element, got shape {tuple(self.scale.shape)}"
-            )
 
     def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
         """Return the size of the keys' feature map, in positions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce as fold
@@ -22,10 +22,10 @@ from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list, check_choice, product
 from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 from vision_attn.networks.capture.token_positions import TokenPositions, locate_tokens
-from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention
+from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention, outer_paths
 from vision_attn.networks.convert.window_layers import PaddedAttention
 from vision_attn.networks.inspection.example import Example
-from vision_attn.networks.inspection.network import running_calls, unwrap_model
+from vision_attn.networks.inspection.network import CALLS, Call, record_calls, unwrap_model
 from vision_attn.networks.inspection.selection import Names, select_inside
 from vision_attn.text import shorten
 
@@ -37,6 +37,8 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": torch.add, 
 Point = Sequence[float]
 #: Reason why attention of another library is not captured.
 NOT_CONVERTED = "it belongs to another library. Call va.swap_(model) first; its report lists unsupported layers"
+#: Reason why other attention is not captured.
+NOT_SELECTED = "names= and where= do not select it"
 #: Coordinates of a point by the number of axes of the image.
 POINT = {1: "(x)", 2: "(y, x)", 3: "(t, y, x)"}
 
@@ -60,8 +62,8 @@ def capture(
     module.
 
     Only forward passes in the thread or task that entered the ``with`` block are recorded, not those of threads that
-    are started inside it. Nothing is stored on the model: other threads can run it at the same time, and its copies are
-    ordinary networks. A compiled model runs in eager mode inside the ``with`` block.
+    are started inside it. Until it ends, the model has forward hooks, which have no effect in other threads and copies:
+    other threads can run the model at the same time. A compiled model runs in eager mode inside the ``with`` block.
 
     Args:
         model: a network with :class:`vision_attn.Attention1d`, :class:`Attention2d` or :class:`Attention3d` modules.
@@ -97,19 +99,23 @@ def capture(
     if reduction is not None:
         check_choice("reduction", reduction, REDUCTIONS, " or None")
     points, network = parse_points(queries), unwrap_model(model)
-    modules = select_modules(network, names, where)
+    modules, others = select_modules(network, names, where)
     ranks = [module.rank for module, swap in modules.values() if swap is None or module.rank > 1]
     kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
     limit = math.inf if allow_large else MAX_BYTES
-    recording = Recording(network, points, max(ranks or kernels or [0]), reduction, limit)
-    hooks = {
-        module: partial(recording.record, path, module, swap, check_indices("heads", heads, module.num_heads))
-        for path, (module, swap) in modules.items()
-    }
-    recording.maps.reasons = dict.fromkeys(unconverted_attention(network, modules), NOT_CONVERTED)
-    with scope(model, "attention", hooks):
+    recording = Recording(network, points, max(ranks or kernels or [0]), reduction, limit, others)
+    named, hooks, recorded = dict(network.named_modules()), dict[nn.Module, Any](), {network: None}
+    for path, (block, swap) in modules.items():
+        parents = [named[outer] for outer in (path, *reversed(outer_paths(path)))]
+        indices = check_indices("heads", heads, block.num_heads)
+        hooks[block] = partial(recording.record, path, block, swap, parents, indices)
+        if swap is not None:
+            hooks[named[path]] = partial(recording.explain, path)
+        if swap is not None or isinstance(block, PaddedAttention):
+            recorded |= dict.fromkeys((block, *parents))
+    with record_calls(recorded), scope(model, "attention", hooks):
         yield recording.maps
-    reasons = {path or "the model": why for path, why in recording.maps.reasons.items() if why != NOT_CONVERTED}
+    reasons = {path or "the model": why for path, why in recording.maps.reasons.items() if path not in recording.others}
     if reasons and not recording.maps:
         listed = shorten(sorted(f"{path}: {why}" for path, why in reasons.items()), 3)
         raise ValueError(f"model has no attention on feature maps to capture. {listed}")
@@ -126,6 +132,8 @@ class Recording:
     reduction: str | None
     #: maximum size of the maps in bytes
     limit: float
+    #: reasons why other attention is not captured, by path
+    others: Mapping[str, str]
     maps: AttentionMaps = field(default_factory=AttentionMaps)
     used: int = 0
     image_size: tuple[int, ...] = ()
@@ -133,9 +141,13 @@ class Recording:
     #: keyword arguments of the current forward pass; each forward pass has a new dictionary
     kwargs: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        self.maps.reasons = dict(self.others)
+
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start the recording of a forward pass with these inputs."""
         self.maps.clear()
+        self.maps.reasons = dict(self.others)
         self.used, self.kwargs, example = 0, kwargs, Example(args, kwargs)
         self.images = example.shape[0]
         self.image_size = tuple(example.image.shape[-self.axes :]) if self.axes else example.size
@@ -145,13 +157,9 @@ class Recording:
                 expected = f"points {POINT[len(self.image_size)]}, in pixels of an image of {self.image_size}"
                 raise ValueError(f"queries must be {expected}, got {tuple(point)}")
 
-    def record(
-        self, path: str, module: Attention, swap: Swap | None, heads: list[int], inputs: AttentionInputs
-    ) -> None:
-        """Compute the attention maps of a module from the inputs of its kernel."""
-        if in_backward():  # activation checkpointing computes the forward pass again
-            return
-        calls = list(running_calls())
+    def running_calls(self) -> list[Call]:
+        """Return the running calls up to the model, innermost first; start the recording of a new forward pass."""
+        calls = list(CALLS.get())
         depth = next((number for number, (caller, *_) in enumerate(calls) if caller is self.model), None)
         if depth is not None:
             *_, (_, args, kwargs) = calls = calls[: depth + 1]
@@ -159,10 +167,31 @@ class Recording:
                 self.start(args, kwargs)
         if not self.image_size:
             raise RuntimeError("a part of the model was called inside va.capture. Call the model itself: model(images)")
+        return calls
+
+    def explain(self, path: str, reason: str) -> None:
+        """Record the reason why a swapped module ran its original code."""
+        if not in_backward():
+            self.running_calls()
+            self.maps.reasons[path] = f"it ran its original code, because {reason}"
+
+    def record(
+        self,
+        path: str,
+        module: Attention,
+        swap: Swap | None,
+        parents: Sequence[nn.Module],
+        heads: list[int],
+        inputs: AttentionInputs,
+    ) -> None:
+        """Compute the attention maps of a module from the inputs of its kernel."""
+        if in_backward():  # activation checkpointing computes the forward pass again
+            return
+        calls = self.running_calls()
         found: TokenPositions | str = TokenPositions(inputs.grouping.query_layout.size, inputs.grouping.key_layout.size)
         if swap is not None:
             sizes = vars(calls[0][0])[MAP_SIZES]
-            found = locate_tokens(swap, inputs, sizes, calls, self.images, self.image_size)
+            found = locate_tokens(swap, inputs, sizes, parents, calls, self.images, self.image_size)
         elif isinstance(module, PaddedAttention):
             _, args, kwargs = calls[0]
             unpadded = tuple((args[0] if args else kwargs["x"]).shape[-module.rank :])
@@ -207,11 +236,14 @@ def gather(x: Tensor, indices: Iterable[Any]) -> Tensor:
     return torch.stack([x[index] for index in indices])
 
 
-def select_modules(model: nn.Module, names: Any, where: Any) -> dict[str, tuple[Attention, Swap | None]]:
-    """Return the selected attention, each with its :class:`Swap` if it was converted by ``swap_``, else None."""
+def select_modules(
+    model: nn.Module, names: Any, where: Any
+) -> tuple[dict[str, tuple[Attention, Swap | None]], dict[str, str]]:
+    """Return the selected attention, each with its :class:`Swap` or None, and the reasons for all other attention."""
     named = dict(model.named_modules())
     modules = {path: (block, vars(named[path]).get("swapped")) for path, block in attention_modules(model).items()}
-    others = unconverted_attention(model, modules)
+    attention = chosen_attention(named, None, None)
+    others = {path: f"{path} ({type(module).__name__})" for path, module in attention.items() if path not in modules}
     if not modules:
         reason = f"{shorten(others.values())}: {NOT_CONVERTED}" if others else "Call va.insert_ to add a block"
         raise ValueError(f"model has no Attention2d to capture. {reason}.")
@@ -219,13 +251,8 @@ def select_modules(model: nn.Module, names: Any, where: Any) -> dict[str, tuple[
         unconverted = shorten(others[path] for path in select_inside(named, others, names, where))
         available = f"Available: {', '.join(modules)}" + (f". {unconverted}: {NOT_CONVERTED}" if unconverted else "")
         raise ValueError(f"names and where must select modules with attention. {available}")
-    return {path: modules[path] for path in found}
-
-
-def unconverted_attention(model: nn.Module, known: Container[str]) -> dict[str, str]:
-    """Return the attention of other libraries, which is not captured: path and class as text, by path."""
-    found = chosen_attention(dict(model.named_modules()), None, None)
-    return {path: f"{path} ({type(module).__name__})" for path, module in found.items() if path not in known}
+    reasons = dict.fromkeys(others, NOT_CONVERTED) | dict.fromkeys(modules.keys() - {*found}, NOT_SELECTED)
+    return {path: modules[path] for path in found}, reasons
 
 
 def parse_points(queries: Iterable[Point] | str | None) -> list[Point] | None:

@@ -2,8 +2,8 @@
 
 The input of a module is a feature map ``(b, c, h, w)``, windows or tokens. The attributes of a parent module determine
 the position of windows. The feature map of tokens is an input of a parent module with the same number of positions. If
-there is none, it is a grid of patches with the aspect ratio of the image, after the class and register tokens that the
-network declares.
+there is none, it is a grid of patches with the aspect ratio of the image, after the class and register tokens that a
+parent module declares, whether its forward runs or not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from vision_attn.attention.inputs import AttentionInputs
@@ -42,14 +42,20 @@ class TokenPositions(NamedTuple):
 
 
 def locate_tokens(
-    swap: Swap, inputs: AttentionInputs, sizes: Any, calls: Sequence[Call], images: int, image_size: Sequence[int]
+    swap: Swap,
+    inputs: AttentionInputs,
+    sizes: Any,
+    parents: Sequence[nn.Module],
+    calls: Sequence[Call],
+    images: int,
+    image_size: Sequence[int],
 ) -> TokenPositions | str:
     """Return the positions of a block's input on each image of a batch, or the reason why they are unknown.
 
-    ``calls`` are the running calls of the block, the swapped module and its parent modules.
+    ``parents`` are the swapped module and its parent modules, ``calls`` the running calls among them, innermost first.
     """
     size, keys_size = sizes
-    module, *outers = (caller for caller, *_ in calls[1:])
+    module, *outers = parents
     windows = find_windows(module, outers)
     if windows is None and swap.conversion.axes != "b t c":
         return TokenPositions(size, keys_size or size)

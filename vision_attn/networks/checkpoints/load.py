@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from vision_attn.checks import as_list
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints.file_format import unwrap_key
 from vision_attn.networks.checkpoints.hub import resolve_source
-from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, is_convertible, remedies
+from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, find_input_conv, remedies
 from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
 from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
 from vision_attn.networks.insertion import keys_by_site, replaced_modules
@@ -46,7 +48,9 @@ def load_checkpoint_(
     ``.safetensors`` files and ``torch.save`` files (``.pt``, ``.pth``, ``.th``, …) are read without running code.
     Weights are found at the top level of the file or under any entry, such as ``state_dict`` or ``checkpoint.model``.
     Parts that wrappers add to the keys (``module.``, ``_orig_mod.``, …) are ignored. A prefix is removed if the
-    checkpoint contains all tensors of the model under it.
+    checkpoint contains all tensors of the model under it. If the keys or shapes do not fit a network of timm, timm's
+    ``checkpoint_filter_fn`` for its family converts them: keys of the authors or of an earlier timm, and position
+    tables for another image size. The report names it.
 
     If the model is sharded by FSDP2 (``fully_shard``), call this function on every process.
 
@@ -65,7 +69,7 @@ def load_checkpoint_(
             in ``[(r"^head\.fc\.", "fc.")]``, or the name of a preset. ``"efficientnet-pytorch"`` converts the keys of
             that package to keys of timm.
         adapt_input_conv: convert the weight of the first convolution to the input channels of the model, as in timm.
-            This is supported if the checkpoint has 1 or 3 channels, or the model has 1.
+            Channels are repeated or omitted, and scaled by the ratio of their numbers.
 
     Returns:
         A report of the keys, of the source of the weights in the file, and of blocks that are configured differently or
@@ -102,19 +106,50 @@ def load_file_(
     """Load the content of a file into a model without wrappers; the arguments are those of :func:`load_checkpoint_`."""
     target = Target(model, skip)
     tensors, arguments, source = find_weights(file, target.required, **source_options)
-    saved = {key: value for key, value in tensors.items() if not any(fnmatchcase(key, glob) for glob in target.skip)}
-    converted = convert_tensors(model, target.tensors, saved, adapt_input_conv)
-    report = compare(target, saved, converted, arguments, source)
+
+    def prepare(found: Tensors, timm_filter: str = "") -> tuple[LoadReport, Tensors, Tensors]:
+        saved = {key: value for key, value in found.items() if not any(fnmatchcase(key, glob) for glob in target.skip)}
+        converted = convert_tensors(model, target.tensors, saved, adapt_input_conv)
+        return compare(target, saved, converted, arguments, {**source, "timm_filter": timm_filter}), saved, converted
+
+    attempts = [prepare(tensors)]
+    filtered = filter_by_timm(model, tensors) if count_differences(attempts[0][0]) else {}
+    if filtered:
+        attempts.append(prepare(filtered, f"{type(model).__module__}.checkpoint_filter_fn"))
+    report, saved, converted = min(attempts, key=lambda attempt: count_differences(attempt[0]))
+    if report.timm_filter:
+        report = replace(report, converted={**compare_shapes(filtered, tensors), **report.converted})
     fitting = (*report.loaded, *report.replaced)
-    if not fitting or (
-        strict and (report.missing or report.unexpected or report.mismatched or report.config_mismatches)
-    ):
+    if not fitting or (strict and (count_differences(report) or report.config_mismatches)):
         raise explain_refusal(report, model, target, tensors)
     refuse_read_only({key: target.tensors[key] for key in fitting})
     values = [(target.tensors[key], converted.get(key, saved[key])) for key in fitting]
-    del file, tensors, saved, converted  # the only references to the tensors of the file are in the list
+    # The only references to the tensors of the file are in the list.
+    del file, tensors, saved, converted, attempts, filtered
     copy_all_(values)
     return report
+
+
+def count_differences(report: LoadReport) -> int:
+    """Return the number of keys that do not fit."""
+    return len(report.missing) + len(report.unexpected) + len(report.mismatched)
+
+
+def filter_by_timm(model: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
+    """Convert the keys and shapes of a checkpoint by the function that timm has for a family of networks.
+
+    These functions convert the keys of the authors and of earlier versions of timm, and resize position tables.
+
+    The result is empty for another network, and if the function fails.
+    """
+    family = sys.modules[type(model).__module__]
+    if not family.__name__.startswith("timm.models.") or not hasattr(family, "checkpoint_filter_fn"):
+        return {}
+    try:
+        found = family.checkpoint_filter_fn({**tensors}, model)
+    except Exception:  # the tensors of another network can cause any exception
+        return {}
+    return {key: value for key, value in found.items() if isinstance(value, Tensor)}
 
 
 class Target:
@@ -179,8 +214,7 @@ def convert_tensors(model: nn.Module, own: Tensors, saved: Tensors, adapt_input_
             fits = value.shape == table.shape or get_kind(value) != get_kind(table)
             if not fits and (resized := module.resize_pos_embed(name, value)) is not None:
                 converted[key] = resized
-    convolutions = [key for key, shapes in compare_shapes(own, saved).items() if is_convertible(*shapes)]
-    for key in convolutions[: int(adapt_input_conv)]:  # same conversion as timm's adapt_input_conv
+    if adapt_input_conv and (key := find_input_conv(compare_shapes(own, saved))):  # as timm's adapt_input_conv
         weight, channels, count = saved[key], saved[key].shape[1], own[key].shape[1]
         repeated = torch.cat([weight] * math.ceil(count / channels), 1)[:, :count] * (channels / count)
         converted[key] = weight.sum(1, keepdim=True) if count == 1 else repeated

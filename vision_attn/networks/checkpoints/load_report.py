@@ -40,6 +40,8 @@ class LoadReport(Report):
     mismatched: Shapes
     #: key -> (shape in the model, shape in the checkpoint), for resized position tables and a converted convolution
     converted: Shapes = field(default_factory=dict)
+    #: function of timm that converted the keys and shapes of the checkpoint; empty if none was required
+    timm_filter: str = ""
     #: keys that were loaded into the original modules of ``replace_``, which ``remove_`` restores
     replaced: tuple[str, ...] = ()
     #: other entries of the file with weights
@@ -70,6 +72,7 @@ class LoadReport(Report):
             f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}",
             self.other_entries and f"other weights in the file, not loaded: {', '.join(self.other_entries)}{hint}",
             self.prefix and f"prefix {self.prefix!r} removed from the keys",
+            self.timm_filter and f"keys and shapes converted by {self.timm_filter}",
             *(x and f"{len(x)} {noun}{'s' * (len(x) != 1)} {title}: {shorten(x)}" for noun, title, x in titles),
             self.unchecked and f"not compared, because the file has no configuration: {shorten(self.unchecked)}",
         )
@@ -86,11 +89,12 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
     lost = dict.fromkeys(key.rpartition(".")[0] for key in report.missing)
     replaced = ", ".join(repr(site) for site in lost if any(k.startswith(f"{site}.attn.") for k in report.unexpected))
     shapes = dict(report.mismatched)
-    for key in [key for key, pair in shapes.items() if is_convertible(*pair)][:1]:
+    if key := find_input_conv(shapes):
         own, other = shapes.pop(key)
         remedy = f"Create the model with in_chans={other[1]}, or convert the weights with adapt_input_conv=True"
         yield f"The checkpoint has {other[1]} input channels, the model has {own[1]}. {remedy}."
-    heads = {key.rpartition(".")[0] for key, (own, other) in shapes.items() if own[1:] == other[1:]}
+    parameters = {key: pair for key, pair in shapes.items() if key.endswith((".weight", ".bias")) and all(pair)}
+    heads = {key.rpartition(".")[0] for key, (own, other) in parameters.items() if own[1:] == other[1:]}
     if report.config_mismatches:
         yield "Insert the blocks with the options in the checkpoint, or load the weights anyway with strict=False."
     elif sites or replaced:
@@ -102,20 +106,23 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
     elif any(".position." in f".{key}" for key in shapes):
         remedy = 'or keep the position tables of the model with skip=["*position.*"]'
         yield f"Create the block with the feat_size and pattern of the checkpoint, {remedy}."
-    elif len(heads) == 1 and len(shapes) <= 2 and not report.missing and not report.unexpected:
+    elif len(heads) == 1 and len(parameters) == len(shapes) <= 2 and not report.missing and not report.unexpected:
         (own, other), *_ = shapes.values()
         skip = f'keep the classifier of the model with skip=["{heads.pop()}.*"] (--reset-head on the command line)'
         remedy = f"Create the model with {other[0]} classes, or {skip}"
         yield f"The checkpoint has {other[0]} classes, the model has {own[0]}. {remedy}."
-    elif report.missing or report.unexpected or shapes:
+    elif shapes and not (report.missing or report.unexpected):
+        yield "Create the model with the sizes of the checkpoint, or load only the keys that fit with strict=False."
+    elif report.missing or report.unexpected:
         names = 'rename its keys with rename=[(r"^pattern", "replacement"), …]'
         yield f"If the checkpoint is for this model, {names}, or load only the keys that fit with strict=False."
 
 
-def is_convertible(own: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return True if a convolution weight can be converted to the input channels of the model."""
-    convertible = len(own) > 2 and own[1] != other[1] and (own[1] == 1 or other[1] in (1, 3))
-    return convertible and (own[0], *own[2:]) == (other[0], *other[2:])
+def find_input_conv(shapes: Shapes) -> str:
+    """Return the key of the first convolution, if only its input channels differ; otherwise, an empty string."""
+    key = next((key for key, (own, _) in shapes.items() if len(own) > 2 and key.endswith("weight")), "")
+    own, other = shapes.get(key, ((), ()))
+    return key if (*own[:1], *own[2:]) == (*other[:1], *other[2:]) and len(own) == len(other) else ""
 
 
 def find_sites(keys: Iterable[str], modules: Iterable[str]) -> list[str]:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,9 @@ from vision_attn.text import shorten
 
 #: Entries under which training scripts save the weights of a network. They are preferred to other entries that match.
 WEIGHT_ENTRIES = ("state_dict", "model", "model_state_dict", "net", "params")
+
+#: Largest number of keys in the entries of a file, enough for five times the tensors of :data:`.read.MAX_LIST`.
+MAX_KEYS = 400_000
 
 SHARD = (
     "a shard. Save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) "
@@ -59,7 +63,7 @@ def find_weights(
         names = {key: unwrap_key(key, wrappers) for key in keys}
         return rename_keys(remove_prefix(names, prefix.removeprefix(f"{entry}.")), pairs)
 
-    entries = {name: value for name, value in iterate_entries(file.content) if is_state_dict(value)}
+    entries = {name: value for name, value in iterate_entries(file) if is_state_dict(value)}
     converted = {name: convert(name, content) for name, content in entries.items()}
     entry = choose_entry(file, entries, converted, required, ema=ema)
     values = read_values(file, entries[entry], required)
@@ -115,13 +119,21 @@ def select_tensors(path: object, names: Mapping[str, str], values: Mapping[str, 
 # --- entries ----------------------------------------------------------------------------------------------------------
 
 
-def iterate_entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the content of a file, and the dictionaries in it to a depth of two, by names such as ``"ema.model"``."""
-    yield "", content
-    for name, value in content.items():
+def iterate_entries(file: CheckpointFile) -> Iterator[tuple[str, Any]]:
+    """Yield the content of a file, and the dictionaries in it to a depth of two, by names such as ``"ema.model"``.
+
+    Dictionaries that contain each other could be entries of each other, so the number of keys is limited.
+    """
+    yield "", file.content
+    outer = {f"{name}": value for name, value in file.content.items() if isinstance(value, Mapping)}
+    inner = ((f"{name}.{key}", value) for name, content in outer.items() for key, value in content.items())
+    keys = 0
+    for name, value in chain(outer.items(), inner):
         if isinstance(value, Mapping):
-            yield f"{name}", value
-            yield from ((f"{name}.{inner}", item) for inner, item in value.items() if isinstance(item, Mapping))
+            keys += len(value) + 1
+            if keys > MAX_KEYS:
+                raise CheckpointError(f"{file.path} has more than {MAX_KEYS:,} keys in its entries")
+            yield name, value
 
 
 def is_state_dict(value: Mapping[Any, Any]) -> bool:
@@ -159,8 +171,9 @@ def choose_entry(
 def count_matches(content: Mapping[str, Any], names: Mapping[str, str], required: Tensors) -> int:
     """Count the required keys, and required keys with the same shape, under any prefix."""
     shapes: dict[str, set[object]] = {}
+    longest = max((key.count(".") for key in required), default=0) + 1
     for key, name in names.items():
-        parts = name.split(".")
+        parts = name.rsplit(".", longest)
         for first in range(len(parts)):
             shapes.setdefault(".".join(parts[first:]), set()).add(getattr(content[key], "shape", None))
     return sum(1 + (value.shape in shapes[key]) for key, value in required.items() if key in shapes)

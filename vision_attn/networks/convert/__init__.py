@@ -6,6 +6,6 @@ with its layer on random weights.
 """
 
 from vision_attn.networks.convert import keras_layers, other_layers, timm_layers, window_layers  # noqa: F401 - they fill the table
-from vision_attn.networks.convert.layers import from_layer, to_torch_mha
+from vision_attn.networks.convert.layers import from_layer
 
-__all__ = ["from_layer", "to_torch_mha"]
+__all__ = ["from_layer"]

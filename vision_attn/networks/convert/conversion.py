@@ -26,7 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -286,10 +287,22 @@ def known_class(module: object) -> type | None:
     return next((kind for kind in type(module).__mro__ if class_path(kind) in CONVERSIONS), None)
 
 
-def find_conversion(module: object) -> tuple[str, Any, LayerConversion]:
+def find_conversion(module: nn.Module) -> tuple[str, Any, LayerConversion]:
     """Return the class path, the class and the conversion of a layer, or raise an error with the reason."""
     path = class_path(kind := known_class(module) or type(module))
-    if path not in CONVERSIONS:
-        why = next((f": {reason}" for names, reason in UNSUPPORTED.items() if kind.__name__ in names.split()), "")
+    if path in CONVERSIONS:
+        return path, kind, CONVERSIONS[path]
+    why = next((f": {reason}" for names, reason in UNSUPPORTED.items() if kind.__name__ in names.split()), "")
+    linear = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("qkv", "proj"))
+    if why or not linear or not isinstance(getattr(module, "num_heads", None), int):
         raise ValueError(f"{path} is not supported{why}")
-    return path, kind, CONVERSIONS[path]
+    for name in (name for name in (*vars(module), *module._modules) if "drop" in name):
+        if name not in ("attn_drop", "proj_drop") and get_dropout(module, name):
+            raise ValueError(f"{path} is not supported: it has another dropout, {name!r}")
+    return path, kind, conversion_by_structure()
+
+
+@cache
+def conversion_by_structure() -> LayerConversion:
+    """Return the conversion of classes that repositories copied from timm; calls with other arguments fall back."""
+    return replace(CONVERSIONS["timm.layers.attention.Attention"], bias=no_bias)

@@ -1,4 +1,4 @@
-"""Convert single layers of other libraries to blocks, and blocks to layers of other libraries."""
+"""Convert single layers of other libraries to blocks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks import Attention
 from vision_attn.attention.patterns import AnyPattern, Grid, Window
-from vision_attn.networks.convert.conversion import find_conversion, load_weights, run_on_tokens
-from vision_attn.networks.convert.equivalence import check_equivalence, check_source, random_map
+from vision_attn.networks.convert.conversion import find_conversion, run_on_tokens
+from vision_attn.networks.convert.equivalence import check_equivalence, check_source
 
 
 def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | AnyPattern | None = None) -> Any:
@@ -76,46 +75,3 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
     )
     with torch.inference_mode(False), torch.enable_grad():  # weights keep requires_grad
         return conversion.make_block(module, **options)
-
-
-# --- from blocks to layers --------------------------------------------------------------------------------------------
-
-
-def to_torch_mha(block: Attention) -> nn.MultiheadAttention:
-    """Convert a block to an ``nn.MultiheadAttention`` whose tokens are the positions of the feature map.
-
-    Args:
-        block: a block with full attention, heads of width ``channels / num_heads`` and no other options.
-
-    Returns:
-        A layer with ``batch_first=True`` and copies of the weights.
-
-    Raises:
-        ValueError: the target layer does not support an option of the block.
-
-    >>> from vision_attn.attention.blocks import Attention2d
-    >>> layer = to_torch_mha(Attention2d(64, 4))
-    >>> layer(*[torch.randn(2, 140, 64)] * 3)[0].shape
-    torch.Size([2, 140, 64])
-    """
-    options = {name: x for name, x in block.get_config().items() if name != "num_heads"}
-    if options.pop("pattern") != "full" or options or block.proj_drop.p:
-        raise ValueError(f"block must have full attention and no options that the layer does not support, got {block}")
-    bias, drop = block.qkv.bias is not None, block.attn_drop.p
-    layer = nn.MultiheadAttention(
-        block.channels, block.num_heads, dropout=drop, bias=bias, batch_first=True, device="meta"
-    )
-
-    def convert(block: Attention) -> nn.MultiheadAttention:
-        parts = {"in_proj_": block.qkv, "out_proj.": block.proj}
-        named = {f"{start}{name}": x for start, part in parts.items() for name, x in part.named_parameters()}
-        tensors = {name: x.flatten(1) if x.dim() > 1 else x for name, x in named.items()}
-        return load_weights(layer, tensors, training=block.training)
-
-    def compute(copied: Attention, x: Tensor) -> Tensor:
-        tokens = x.flatten(2).mT
-        return convert(copied)(tokens, tokens, tokens)[0].mT.view(x.shape)
-
-    check_equivalence(block, compute, lambda copied: (random_map(1, copied.channels, *(2, 3, 4)[: copied.rank]),))
-    with torch.inference_mode(False), torch.enable_grad():
-        return convert(block)

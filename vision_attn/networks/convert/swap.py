@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.attention.blocks import Attention
-from vision_attn.attention.scopes import ORIGINAL
+from vision_attn.attention.scopes import ORIGINAL, scoped_values
 from vision_attn.errors import SiteError
 from vision_attn.networks.convert.conversion import (
     CONVERSIONS,
     FALLBACK,
     LayerConversion,
+    conversion_by_structure,
     find_conversion,
     known_class,
     run_on_tokens,
@@ -186,6 +187,11 @@ def make_swap(module: nn.Module) -> Swap:
 
 # --- a swapped module -------------------------------------------------------------------------------------------------
 
+#: Reason why a call of a swapped module runs its original code.
+UNSUPPORTED_CALL = (
+    "a block does not support this call, such as need_weights=True, output_attentions=True, eager attention, positions "
+    "that are added to queries and keys only, or a feature map that is smaller than a window"
+)
 #: Attribute of a running block: the sizes of the feature maps (or tokens) of input and context.
 MAP_SIZES = "map_sizes"
 
@@ -194,7 +200,7 @@ MAP_SIZES = "map_sizes"
 class Swap:
     """The block of a swapped module."""
 
-    #: class path of the module in the table
+    #: class path of the module, in the table unless it is converted by its structure
     family: str
     #: a block without weights
     block: Attention
@@ -205,7 +211,7 @@ class Swap:
 
     @property
     def conversion(self) -> LayerConversion:
-        return CONVERSIONS[self.family]
+        return CONVERSIONS.get(self.family) or conversion_by_structure()
 
     def __str__(self) -> str:
         dtype = "" if self.conversion.dtype == torch.float64 else f", compared in {self.conversion.dtype}"
@@ -258,10 +264,13 @@ class Swapped(nn.Module):
         if proxy is not None:  # a leaf module in torch.fx, like a block
             return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
         swap = self.swapped
-        if read_traits(self, swap.traits[-1]) == swap.traits and not torch.jit.is_tracing():  # type: ignore[attr-defined]
+        supported = read_traits(self, swap.traits[-1]) == swap.traits and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if supported:
             y = swap.conversion.forward(self, partial(swap.attend, self), *args, **kwargs)
             if y is not FALLBACK:
                 return y
+        for explain in scoped_values(self, "attention")[0]:
+            explain(UNSUPPORTED_CALL if supported else explain_change(self))
         return super().forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Any:
@@ -287,6 +296,20 @@ def make_empty(kind: Any) -> Any:
     """Create a swapped module without attributes, for copies and pickles."""
     swapped = swapped_class(kind)
     return swapped.__new__(swapped)
+
+
+def explain_change(module: Swapped) -> str:
+    """Return why a swapped module runs its original code, as the end of a sentence."""
+    parts, hooked, drops, settings = module.swapped.traits
+    for name, part in module.named_modules():
+        if name and not any(part is known for known in parts):
+            return f"{name!r} was replaced by {type(part).__name__}"
+        if name and is_hooked(part) and not hooked:
+            return f"{name!r} has a hook"
+    changed = [name for name, value in settings.items() if getattr(module, name, None) != value]
+    if changed:
+        return f"{changed[0]!r} has changed"
+    return "a dropout has another mode or rate" if read_traits(module, ())[2] != drops else "it was traced"
 
 
 def read_traits(module: nn.Module, names: Iterable[str] = ()) -> tuple[Any, ...]:

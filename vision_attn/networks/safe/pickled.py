@@ -40,11 +40,13 @@ STORAGES: dict[str, torch.dtype] = {
 #: Names of these modules show that a file is an attack.
 BLOCKED = {"nt", "os", "posix", "subprocess", "sys"}
 
-#: Instructions that torch.save writes: values, containers, the memo, names and calls. Files cannot execute any other.
+#: Instructions that torch.save writes in the protocols 2 to 5, with Python 2 or 3: values, containers, the memo, names
+#: and calls. Files cannot execute any other.
 INSTRUCTIONS = (
-    "BININT BININT1 BININT2 BINFLOAT BINUNICODE LONG1 SHORT_BINSTRING NONE NEWTRUE NEWFALSE "
-    "EMPTY_LIST EMPTY_DICT EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 MARK APPEND APPENDS SETITEM SETITEMS "
-    "BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL BINPERSID REDUCE NEWOBJ BUILD PROTO STOP"
+    "BININT BININT1 BININT2 BINFLOAT BINUNICODE SHORT_BINUNICODE LONG1 SHORT_BINSTRING BINSTRING NONE NEWTRUE NEWFALSE "
+    "SHORT_BINBYTES BINBYTES BINBYTES8 BYTEARRAY8 EMPTY_SET ADDITEMS FROZENSET "
+    "EMPTY_LIST EMPTY_DICT EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 MARK APPEND APPENDS SETITEM SETITEMS MEMOIZE "
+    "BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID REDUCE NEWOBJ BUILD PROTO FRAME STOP"
 )
 
 
@@ -93,7 +95,7 @@ class PickleReader(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
 
     def __init__(self, file: IO[bytes], size: int, new_storage: Callable[[str, int], Tensor]) -> None:
-        super().__init__(file, encoding="utf-8")
+        super().__init__(file, encoding="utf-8", errors="backslashreplace")  # numbers of Python 2 are no text
         self.max_bytes = max(size, 2**20)  # small files can contain expanded tensors
         self.new_storage = new_storage
         self.storages: dict[str, Tensor] = {}
@@ -107,6 +109,10 @@ class PickleReader(pickle._Unpickler):
             **{f"torch._utils._rebuild_tensor{version}": self.make_tensor for version in ("", "_v2", "_v3")},
             **{f"torch._utils._rebuild_parameter{state}": self.make_parameter for state in ("", "_with_state")},
         }
+
+    def load(self) -> Any:
+        self.memo: dict[int, Any] = {}  # each pickle of a file counts its values from 0
+        return super().load()
 
     def spend(self, number: int) -> None:
         self.budget -= number
@@ -162,6 +168,12 @@ class PickleReader(pickle._Unpickler):
         pickle.BUILD[0]: load_build,
         # A new object is the result of a call of its class.
         pickle.NEWOBJ[0]: pickle._Unpickler.dispatch[pickle.REDUCE[0]],
+        # Sets would hash their items.
+        pickle.EMPTY_SET[0]: pickle._Unpickler.dispatch[pickle.EMPTY_LIST[0]],
+        pickle.ADDITEMS[0]: pickle._Unpickler.dispatch[pickle.APPENDS[0]],
+        pickle.FROZENSET[0]: pickle._Unpickler.dispatch[pickle.TUPLE[0]],
+        # A bytearray would be allocated before its length is compared with the file.
+        pickle.BYTEARRAY8[0]: pickle._Unpickler.dispatch[pickle.BINBYTES8[0]],
     }
 
     def make_tensor(self, *arguments: Any) -> object:

@@ -55,7 +55,7 @@ MAX_INDEX = 2**21
 MAX_PICKLE = 2**26
 #: Number of bytes per read.
 CHUNK = 2**20
-#: First bytes of a file in the format before torch 1.6, after the pickle protocol, and the value that follows.
+#: Pickle of the first number in a file in the format before torch 1.6, and the number that follows.
 MAGIC, VERSION = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", 1001
 
 
@@ -143,6 +143,9 @@ def find_file(path: Path) -> Path:
     for name in (name + ending for name in FILE_NAMES for ending in ("", INDEX)):
         if (path / name).is_file():
             return path / name
+    if (path / ".metadata").is_file():
+        call = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, file)"
+        raise CheckpointError(f"{path} was written by torch.distributed.checkpoint. Convert it with {call}")
     where = f" in the folder; expected {' or '.join(FILE_NAMES)}" if path.is_dir() else ""
     raise FileNotFoundError(f"{escape_control_characters(path)}: checkpoint file not found{where}")
 
@@ -182,6 +185,9 @@ def read_zip(file: ShortReads) -> object:
             raise NotAllowedError("compressed data, which torch does not write")
         if sum(entry.file_size for entry in listed) > file.size:
             raise ValueError("the archive entries are larger than the file")
+        for entry in listed:
+            if not entry.CRC:  # torch.serialization.set_crc32_options(False)
+                entry.CRC = None  # type: ignore[assignment]
         entries = {entry.filename: entry for entry in listed}
         folder = listed[0].filename.partition("/")[0]
         order = entries.get(f"{folder}/byteorder")
@@ -211,10 +217,11 @@ def read_legacy(file: ShortReads) -> object:
 
     pickles = read_pickle(file)
     reader = PickleReader(pickles, file.size, allocate_storage)
-    protocol, magic = pickles.read(2), pickles.read(len(MAGIC))
-    if magic != MAGIC and protocol.startswith(b"\x80"):
+    start = pickles.read(32)  # the protocol, the frame of protocols 4 and 5, and the magic number
+    if MAGIC not in start and start.startswith(b"\x80"):
         raise CheckpointError(f"{file.name} is {PICKLE}")
-    if magic != MAGIC or reader.load() != VERSION:
+    pickles.seek(0)
+    if MAGIC not in start or (reader.load(), reader.load())[1] != VERSION:
         raise ValueError("the file was not written by torch.save")
     if reader.load()["little_endian"] is not (sys.byteorder == "little"):
         raise NotAllowedError(f"numbers that are not in {sys.byteorder}-endian byte order")

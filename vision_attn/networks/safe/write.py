@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
+
+#: Folder with an entry for each running process, on Linux.
+PROCESSES = Path("/proc")
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
@@ -64,8 +69,12 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
-    """Create a hidden folder for incomplete files; it remains only if the process is killed."""
-    with TemporaryDirectory(prefix=".vision_attn-", dir=parent) as name:
+    """Create a hidden folder for incomplete files, and remove those of processes of this machine that were killed."""
+    start = f".vision_attn-{socket.gethostname()}-"
+    for left in parent.glob(f"{start}*-*") if PROCESSES.is_dir() else ():
+        if not (PROCESSES / left.name.removeprefix(start).partition("-")[0]).exists():
+            rmtree(left, ignore_errors=True)
+    with TemporaryDirectory(prefix=f"{start}{os.getpid()}-", dir=parent) as name:
         yield Path(name)
 
 

@@ -1,0 +1,163 @@
+"""A small network for features that meet, and the same network without modules, hooks, masks or caches.
+
+Every layer after the first block computes each position separately, and blocks do not attend to padding. So the output
+of a padded image at its positions is the output of the image without padding.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from timm.layers.attention import Attention
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+#: Layers that are followed by a block.
+SITES = ("a", "b", "c")
+
+
+class StoppedError(Exception):
+    """Raised by a network in the middle of a forward pass."""
+
+
+class Net(nn.Module):
+    """Convolutions with blocks, and attention of timm in front of them."""
+
+    num_prefix_tokens = 0
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.tokens = nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), Attention(8, 2, qkv_bias=True)
+        self.a, self.b, self.c, self.head = nn.Conv2d(8, 16, 1), *(nn.Conv2d(16, n, 1) for n in (16, 16, 4))
+        self.tokens.fused_attn = False  # torch's fused kernel has no derivatives in forward mode
+        self.recompute, self.stop = "", ""
+
+    def forward(self, x):
+        x = self.norm(self.stem(x))
+        x = x + self.tokens(x.flatten(2).mT).mT.reshape(x.shape)
+        for site in SITES:
+            if self.stop == site:
+                raise StoppedError
+            layer = getattr(self, site)
+            x = checkpoint(layer, x, use_reentrant=self.recompute == "reentrant") if self.recompute else layer(x)
+        return self.head(x)
+
+
+@dataclass
+class Plain:
+    """The same network as an equation of its state dict ``w``, and of the values that ``with`` blocks and calls set."""
+
+    w: dict
+    #: options of the blocks: pattern, temperature (0 for no rotation), normalized, kv_stride, proj_drop
+    options: dict
+    blocks: bool = True
+    training: bool = False
+    frozen_norm: bool = False
+    #: dropouts in training mode although the network is in evaluation mode
+    drop: bool = False
+    disabled: bool = False
+    #: second feature map from outside; by default, the output of the first layer
+    context: torch.Tensor | None = None
+    #: valid size of each image in positions
+    valid: list | None = None
+    #: attention weights by layer
+    maps: dict = field(default_factory=dict)
+
+    def __call__(self, x):
+        """Return the outputs of the images, each with its valid size."""
+        first = y = F.conv2d(x, self.w["stem.weight"], self.w["stem.bias"], stride=4)
+        y = self.batch_norm(y)
+        y = y + self.attend_tokens(y)
+        if self.valid is None:
+            return [self.after_tokens(y, self.context if self.context is not None else first)]
+        outputs = []
+        for image, (h, w) in enumerate(self.valid):
+            context = (self.context if self.context is not None else first)[image : image + 1, :, :h, :w]
+            outputs.append(self.after_tokens(y[image : image + 1, :, :h, :w], context))
+        return outputs
+
+    def after_tokens(self, x, context):
+        for site in SITES:
+            x = self.part(site, x, context)
+        return F.conv2d(x, self.w["head.weight"], self.w["head.bias"])
+
+    def part(self, site, x, context):
+        """Return the output of a layer and its block."""
+        x = F.conv2d(x, self.w[f"{site}.weight"], self.w[f"{site}.bias"])
+        if not self.blocks or self.disabled:
+            return x
+        gate = self.w[f"{site}.inserted.gate"].view(-1, 1, 1)
+        if site == "b":
+            return x + gate * (self.linear("b.inserted.block", x) - x)
+        weight, bias = (self.w[f"{site}.inserted.norm.{name}"] for name in ("weight", "bias"))
+        normed = F.layer_norm(x.movedim(1, -1), (16,), weight, bias).movedim(-1, 1)
+        return x + gate * self.attention(site, normed, normed if site == "a" else context)
+
+    def batch_norm(self, x):
+        mean, variance = self.w["norm.running_mean"], self.w["norm.running_var"]
+        if self.training and not self.frozen_norm:
+            new, count = (x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)), x.numel() / x.shape[1]
+            with torch.no_grad():
+                mean.lerp_(new[0].detach(), 0.1)
+                variance.lerp_(new[1].detach() * count / (count - 1), 0.1)
+            mean, variance = new
+        mean, variance, weight, bias = (
+            y.view(-1, 1, 1) for y in (mean, variance, self.w["norm.weight"], self.w["norm.bias"])
+        )
+        return (x - mean) / (variance + 1e-5).sqrt() * weight + bias
+
+    def attend_tokens(self, x):
+        q, k, v = F.linear(x.flatten(2).mT, self.w["tokens.qkv.weight"], self.w["tokens.qkv.bias"]).chunk(3, -1)
+        y = self.softmax_attention("tokens", *(y.mT.unflatten(1, (2, -1)).mT for y in (q, k, v)), None)
+        return F.linear(y, self.w["tokens.proj.weight"], self.w["tokens.proj.bias"]).mT.reshape(x.shape)
+
+    def softmax_attention(self, name, q, k, v, allowed):
+        """Return ``(b, i, heads · width)`` for queries ``(b, heads, i, width)``."""
+        logits = q @ k.mT / math.sqrt(q.shape[-1])
+        weights = (logits if allowed is None else logits.masked_fill(~allowed, -math.inf)).softmax(-1)
+        self.maps[name] = weights.detach()
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+    def attention(self, site, x, context):
+        path, options, (h, w), stride = f"{site}.inserted.attn", self.options[site], x.shape[2:], 1
+        if site == "a":
+            q, k, v = self.conv(f"{path}.qkv", x).chunk(3, 1)
+        else:
+            q, (k, v) = self.conv(f"{path}.q", x), self.conv(f"{path}.kv", context).chunk(2, 1)
+            stride = options["kv_stride"]
+        if stride > 1:
+            k, v = (F.avg_pool2d(y, stride, ceil_mode=True) for y in (k, v))
+        rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+        groups = {"full": 0 * rows, "rows": rows, "window": rows // 3 * 1000 + columns // 3}[
+            options["pattern"]
+        ].flatten()
+        allowed = groups[:, None] == groups if site == "a" else None
+        q, k, v = (y.flatten(2).unflatten(1, (2, -1)).mT for y in (q, k, v))
+        if options["temperature"]:
+            q = self.rotate(q, (h, w), (h, w), options)
+            source = x if site == "a" else context
+            k = self.rotate(k, [math.ceil(length / stride) for length in source.shape[2:]], (h, w), options)
+        y = self.softmax_attention(f"{site}.inserted.attn", q, k, v, allowed).mT.reshape(len(x), 16, h, w)
+        y = self.conv(f"{path}.proj", y)
+        return y * (1 - options["proj_drop"]) if self.training or self.drop else y
+
+    def rotate(self, x, size, reference, options):
+        """Rotate pairs of channels as complex numbers, by rows in the first half and by columns in the second."""
+        halves = []
+        for axis, (length, queries) in enumerate(zip(size, reference, strict=True)):
+            center = torch.arange(length, dtype=torch.float64) + 0.5
+            at = 2 * math.pi * (2 * center / length - 1) if options["normalized"] else center * queries / length - 0.5
+            angles = at[:, None] * options["temperature"] ** -(torch.arange(2, dtype=torch.float64) / 2)
+            halves.append(angles.view(*(length if one == axis else 1 for one in range(2)), 2).expand(*size, 2))
+        angles = torch.cat(halves, -1).flatten(0, 1)
+        even, odd, cos, sin = x[..., 0::2], x[..., 1::2], angles.cos(), angles.sin()
+        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+
+    def linear(self, path, x):
+        q, k, v = (y.flatten(2).unflatten(1, (2, -1)) for y in self.conv(f"{path}.qkv", x).chunk(3, 1))
+        y = (v @ k.softmax(-1).mT) @ q.softmax(-2)
+        return self.conv(f"{path}.proj", y.flatten(1, 2).view(x.shape))
+
+    def conv(self, name, x):
+        return F.conv2d(x, self.w[f"{name}.weight"], self.w[f"{name}.bias"])

@@ -1,0 +1,581 @@
+"""Features in random order on a network with blocks: each step equals the plain network, or is refused by name."""
+
+import copy
+import io
+import pickle
+import random
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from crossings.plain_network import SITES, Net, Plain, StoppedError
+from hypothesis import seed, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
+
+import vision_attn as va
+
+PACKAGE = str(Path(va.__file__).parent)
+KINDS = ["disabled", "capture", "padded", "context", "use_impl"]
+HEIGHTS = st.sampled_from([(32, 32), (32, 48), (40, 32)])
+#: Valid sizes of the two padded images in pixels: multiples of the stride of the network, and of its pooled keys.
+VALID = [(32, 32), (16, 24)]
+
+
+def build(options, from_outside):
+    """Return the network with its blocks, in float64."""
+    torch.manual_seed(0)
+    net = Net().double()
+    with torch.no_grad():
+        net.norm.running_mean.normal_()
+        net.norm.running_var.uniform_(0.5, 2)
+    insert_blocks(net, options, from_outside)
+    with torch.no_grad():
+        for block in va.inserted_blocks(net).values():
+            for parameter in block.parameters():
+                parameter.normal_(std=0.5)
+    return freeze_part(net)
+
+
+def freeze_part(net):
+    """Freeze a layer, but not its block, as users do."""
+    net.b.weight.requires_grad_(False)
+    net.b.bias.requires_grad_(False)
+    return net
+
+
+def insert_blocks(net, options, from_outside):
+    """Insert the three blocks; the second convolution of a network is followed by linear attention."""
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    pattern = {"window": va.Window(3)}.get(options["a"]["pattern"], options["a"]["pattern"])
+    drop = options["a"]["proj_drop"]
+    va.insert_(
+        net, names="a", num_heads=2, pattern=pattern, position=rope(options["a"]), proj_drop=drop, example_input=x
+    )
+    va.insert_(net, names="b", block=va.LinearAttention2d, num_heads=2, example_input=x)
+    second = {"context_channels": 8} if from_outside else {"context": "stem"}
+    stride = options["c"]["kv_stride"]
+    va.insert_(net, names="c", num_heads=2, kv_stride=stride, position=rope(options["c"]), example_input=x, **second)
+
+
+def rope(options):
+    at = options["temperature"]
+    return va.Rope(temperature=at, normalized=options["normalized"]) if at else None
+
+
+def plain_key(key):
+    """Return the key of a tensor before layers were wrapped; empty for tensors that wrappers add."""
+    added = ("lora_", "parametrizations", "_mask")
+    return "" if any(part in key for part in added) else key.replace(".base_layer", "").replace("weight_orig", "weight")
+
+
+def is_ours(error):
+    """Return True if an error, or a warning that is an error, was raised by a statement of the package."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return last.filename.startswith(PACKAGE) and last.line.startswith(("raise", "warnings.warn"))
+
+
+class Networks(RuleBasedStateMachine):
+    """A network ``net`` on which features act, and the values ``w`` and settings of the plain network."""
+
+    @initialize(
+        pattern=st.sampled_from(["full", "rows", "window"]),
+        temperature=st.sampled_from([0, 100, 10000]),
+        normalized=st.booleans(),
+        kv_stride=st.sampled_from([1, 2]),
+        proj_drop=st.sampled_from([0.0, 1.0]),  # all or nothing, so that training is deterministic
+        from_outside=st.booleans(),
+    )
+    def create(self, pattern, temperature, normalized, kv_stride, proj_drop, from_outside):
+        common = {"temperature": temperature, "normalized": normalized, "pattern": "full", "proj_drop": 0.0}
+        a, c = {**common, "pattern": pattern, "proj_drop": proj_drop}, {**common, "kv_stride": kv_stride}
+        self.options, self.from_outside = {"a": a, "c": c}, from_outside
+        self.net = build(self.options, from_outside).eval()
+        self.w = {key: value.detach().clone() for key, value in self.net.state_dict().items()}
+        self.live = {key for key, p in self.net.named_parameters() if p.requires_grad}
+        self.base_live, self.masks, self.pending, self.scopes = set(self.live), {}, [], {}
+        self.blocks, self.swapped, self.frozen, self.synced, self.tuned, self.single = (
+            True,
+            False,
+            False,
+            False,
+            False,
+            False,
+        )
+        self.stack, self.count = [], 0
+
+    # --- comparison
+
+    def plain(self, scoped=True, **changes):
+        """Return the plain network with the current settings, whose weights are new leaves."""
+        values = {key: value.clone() for key, value in self.w.items()}
+        leaves = {key: x.requires_grad_(key in self.live) for key, x in values.items()}
+        w = dict(leaves) | {key: leaves[key] * mask for key, mask in self.masks.items()}
+        if self.tuned:
+            w["tokens.qkv.weight"] = (
+                w["tokens.qkv.weight"] + self.net.tokens.qkv.get_delta_weight("default").detach().double()
+            )
+        scopes = self.scopes if scoped else {}
+        settings = {"blocks": self.blocks, "training": self.net.training, "frozen_norm": self.frozen}
+        settings |= {"disabled": "disabled" in scopes, "context": scopes.get("context")}
+        settings |= {"valid": [(h // 4, w // 4) for h, w in VALID] if "padded" in scopes else None}
+        plain = Plain(w, self.options, **{**settings, **changes})
+        if self.from_outside and plain.context is None and self.blocks:
+            plain.context = "missing"
+        return plain, leaves
+
+    def image(self, size):
+        self.count += 1
+        x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(self.count), dtype=torch.float64)
+        return x.to(self.net.stem.bias.dtype)
+
+    def attempt(self, function, *args):
+        """Return the result of a step in a list; an empty list if it was refused by an error of the package."""
+        try:
+            return [function(*args)]
+        except Exception as error:
+            if not is_ours(error):
+                raise
+            return []
+
+    def equal(self, got, expected, what):
+        got, tolerance = got.double(), 5e-4 if self.single else 1e-8
+        assert got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+        off = (got - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+        assert off < tolerance, f"{what}: differs by {float(off):.1e}"
+
+    def run(self, function, size, scoped=True, needs_grad=False, **changes):
+        """Compare the output of a function of images with the plain network; return both losses and images."""
+        self.check_state()
+        x = self.image(size)
+        plain, leaves = self.plain(scoped, **changes)
+        x = x.requires_grad_(needs_grad)
+        statistics = {key: self.net.state_dict().get(key) for key in ("norm.running_mean", "norm.running_var")}
+        before = {key: value.clone() for key, value in statistics.items()}
+        found = self.attempt(function, x)
+        if not found or isinstance(plain.context, str):
+            assert not found or plain.disabled, "a block ran without the second feature map that it requires"
+            for key, value in statistics.items():  # a refused pass may have updated them before it was refused
+                self.w[key] = value.detach().double().clone()
+            return None
+        ours = x.detach().double().requires_grad_(needs_grad)
+        expected = plain(ours)
+        for key, value in before.items():
+            if plain.training and not plain.frozen_norm:
+                self.w[key] = leaves[key].detach()
+            self.equal(statistics[key], self.w[key], key)
+            assert plain.training or torch.equal(value, statistics[key]), f"{key} changed in evaluation mode"
+        (y,) = found
+        parts = [y] if plain.valid is None else [y[i : i + 1, :, :h, :w] for i, (h, w) in enumerate(plain.valid)]
+        for part, other in zip(parts, expected, strict=True):
+            self.equal(part, other, "output")
+        self.check_maps(plain, scoped)
+        return (
+            sum(part.double().square().sum() for part in parts),
+            sum(y.square().sum() for y in expected),
+            x,
+            ours,
+            leaves,
+        )
+
+    def check_maps(self, plain, scoped):
+        if not scoped or "capture" not in self.scopes:
+            return
+        maps = self.scopes["capture"]
+        for path, weights in plain.maps.items():
+            if path == "tokens" and not self.swapped:
+                continue
+            assert path in maps or path in maps.reasons, f"no map and no reason for {path}"
+            if path in maps and plain.valid is None:
+                self.equal(maps[path].weights.flatten(3), weights, f"map of {path}")
+
+    # --- forward and backward passes
+
+    @rule(
+        size=HEIGHTS,
+        recompute=st.sampled_from(["", "reentrant", "without reentry"]),
+        inside=st.sampled_from(["", *KINDS]),
+    )
+    def forward(self, size, recompute, inside):
+        """Run a forward pass with activation checkpointing, or in a with block that ends before the backward pass."""
+        depth, self.net.recompute = len(self.stack), recompute
+        if inside:
+            self.enter_block(inside)
+        if losses := self.run(self.net, size, needs_grad=True):
+            self.pending.append(losses)
+        self.net.recompute = ""
+        if len(self.stack) > depth:
+            self.exit_block()
+
+    @rule(size=HEIGHTS)
+    def forward_without_gradients(self, size):
+        with torch.no_grad():
+            self.run(self.net, size)
+
+    @precondition(lambda self: self.pending)
+    @rule()
+    def backward(self):
+        self.net.zero_grad()
+        pending, self.pending = self.pending, []
+        if not self.attempt(lambda: sum(loss for loss, *_ in pending).backward()):
+            return self.net.zero_grad()
+        sum(loss for _, loss, *_ in pending).backward()
+        for *_, x, ours, _ in pending:
+            self.equal(x.grad, ours.grad, "gradient of the images")
+        for key, parameter in self.net.named_parameters():
+            if (name := plain_key(key)) and name in self.live:
+                grads = [leaves[name].grad for *_, leaves in pending if leaves[name].grad is not None]
+                expected = sum(grads, torch.zeros_like(self.w[name]))
+                self.equal(
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad,
+                    expected,
+                    f"gradient of {key}",
+                )
+        return self.net.zero_grad()
+
+    @rule(size=HEIGHTS)
+    def forward_in_thread(self, size):
+        results = []
+
+        def call(x):
+            with torch.no_grad():
+                results.append(self.attempt(self.net, x))
+
+        def run(x):
+            thread = threading.Thread(target=call, args=(x,))
+            thread.start()
+            thread.join()
+            if not results[0]:
+                raise StoppedError
+            return results[0][0]
+
+        with torch.no_grad():
+            if self.from_outside and self.blocks:
+                run_error = pytest.raises(StoppedError)
+                with run_error:
+                    run(self.image(size))
+                statistics = self.net.state_dict()
+                self.w |= {key: statistics[key].detach().double().clone() for key in self.w if "running" in key}
+            else:
+                self.run(run, size, scoped=False)
+
+    @rule(site=st.sampled_from(SITES))
+    def stop_in_the_middle(self, site):
+        self.net.stop = site
+        with torch.no_grad(), suppress(StoppedError):
+            assert not self.attempt(self.net, self.image((32, 32)))
+        self.net.stop, statistics = "", self.net.state_dict()
+        self.w |= {key: statistics[key].detach().double().clone() for key in self.w if "running" in key}
+
+    @precondition(lambda self: "padded" not in self.scopes)
+    @rule(site=st.sampled_from(SITES))
+    def call_part(self, site):
+        """Call one layer alone: a second feature map from inside the network does not exist then."""
+        plain, _ = self.plain()
+        x = torch.randn(2, 8 if site == "a" else 16, 8, 8, dtype=torch.float64).to(self.net.stem.bias.dtype)
+        with torch.no_grad():
+            found = self.attempt(getattr(self.net, site), x)
+            if site == "c" and self.blocks and not plain.disabled and not isinstance(plain.context, torch.Tensor):
+                assert not found, "the block used a second feature map of an earlier forward pass"
+            elif found:
+                self.equal(found[0], plain.part(site, x.double(), plain.context), f"layer {site}")
+
+    # --- with blocks
+
+    def enter(self, kind, manager, value=None):
+        if kind not in self.scopes and (entered := self.attempt(manager.__enter__)):
+            self.scopes[kind] = entered[0] if value is None else value
+            self.stack.append((kind, manager))
+
+    @rule(kind=st.sampled_from(KINDS))
+    def enter_block(self, kind):
+        features = torch.randn(2, 8, 8, 8, dtype=torch.float64)
+        makers = {
+            "disabled": lambda: va.disabled(self.net),
+            "capture": lambda: va.capture(self.net),
+            "padded": lambda: va.padded(self.net, VALID),
+            "context": lambda: va.context(self.net, features.to(self.net.stem.bias.dtype)),
+            "use_impl": lambda: va.use_impl(self.net, "einx"),
+        }
+        if "context" in (kind, *self.scopes) and "padded" in (kind, *self.scopes):
+            return  # the second feature map has another size than the padded images
+        for manager in self.attempt(makers[kind]):
+            self.enter(kind, manager, features if kind == "context" else None)
+
+    @precondition(lambda self: self.stack)
+    @rule()
+    def exit_block(self):
+        kind, manager = self.stack.pop()
+        del self.scopes[kind]
+        self.attempt(manager.__exit__, None, None, None)
+
+    def exit_all(self):
+        while self.stack:
+            self.exit_block()
+
+    # --- changes of the network
+
+    @rule(training=st.booleans())
+    def mode(self, training):
+        self.pending = []  # torch's batch norm computes gradients with the running statistics of the backward pass
+        self.net.train(training and (self.frozen or not self.synced))
+
+    @rule(impl=st.sampled_from(["einx", "bmm", "einsum", "sdpa", "auto"]))
+    def implementation(self, impl):
+        self.attempt(va.set_impl_, self.net, impl)
+
+    @precondition(lambda self: not self.tuned and not self.frozen)
+    @rule()
+    def freeze(self):
+        self.pending = []
+        if self.attempt(lambda: va.freeze_backbone_(self.net, also_train="head.*")):
+            self.frozen, self.live = (
+                True,
+                {key for key in self.base_live if "inserted" in key or key.startswith("head")},
+            )
+
+    @precondition(lambda self: self.frozen and not self.tuned)
+    @rule()
+    def unfreeze(self):
+        self.pending = []
+        if self.attempt(va.unfreeze_backbone_, self.net):
+            self.frozen, self.live = False, set(self.base_live)
+            self.mode(self.net.training)
+
+    @precondition(lambda self: self.frozen and not self.synced)
+    @rule()
+    def synchronize_norms(self):
+        self.exit_all()
+        self.pending, self.synced = [], True
+        with warnings.catch_warnings(action="error", category=UserWarning):
+            if converted := self.attempt(nn.SyncBatchNorm.convert_sync_batchnorm, self.net):
+                self.net = converted[0]
+
+    @precondition(lambda self: not self.masks and not self.tuned)
+    @rule(layer=st.sampled_from(["stem", "b"]))
+    def prune(self, layer):
+        self.pending = []
+        prune.l1_unstructured(getattr(self.net, layer), "weight", 0.5)
+        self.masks[f"{layer}.weight"] = getattr(self.net, layer).weight_mask.double()
+
+    @precondition(lambda self: "parametrizations" not in self.net.head._modules)
+    @rule()
+    def normalize_weight(self):
+        weight_norm(self.net.head)
+        self.pending = []
+
+    @precondition(lambda self: not self.tuned and not self.frozen and not self.scopes)
+    @rule()
+    def add_lora(self):
+        from peft import LoraConfig, get_peft_model
+
+        with warnings.catch_warnings(action="ignore"):
+            config = LoraConfig(target_modules=r"tokens\.qkv", r=2, init_lora_weights=False)
+            get_peft_model(self.net, config)  # changes the network in place
+        self.net.to(self.net.stem.bias.dtype)
+        self.tuned, self.live, self.pending = True, set(), []
+
+    @rule(swap=st.booleans())
+    def swap(self, swap):
+        if not self.scopes:
+            (report,) = self.attempt(va.swap_ if swap else va.unswap_, self.net)
+            self.swapped = bool(report.swapped) if swap and not self.swapped else swap
+
+    @precondition(lambda self: not self.scopes and not self.tuned)
+    @rule()
+    def remove_or_insert(self):
+        self.pending = []
+        if self.blocks:
+            va.remove_(self.net)
+            self.blocks, self.base_live = False, {key for key in self.base_live if "inserted" not in key}
+        elif not self.frozen:
+            dtype = self.net.stem.bias.dtype
+            self.net.double()
+            if not self.attempt(insert_blocks, self.net, self.options, self.from_outside):
+                self.net.to(dtype)
+                return None if not va.inserted_blocks(self.net) else self.attempt(va.remove_, self.net)
+            state = self.net.state_dict()
+            with torch.no_grad():
+                for key in [key for key in state if "inserted" in key]:
+                    state[key].copy_(self.w[key])
+            self.base_live |= {key for key in state if "inserted" in key}
+            self.net.train(self.net.training).to(dtype)
+            self.blocks = True
+        added = {key for key in self.w if "inserted" in key and self.blocks}
+        self.live = added.union(key for key in self.live if "inserted" not in key)
+        return None
+
+    @precondition(lambda self: "parametrizations" not in self.net.head._modules)
+    @rule()
+    def replace_head(self):
+        self.pending, head = [], nn.Conv2d(16, 4, 1).to(self.net.stem.bias)
+        head.requires_grad_("head.weight" in self.live)
+        self.net.head = head
+        self.w |= {f"head.{key}": value.detach().double().clone() for key, value in head.state_dict().items()}
+
+    @precondition(lambda self: self.blocks and self.options["a"]["temperature"] and not self.pending)
+    @rule()
+    def replace_position(self):
+        options = {**self.options["a"], "temperature": 10}
+        other = va.Attention2d(16, 2, position=rope(options)).position
+        if self.attempt(setattr, va.inserted_blocks(self.net)["a"].attn, "position", other):
+            self.options["a"] = options
+
+    @rule(single=st.booleans())
+    def move_dtype(self, single):
+        self.exit_all()
+        self.pending, self.single = [], self.single or single  # rounding stays
+        self.net.to(torch.float32 if single else torch.float64)
+        for key, value in self.w.items():
+            self.w[key] = value.float().double() if single and value.is_floating_point() else value
+
+    @precondition(lambda self: self.blocks and self.options["a"]["proj_drop"])
+    @rule()
+    def monte_carlo_dropout(self):
+        modes = [(module, module.training) for module in self.net.modules()]
+        self.net.eval()
+        for module in self.net.modules():
+            if "drop" in type(module).__name__.lower():
+                module.train()
+        with torch.no_grad():
+            self.run(self.net, (32, 32), drop=True)
+        for module, training in modes:
+            module.training = training
+
+    # --- copies
+
+    @precondition(lambda self: not self.masks)  # torch cannot copy a pruned weight after a forward pass
+    @rule(kind=st.sampled_from(["deepcopy", "pickle", "torch.save", "EMA"]), keep=st.booleans())
+    def copy_network(self, kind, keep):
+        def through_file(net):
+            torch.save(net, stream := io.BytesIO())
+            stream.seek(0)
+            return torch.load(stream, weights_only=False)
+
+        makers = {
+            "deepcopy": copy.deepcopy,
+            "pickle": lambda net: pickle.loads(pickle.dumps(net)),
+            "torch.save": through_file,
+        }
+        makers["EMA"] = lambda net: torch.optim.swa_utils.AveragedModel(net).module
+        if kind in ("pickle", "torch.save") and "parametrizations" in self.net.head._modules:
+            return  # torch refuses it
+        self.pending, before = [], self.net
+        for copied in self.attempt(makers[kind], self.net):
+            self.net = copied
+            with torch.no_grad():  # a copy is outside the with blocks of the original
+                self.run(copied, (32, 32), scoped=False)
+            if keep:
+                self.exit_all()
+            else:
+                statistics = before.state_dict()
+                self.net, self.w = (
+                    before,
+                    self.w | {key: x.detach().double().clone() for key, x in statistics.items() if "running" in key},
+                )
+
+    @precondition(
+        lambda self: self.blocks and not (self.tuned or self.masks or self.frozen or self.synced or self.scopes)
+    )
+    @rule(kind=st.sampled_from(["state dict", "adapter", "folder"]))
+    def save_and_load(self, kind):
+        if "parametrizations" in self.net.head._modules:
+            return
+        self.pending, training, dtype = [], self.net.training, self.net.stem.bias.dtype
+        path = Path(tempfile.mkdtemp())
+        if kind == "state dict":
+            torch.save(self.net.state_dict(), path / "net.pth")
+            net = build(self.options, self.from_outside).to(dtype)
+            va.load_checkpoint_(net, path / "net.pth")
+        elif kind == "adapter":
+            base = {key: value for key, value in self.net.state_dict().items() if "inserted" not in key}
+            saved = self.attempt(va.save_adapter, self.net, path / "adapter.safetensors")
+            net = Net().to(dtype)
+            net.load_state_dict(base)
+            if not saved or not self.attempt(va.load_adapter_, net, path / "adapter.safetensors"):
+                return
+        else:
+            example = torch.randn(2, 3, 32, 32, dtype=dtype)
+            if not self.attempt(lambda: va.save_model(self.net, path, network=Net, example_input=example)):
+                return
+            saved = self.attempt(lambda: va.load_model(path, network=Net))
+            if not saved:
+                return
+            net = saved[0].to(dtype)
+        self.net, self.swapped = freeze_part(net).train(training), False
+
+    # --- functions of the network
+
+    @precondition(lambda self: "padded" not in self.scopes and not self.net.training)
+    @rule(kind=st.sampled_from(["functional_call", "vmap", "grad"]))
+    def functional(self, kind):
+        parameters = {**dict(self.net.named_parameters()), **dict(self.net.named_buffers())}
+
+        def call(x):
+            return torch.func.functional_call(self.net, parameters, (x,))
+
+        if kind == "functional_call":
+            self.run(call, (32, 32))
+        elif kind == "vmap" and "context" not in self.scopes and "capture" not in self.scopes:
+            with torch.no_grad():
+                self.run(torch.func.vmap(lambda x: call(x[None])[0]), (32, 32))
+        elif kind == "grad":
+            self.derivative(lambda f, x: torch.func.grad(f)(x), call)
+
+    @precondition(lambda self: "padded" not in self.scopes and not self.net.training)
+    @rule()
+    def forward_mode(self):
+        direction = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+        with warnings.catch_warnings(action="ignore"):  # torch compiles rules with a deprecated compiler
+            self.derivative(lambda f, x: torch.func.jvp(f, (x,), (direction.to(x),))[1], self.net)
+
+    def derivative(self, differentiate, call):
+        plain, _ = self.plain()
+        if not isinstance(plain.context, str):
+            x = self.image((32, 32))
+            for found in self.attempt(differentiate, lambda x: call(x).sum(), x):
+                self.equal(found, differentiate(lambda x: plain(x)[0].sum(), x.double()), "derivative")
+
+    # --- keys and frozen parameters
+
+    def check_state(self):
+        """Check that no tensor has another key, and that no parameter was frozen or trained by itself."""
+        keys = [name for key in self.net.state_dict() if (name := plain_key(key))]
+        expected = [key for key in self.w if self.blocks or "inserted" not in key]
+        if "parametrizations" in self.net.head._modules:
+            expected.remove("head.weight")
+        assert sorted(keys) == sorted(expected)
+        for key, parameter in self.net.named_parameters():
+            if name := plain_key(key):
+                assert parameter.requires_grad == (name in self.live), (
+                    f"{key} has requires_grad={parameter.requires_grad}"
+                )
+
+    def teardown(self):
+        if hasattr(self, "net"):
+            self.exit_all()
+            self.check_state()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about functions that it runs slowly or compiles
+def test_features_in_random_order():
+    run_state_machine_as_test(Networks, settings=settings(max_examples=60, stateful_step_count=20))
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(3000)
+@pytest.mark.filterwarnings("ignore")
+def test_features_in_random_order_for_half_an_hour():
+    end = time.monotonic() + 1800
+    while time.monotonic() < end:
+        print(f"seed {(number := random.SystemRandom().randrange(2**32))}")
+        fresh = seed(number)(type("Networks", (Networks,), {}))
+        run_state_machine_as_test(fresh, settings=settings(max_examples=300, stateful_step_count=30, derandomize=False))

@@ -1,0 +1,240 @@
+"""Each layer with attention has a map, or a true reason why it has none."""
+
+import warnings
+
+import pytest
+import timm
+import torch
+from stand_ins import layer_of
+from torch import nn
+
+import vision_attn as va
+
+IMAGES = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+
+
+def vit(**options):
+    torch.manual_seed(0)
+    options = {"img_size": 64, "depth": 2, "num_classes": 3, **options}
+    return timm.create_model("vit_tiny_patch16_224", **options).eval()
+
+
+def captured(net, *inputs, **options):
+    with torch.no_grad(), va.capture(net, **options) as maps:
+        net(*inputs or (IMAGES,))
+    return maps
+
+
+def tuned_with_lora():
+    peft = pytest.importorskip("peft")
+    net = vit()
+    va.swap_(net)
+    with warnings.catch_warnings(action="ignore"):
+        return peft.get_peft_model(net, peft.LoraConfig(target_modules=["qkv"], r=2, init_lora_weights=False)).eval()
+
+
+def with_hooks():
+    net = vit()
+    va.swap_(net)
+    for block in net.blocks:
+        block.attn.proj.register_forward_hook(lambda *given: None)
+    return net
+
+
+def with_training_dropout():
+    net = vit(attn_drop_rate=0.1)
+    va.swap_(net)
+    for block in net.blocks:
+        block.attn.attn_drop.train()
+    return net
+
+
+def eager():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=64
+    )
+    net = transformers.ViTModel(config).eval()
+    va.swap_(net)
+    net.set_attn_implementation("eager")
+    return net
+
+
+class Calls(nn.Module):
+    """Layers of torch, with the arguments of a call for each."""
+
+    num_prefix_tokens = 0
+
+    def __init__(self, *calls):
+        super().__init__()
+        self.stem, self.calls = nn.Conv2d(3, 16, 8, 8), calls
+        self.layers = nn.ModuleList(nn.MultiheadAttention(16, 2, batch_first=True) for _ in calls)
+
+    def forward(self, x):
+        x = self.stem(x).flatten(2).mT
+        for layer, call in zip(self.layers, self.calls, strict=True):
+            x = call(layer, x)
+        return x
+
+
+def with_weights(layer, x):
+    return layer(x, x, x, need_weights=True)[0]
+
+
+def with_positions(layer, x):
+    return layer(x + 1, x + 1, x, need_weights=False)[0]
+
+
+def plain(layer, x):
+    return layer(x, x, x, need_weights=False)[0]
+
+
+def called(*calls):
+    net = Calls(*calls).eval()
+    va.swap_(net)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (tuned_with_lora, "'qkv' was replaced by Linear"),
+        (with_hooks, "'proj' has a hook"),
+        (with_training_dropout, "a dropout has another mode"),
+        (eager, "does not support this call.*eager attention"),
+        (lambda: called(with_weights), "such as need_weights=True"),
+        (lambda: called(with_positions), "positions that are added to queries and keys only"),
+    ],
+)
+def test_without_any_map_the_error_lists_the_reasons(make, reason):
+    with pytest.raises(ValueError, match=f"no attention on feature maps to capture.*original code, because.*{reason}"):
+        captured(make())
+
+
+def test_a_layer_has_a_map_or_a_reason_of_the_last_pass():
+    net = called(with_weights, plain)
+    maps = captured(net)
+    assert [*maps] == ["layers.1"]
+    with pytest.raises(KeyError, match=r"'layers\.0'.*ran its original code"):
+        maps["layers.0"]
+    with torch.no_grad(), va.capture(net) as maps:
+        net(IMAGES)
+        net.calls = plain, with_weights
+        net(IMAGES)
+        assert ([*maps], [*maps.reasons]) == (["layers.0"], ["layers.1"])
+        net.calls = plain, plain
+        net(IMAGES)
+        assert (len(maps), maps.reasons) == (2, {})
+
+
+def test_layers_that_were_not_selected_are_not_said_to_belong_to_another_library():
+    net = vit()
+    va.swap_(net)
+    maps = captured(net, names="blocks.0")
+    assert [*maps] == ["blocks.0.attn"]
+    with pytest.raises(KeyError, match="names= and where= do not select it"):
+        maps["blocks.1.attn"]
+    va.unswap_(net.blocks[1])
+    with pytest.raises(KeyError, match="another library"):
+        captured(net)["blocks.1.attn"]
+
+
+def test_an_explorer_without_maps_has_the_error(tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match=r"'proj' has a hook"):
+        va.explore(with_hooks(), IMAGES, tmp_path / "explorer.html")
+
+
+class ForwardFeatures(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net.forward_features(x)
+
+
+def in_transformers(net):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.TimmWrapperConfig(
+        architecture="vit_tiny_patch16_224", model_args={"depth": 2, "img_size": 64}
+    )
+    wrapped = transformers.TimmWrapperModel._from_config(config).eval()
+    wrapped.timm_model.load_state_dict(net.state_dict(), strict=False)
+    return wrapped
+
+
+def as_backbone(net):
+    backbone = vit(features_only=True, out_indices=(0, 1), num_classes=0)
+    backbone.model.load_state_dict(net.state_dict(), strict=False)
+    return backbone
+
+
+@pytest.mark.parametrize("wrap", [ForwardFeatures, in_transformers, as_backbone])
+def test_a_vit_whose_forward_is_not_called_has_the_same_maps(wrap):
+    net = vit()
+    wrapped = wrap(vit())
+    for model in (net, wrapped):
+        va.swap_(model)
+    expected, found = captured(net), captured(wrapped)
+    assert len(expected) == len(found) == 2
+    for one, other in zip(expected.values(), found.values(), strict=True):
+        assert one.weights.shape[3:] == (4, 4)
+        assert one.prefix.shape[2] == 1
+        torch.testing.assert_close(other.weights, one.weights, atol=1e-6, rtol=1e-5)
+
+
+def test_a_feature_pyramid_of_a_library_has_maps():
+    net = layer_of(
+        "segmentation_models_pytorch.DPT", "tu-vit_tiny_patch16_224.augreg_in21k", encoder_weights=None
+    ).eval()
+    va.swap_(net)
+    maps = captured(net, torch.rand(1, 3, 224, 224), queries=[(8, 8)])
+    assert {one.weights.shape for one in maps.values()} == {(1, 3, 1, 14, 14)}
+
+
+# --- copies of timm's class -------------------------------------------------------------------------------------------
+
+
+class Copied(nn.Module):
+    def __init__(self, dim=24, heads=3, factor=1.0, drop=0.0, norm=nn.Identity):
+        super().__init__()
+        self.num_heads, self.scale, self.factor = heads, (dim // heads) ** -0.5, factor
+        self.qkv, self.proj, self.attn_drop = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), nn.Dropout(drop)
+        self.q_norm, self.k_norm = norm(dim // heads), norm(dim // heads)
+
+    def forward(self, x, bias=None):
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        logits = self.factor * self.scale * self.q_norm(q) @ self.k_norm(k).mT + (0 if bias is None else bias)
+        return self.proj((self.attn_drop(logits.softmax(-1)) @ v).transpose(1, 2).reshape(b, n, c))
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": nn.LayerNorm}, {"drop": 0.5}])
+def test_a_copy_of_the_usual_class_is_swapped_by_its_structure(options):
+    layer, x = Copied(**options).eval(), torch.randn(2, 5, 24)
+    expected, with_bias = layer(x), layer(x, torch.ones(5, 5).tril())
+    assert len(va.swap_(layer).swapped) == 1
+    torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(layer(x, torch.ones(5, 5).tril()), with_bias)  # the original code
+    assert layer.running_block.attn_drop.p == options.get("drop", 0.0)
+    va.unswap_(layer)
+    assert type(layer) is Copied
+    tokens = va.convert.from_layer(layer, rank=1)(x.mT).mT
+    torch.testing.assert_close(tokens, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda layer: setattr(layer, "factor", 2.0), "has different outputs"),
+        (lambda layer: setattr(layer, "final_drop", nn.Dropout(0.1)), "another dropout, 'final_drop'"),
+        (lambda layer: setattr(layer, "drop_rate", 0.1), "another dropout, 'drop_rate'"),
+        (lambda layer: setattr(layer, "proj", nn.Sequential(layer.proj)), "is not supported"),
+    ],
+)
+def test_a_class_that_computes_something_else_is_not_swapped(change, reason):
+    layer = Copied().eval()
+    change(layer)
+    (line,) = va.swap_(layer).skipped
+    assert reason in line.reason

@@ -1,0 +1,200 @@
+"""Activation checkpointing in ``with`` blocks: gradients of the network without it, or an error that names both.
+
+Each situation runs in each ``with`` block, with both kinds of ``torch.utils.checkpoint``.
+"""
+
+import copy
+import threading
+from contextlib import nullcontext
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import vision_attn as va
+
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the teacher
+
+
+class Net(nn.Module):
+    """A stem, a part with a block that may be checkpointed, and a head."""
+
+    use_reentrant = None  # no checkpointing
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.a = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)
+        self.c, self.b = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def part(self, x):
+        return torch.tanh(self.c(self.a(x)))
+
+    def forward(self, x):
+        y = self.stem(x)
+        checkpointed = self.use_reentrant is not None
+        y = checkpoint(self.part, y, use_reentrant=self.use_reentrant) if checkpointed else self.part(y)
+        return self.b(y).mean((2, 3))
+
+
+def image(number, side=32):
+    return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(number))
+
+
+@cache
+def build(kind, seed):
+    torch.manual_seed(seed)
+    net, options = Net(), {"num_heads": 2, "example_input": image(0)}
+    options |= {"context_channels": 6} if kind == "context" else {}
+    options |= {"context": "a"} if kind == "context= in the segment" else {}
+    options |= {"context": "stem"} if kind == "context= outside" else {}
+    options |= {"attn_drop": 0.3} if kind == "use_impl" else {}
+    va.insert_(net, names="c" if "segment" in kind else "a", **options)
+    (block,) = va.inserted_blocks(net).values()
+    nn.init.normal_(block.attn.proj.weight, std=0.5)
+    return net.train()
+
+
+#: A function of a model and a number, 0 or 1, that returns a context, for each kind.
+KINDS = {
+    "padded": lambda net, k: va.padded(net, [[(32, 32), (20, 12)], [(10, 32), (32, 24)]][k]),
+    "context": lambda net, k: va.context(net, torch.full((2, 6, 4, 5), 0.5 * k).double().cumsum(3).sin()),
+    "disabled": lambda net, k: nullcontext() if k else va.disabled(net),
+    "use_impl": lambda net, k: va.use_impl(net, ("sdpa", "bmm")[k]),
+    "capture": lambda net, k: nullcontext() if k else va.capture(net),
+    "context= in the segment": lambda net, k: nullcontext(),
+    "context= outside": lambda net, k: nullcontext(),
+}
+#: Kinds in which the network also runs outside the ``with`` block.
+OPTIONAL = {"padded", "disabled", "use_impl", "capture"}
+
+
+def loss(y):
+    return y.square().sum()
+
+
+def inside(net, other, enter):
+    with enter(net, 0):
+        loss(net(image(1))).backward()
+
+
+def outside(net, other, enter):
+    with enter(net, 0):
+        y = net(image(1))
+    loss(y).backward()
+
+
+def two_blocks(net, other, enter):
+    with enter(net, 0):
+        y = net(image(1))
+    with enter(net, 1):
+        (loss(y) + loss(net(image(2)))).backward()
+
+
+def two_sizes(net, other, enter):
+    with enter(net, 0):
+        y, z = net(image(1)), net(image(2, 64))
+    (loss(y) + loss(z)).backward()
+
+
+def two_models(net, other, enter):
+    with enter(net, 0):
+        y = net(image(1))
+    with enter(other, 1):
+        loss(y + other(image(2))).backward()
+
+
+def nested(net, other, enter):
+    with enter(net, 1):
+        with enter(net, 0):
+            y = net(image(1))
+        loss(y + net(image(2))).backward()
+
+
+def twice(net, other, enter):
+    with enter(net, 0):
+        y = loss(net(image(1)))
+    y.backward(retain_graph=True)
+    with enter(net, 1):
+        y.backward()
+
+
+def in_a_thread(net, other, enter):
+    with enter(net, 0):
+        y = net(image(1))
+        errors = []
+
+        def run():
+            try:
+                loss(y).backward()
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def ordinary_pass_inside(net, other, enter):
+    y = net(image(1))
+    with enter(net, 0):
+        loss(y).backward()
+
+
+def ordinary_pass_afterwards(net, other, enter):
+    with enter(net, 0):
+        y = net(image(1))
+    (loss(net(image(2))) + loss(y)).backward()
+
+
+def teacher_inside(net, other, enter):
+    y = net(image(1))
+    with enter(net, 0), torch.no_grad():
+        z = net(image(1))
+    loss(y - z).backward()
+
+
+SITUATIONS = (inside, outside, two_blocks, two_sizes, two_models, nested, twice, in_a_thread)
+WITH_ORDINARY_PASS = (ordinary_pass_inside, ordinary_pass_afterwards, teacher_inside)
+CELLS = [(kind, run) for kind in KINDS for run in SITUATIONS if not (kind == "padded" and run is two_sizes)]
+CELLS += [(kind, run) for kind in sorted(OPTIONAL) for run in WITH_ORDINARY_PASS]
+
+
+def two_padded_sizes(net, other, enter):
+    """Multi-scale training: the sizes of the images are those of the smaller scale."""
+    with va.padded(net, [(32, 32), (20, 12)]):
+        y, z = net(image(1)), net(image(2, 64))
+    (loss(y) + loss(z)).backward()
+
+
+def gradients(kind, run, use_reentrant):
+    net, other = (copy.deepcopy(build(kind, seed)) for seed in (0, 1))
+    net.use_reentrant = other.use_reentrant = use_reentrant
+    torch.manual_seed(5)
+    run(net, other, KINDS[kind])
+    return [parameter.grad for parameter in (*net.parameters(), *other.parameters())]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "run"), [*CELLS, ("padded", two_padded_sizes)], ids=lambda x: x if isinstance(x, str) else x.__name__
+)
+def test_gradients_equal_those_without_checkpointing(kind, run):
+    expected = gradients(kind, run, None)
+    for use_reentrant in (False, True):
+        if kind == "context= outside":
+            with pytest.raises(va.errors.SiteError, match="checkpoint both modules in one segment"):
+                gradients(kind, run, use_reentrant)
+            continue
+        for found, gradient in zip(gradients(kind, run, use_reentrant), expected, strict=True):
+            found, gradient = (torch.zeros(()) if x is None else x for x in (found, gradient))
+            torch.testing.assert_close(found.expand_as(gradient), gradient)
