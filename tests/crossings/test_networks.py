@@ -567,7 +567,7 @@ class Networks(RuleBasedStateMachine):
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about functions that it runs slowly or compiles
 def test_features_in_random_order():
-    run_state_machine_as_test(Networks, settings=settings(max_examples=60, stateful_step_count=20))
+    run_state_machine_as_test(Networks, settings=settings(max_examples=45, stateful_step_count=20))
 
 
 @pytest.mark.thorough
