@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vision_attn.attention import dispatch
 from vision_attn.attention.dispatch import attend_chunked, repeat_kv
-from vision_attn.attention.graphs import can_cache, is_capturing, outside_graph
+from vision_attn.attention.graphs import can_cache, outside_graph
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
 from vision_attn.attention.kernels import Kernel
 from vision_attn.attention.masks import Mask, zero_fully_masked_rows
@@ -25,8 +25,6 @@ from vision_attn.attention.patterns.grouping import Grouping
 
 #: Maximum number of groupings, and of plans, that a block keeps.
 CACHED_SIZES, CACHED_PLANS = 4, 32
-#: Types of devices that CUDA graphs capture.
-CAPTURED_DEVICES = ("cuda",)
 
 
 class AttentionConfig(NamedTuple):
@@ -222,18 +220,15 @@ class PlanCache:
     def __reduce__(self) -> Any:
         return PlanCache, (self.config,)
 
-    def get(self, kind: Kind) -> Plan | None:
-        """Return the plan for a kind that has been used before."""
-        plan = self.recent.get(kind) or self.captured.get(kind)
-        if plan is not None and is_capturing():
-            self.captured[kind] = plan
-        return plan
+    def keep(self, kind: Kind, plan: Plan) -> None:
+        """Keep a plan that a CUDA graph uses."""
+        self.captured[kind] = plan
 
     def make(self, kind: Kind) -> Plan | None:
         """Make a plan, and keep it unless its tensors belong to a graph; return None if the inputs are empty."""
         if kind.in_graph:
             return make_plan(kind, self.config, self.create)
-        plan = make_plan(kind, self.config, self.find)
+        plan = self.captured.get(kind) or make_plan(kind, self.config, self.find)
         if plan is not None and can_cache(plan.grouping.axes[0].queries.positions):
             if len(self.recent) >= CACHED_PLANS:
                 self.recent.clear()

@@ -16,14 +16,14 @@ from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unbatched, shape_error, to_memory_format
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, is_qk_tied, qk_norms
 from vision_attn.attention.blocks.rules import check_arguments
-from vision_attn.attention.graphs import active_transform, in_graph
+from vision_attn.attention.graphs import active_transform, has_driver, in_graph
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
 from vision_attn.attention.kernels import TO_FIRST, TO_LAST, to_groups, to_map
 from vision_attn.attention.masks import check_mask, upcast
 from vision_attn.attention.padding import mask_padding
 from vision_attn.attention.patterns import AnyPattern, resolve_pattern
-from vision_attn.attention.plan import CAPTURED_DEVICES, AttentionConfig, Kind, Plan, PlanCache, pooled_size, read_input
+from vision_attn.attention.plan import AttentionConfig, Kind, Plan, PlanCache, pooled_size, read_input
 from vision_attn.attention.position import AnyPosition, AttentionShape, PositionEncoding, new_encoding
 from vision_attn.attention.recomputation import graph_task_id
 from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
@@ -199,8 +199,8 @@ class Attention(ConfigurableImpl):
             in_transform=active_transform() is not None,
         )
         plan = None if graph else self.plans.recent.get(kind)
-        if device.type in CAPTURED_DEVICES and not graph:
-            plan = self.plans.get(kind)
+        if plan is not None and has_driver(capturing := torch.cuda.is_current_stream_capturing) and capturing():
+            self.plans.keep(kind, plan)
         if plan is None:
             self.check_inputs(x, mask, context)
             plan = self.plans.make(kind)
