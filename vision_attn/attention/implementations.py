@@ -99,7 +99,7 @@ def attend(
             expected = "(batch, heads, tokens, width), k with q's batch and width, v with k's heads and tokens"
             raise ValueError(f"{name} must be floating-point with shape {expected}, got {x.dtype} {tuple(x.shape)}")
     if mask is not None:
-        masks.check_mask(mask, q.shape[0], q.shape[1], q.shape[2:3], k.shape[2:3])
+        masks.check_mask(mask.shape, mask.dtype, q.shape[0], q.shape[1], q.shape[2:3], k.shape[2:3])
     if 0 in (q.shape[0], q.shape[2], k.shape[2]):  # some implementations do not support empty tensors
         return (q @ repeat_kv(q, k).mT).to(v.dtype) @ repeat_kv(q, v)
     row_has_key = None

@@ -110,11 +110,13 @@ def zero_fully_masked_rows(y: Tensor, row_has_key: Mask) -> Tensor:
     return torch.where(row_has_key, y, torch.zeros((), dtype=y.dtype, device=y.device)).flatten(0, 1)
 
 
-def check_mask(mask: Tensor, batch: int, heads: int, size: Sequence[int], keys_size: Sequence[int]) -> None:
-    """Raise unless a mask broadcasts to ``(batch, heads, queries, keys)`` for feature maps of these sizes."""
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(f"mask must be bool or an additive float, got {mask.dtype}. Convert it with mask.bool()")
+def check_mask(
+    got: Sequence[int], dtype: torch.dtype, batch: int, heads: int, size: Sequence[int], keys_size: Sequence[int]
+) -> None:
+    """Raise unless a mask's shape broadcasts to ``(batch, heads, queries, keys)`` for feature maps of these sizes."""
+    if dtype != torch.bool and not dtype.is_floating_point:
+        raise ValueError(f"mask must be bool or an additive float, got {dtype}. Convert it with mask.bool()")
     shape = (batch, heads, product(size), product(keys_size))
-    sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
-    if not 1 <= mask.dim() <= 4 or any(length not in (1, full) for length, full in sizes):
-        raise ValueError(f"mask must broadcast to (batch, heads, queries, keys) = {shape}, got {tuple(mask.shape)}")
+    sizes = zip(reversed(got), reversed(shape), strict=False)
+    if not 1 <= len(got) <= 4 or any(length not in (1, full) for length, full in sizes):
+        raise ValueError(f"mask must broadcast to (batch, heads, queries, keys) = {shape}, got {tuple(got)}")

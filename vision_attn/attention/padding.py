@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vision_attn.attention.graphs import in_graph
 from vision_attn.attention.masks import Mask, broadcast_mask, combine_masks
 from vision_attn.attention.position import Rope
 
@@ -56,8 +55,6 @@ def refuse_scaled_positions(block: Any, pixels: Any) -> None:
 
 def valid_positions(pixels: Any, x: Tensor) -> Tensor:
     """Return the valid positions of a feature map ``(b, c, *size)``, bool ``(b, 1, *size)``."""
-    if in_graph(x):
-        raise ValueError("va.padded must not be part of a graph that is traced or exported. Pass mask= to the blocks")
     valid: Tensor = pixels(x.device)
     if valid.shape[0] != x.shape[0]:
         raise ValueError(f"valid must have one entry per image, got {valid.shape[0]} for a batch of {x.shape[0]}")

@@ -1,6 +1,6 @@
 """The plan of a forward pass: every decision that depends on the kind of its inputs, and not on their values.
 
-A plan is a function of two values: the :class:`Kind` of a call, and the :class:`AttentionConfig` of the block, which
+A plan is a function of two values: the :class:`.Kind` of a call, and the :class:`.AttentionConfig` of the block, which
 never changes. A block makes a plan once for each kind and keeps it. In graphs, traces and transforms, where sizes may
 be symbolic and tensors belong to the graph, it makes a plan in every call.
 """
@@ -19,69 +19,12 @@ from vision_attn.attention.dispatch import attend_chunked, repeat_kv
 from vision_attn.attention.graphs import can_cache, outside_graph
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
 from vision_attn.attention.kernels import Kernel
+from vision_attn.attention.kind import AttentionConfig, Kind, check_kind, pooled_size
 from vision_attn.attention.masks import Mask, zero_fully_masked_rows
-from vision_attn.attention.patterns import AnyPattern
 from vision_attn.attention.patterns.grouping import Grouping
 
 #: Maximum number of groupings, and of plans, that a block keeps.
 CACHED_SIZES, CACHED_PLANS = 4, 32
-
-
-class AttentionConfig(NamedTuple):
-    """The options of a block that cannot change after it was built."""
-
-    channels: int
-    num_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    out_channels: int
-    context_channels: int | None
-    groups: int
-    qk_norm: bool | str
-    kv_stride: int
-    #: The pattern for the axes of the block's feature maps.
-    resolved_pattern: AnyPattern
-    #: True if the position encoding may add a bias to the logits.
-    adds_bias: bool = False
-
-
-class InputKind(NamedTuple):
-    """The properties of a mask or context on which a plan depends."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-
-class Kind(NamedTuple):
-    """The kind of a call: the properties of its inputs, the modes of torch, and the options that may change."""
-
-    kernel: Kernel
-    shape: torch.Size
-    channels_last: bool
-    dtype: torch.dtype
-    device: torch.device
-    #: The class of the feature map: ``Tensor``, or a subclass of it.
-    tensor_type: type[Tensor]
-    mask: InputKind | None
-    context: InputKind | None
-    scale: float
-    causal: bool
-    #: The dropout probability of the weights; zero in evaluation mode.
-    dropout: float
-    trained: bool
-    #: True if autocast is on, which computes the logits in half precision unless it is turned off.
-    autocast: bool
-    #: True while a graph is traced or exported.
-    in_graph: bool
-    #: True in a transform of ``torch.func``.
-    in_transform: bool
-
-
-def read_input(x: Tensor) -> InputKind:
-    return InputKind(x.shape, x.dtype, x.device, x.requires_grad)
 
 
 class Plan(NamedTuple):
@@ -202,11 +145,6 @@ def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]
     )
 
 
-def pooled_size(size: Sequence[int], stride: int) -> tuple[int, ...]:
-    """Return the size of a feature map of keys after pooling."""
-    return tuple(size if stride == 1 else [(length + stride - 1) // stride for length in size])
-
-
 class PlanCache:
     """The plans of a block for recent kinds of calls; copies and pickles of a block have none."""
 
@@ -225,7 +163,12 @@ class PlanCache:
         self.captured[kind] = plan
 
     def make(self, kind: Kind) -> Plan | None:
-        """Make a plan, and keep it unless its tensors belong to a graph; return None if the inputs are empty."""
+        """Make a plan, and keep it unless its tensors belong to a graph; return None if the inputs are empty.
+
+        Raises:
+            ValueError: the mask or the context is invalid.
+        """
+        check_kind(kind, self.config)
         if kind.in_graph:
             return make_plan(kind, self.config, self.create)
         plan = self.captured.get(kind) or make_plan(kind, self.config, self.find)

@@ -13,24 +13,25 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.blocks.config import ConfigurableImpl
-from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unbatched, shape_error, to_memory_format
+from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unbatched, to_memory_format
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, is_qk_tied, qk_norms
 from vision_attn.attention.blocks.rules import check_arguments
 from vision_attn.attention.graphs import active_transform, has_driver, in_graph
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
 from vision_attn.attention.kernels import TO_FIRST, TO_LAST, to_groups, to_map
-from vision_attn.attention.masks import check_mask, upcast
+from vision_attn.attention.kind import AttentionConfig, Kind, pooled_size, read_input, shape_error
+from vision_attn.attention.masks import upcast
 from vision_attn.attention.padding import mask_padding
 from vision_attn.attention.patterns import AnyPattern, resolve_pattern
-from vision_attn.attention.plan import AttentionConfig, Kind, Plan, PlanCache, pooled_size, read_input
+from vision_attn.attention.plan import Plan, PlanCache
 from vision_attn.attention.position import AnyPosition, AttentionShape, PositionEncoding, new_encoding
 from vision_attn.attention.recomputation import graph_task_id
 from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
 from vision_attn.checks import product
 
 #: The attributes of a block that are its configuration.
-OPTIONS = AttentionConfig._fields[:-1]
+OPTIONS = AttentionConfig._fields[:-2]
 
 
 class Attention(ConfigurableImpl):
@@ -108,8 +109,9 @@ class Attention(ConfigurableImpl):
         is_cross = kv_stride > 1 or context_channels is not None
         shape = AttentionShape(channels, n, d, self.resolved_pattern, is_cross, context_channels)
         self.position: PositionEncoding | None = None if position is None else new_encoding(position, shape, **factory)
-        adds_bias = self.position is not None and self.position.adds_bias
-        self.plans: PlanCache = PlanCache(config._replace(adds_bias=adds_bias))
+        if self.position is not None:
+            config = config._replace(adds_bias=self.position.adds_bias, is_relative=self.position.is_relative)
+        self.plans: PlanCache = PlanCache(config)
         self.init_match()
 
     def init_match(self) -> None:
@@ -174,6 +176,8 @@ class Attention(ConfigurableImpl):
         if in_scope() if graph else SCOPES.get() or graph_task_id() != -1:
             impls, hooks, pixels = scoped_values(self, "impl", "attention", "valid")
             impl = [impl, *impls][-1]
+            if pixels and graph:
+                raise ValueError("va.padded must not be part of a graph that is traced or exported. Pass mask=")
             if pixels:
                 x, mask, context, valid = mask_padding(self, pixels[-1], x, mask, context)
         dropout, scale, device = self.attn_drop, self.scale, x.device
@@ -202,7 +206,6 @@ class Attention(ConfigurableImpl):
         if plan is not None and has_driver(capturing := torch.cuda.is_current_stream_capturing) and capturing():
             self.plans.keep(kind, plan)
         if plan is None:
-            self.check_inputs(x, mask, context)
             plan = self.plans.make(kind)
         if plan is not None and (hooks or valid):
             plan = plan._replace(hooks=hooks, valid=valid)
@@ -269,25 +272,6 @@ class Attention(ConfigurableImpl):
         exact = upcast(y) if self.rank == 3 and y.device.type == "cpu" else y
         return getattr(F, f"avg_pool{self.rank}d")(exact, squares, ceil_mode=True).to(y.dtype)
 
-    def check_inputs(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> None:
-        """Raise for an invalid mask or context."""
-        if context is None and self.context_channels is not None:
-            expected = f"feature maps, because the block was created with context_channels={self.context_channels}"
-            raise ValueError(f"context must be {expected}, got None")
-        if context is not None:
-            channels = self.context_channels or self.channels
-            if context.dim() != x.dim() or context.shape[1] != channels:
-                raise shape_error("context", context, channels, self.rank)
-            if context.shape[0] != x.shape[0]:
-                raise ValueError(f"context must have the batch size of x, {x.shape[0]}, got {context.shape[0]}")
-            is_relative = self.position is not None and self.position.is_relative
-            needs_size = not self.resolved_pattern.is_global or self.causal or is_relative
-            if needs_size and context.shape[2:] != x.shape[2:]:
-                cause = "with a pattern other than 'full', causal=True or relative positions"
-                raise ValueError(f"context must have the size of x {cause}, got {context.shape[2:]} and {x.shape[2:]}")
-        if mask is not None:
-            check_mask(mask, x.shape[0], self.num_heads, x.shape[2:], self.keys_size(x, context))
-
     def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
         """Return the size of the keys' feature map, in positions."""
         return pooled_size((x if context is None else context).shape[-self.rank :], self.kv_stride)
@@ -316,7 +300,7 @@ class Attention(ConfigurableImpl):
         if x.dim() == 1 + self.rank:
             return self.attention_weights(x[None], mask, queries, None if context is None else context[None])
         if x.shape[1] != self.channels:
-            raise shape_error("x", x, self.channels, self.rank)
+            raise shape_error("x", tuple(x.shape), self.channels, self.rank)
         plan, x, mask, context = self.prepare(x, mask, context)
         if plan is None:
             tokens = x.shape[2:].numel() if queries is None else len(queries)

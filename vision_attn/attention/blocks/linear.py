@@ -182,7 +182,7 @@ class LinearAttention2d(ConfigurableImpl):
                 does not broadcast.
         """
         if mask is not None:
-            check_mask(mask, x.shape[0], self.num_heads, (1,), x.shape[2:])
+            check_mask(mask.shape, mask.dtype, x.shape[0], self.num_heads, (1,), x.shape[2:])
             if mask.dtype != torch.bool:
                 raise ValueError(f"mask must be bool (True = may attend){FOR_LINEAR}, got {mask.dtype}")
             mask = broadcast_mask(mask).mT
@@ -192,6 +192,8 @@ class LinearAttention2d(ConfigurableImpl):
         if in_scope() if in_graph(x) else SCOPES.get() or graph_task_id() != -1:
             impls, pixels = scoped_values(self, "impl", "valid")
             impl = [impl, *impls][-1]
+            if pixels and in_graph(x):
+                raise ValueError("va.padded must not be part of a graph that is traced or exported. Pass mask=")
             if pixels:
                 valid = valid_positions(pixels[-1], x)
                 x = x.masked_fill(valid.logical_not(), 0.0)

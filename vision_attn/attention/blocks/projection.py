@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 from vision_attn.attention.dispatch import can_chunk
 from vision_attn.attention.kernels import TO_FIRST, TO_LAST, channels_first, channels_last
+from vision_attn.attention.kind import shape_error
 
 #: A convolution on feature maps with any number of axes.
 Conv = nn.modules.conv._ConvNd
-
-#: Names of the axes of a feature map in error messages, by the number of axes.
-AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
 
 
 def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -39,15 +37,10 @@ def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *given), {})
         if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
             return batched(self, x[None], mask, *(y[None] for y in given[1:]))[0]
-        raise shape_error("x", x, self.channels, self.rank)
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise shape_error("x", got, self.channels, self.rank)
 
     return batched
-
-
-def shape_error(name: str, x: Any, channels: int, rank: int) -> ValueError:
-    """Return the error for an argument that is not a batch of feature maps ``(b, channels, …)`` with ``rank`` axes."""
-    got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-    return ValueError(f"{name} must be feature maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}), got {got}")
 
 
 class Pointwise:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.patterns import AnyPattern, Neighborhood
-from vision_attn.attention.plan import AttentionConfig
 from vision_attn.checks import check_above, check_divides
 
 

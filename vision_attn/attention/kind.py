@@ -1,0 +1,106 @@
+"""The kind of a call: the properties of its inputs, and not their values, and the modes in which it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vision_attn.attention.kernels import Kernel
+from vision_attn.attention.masks import check_mask
+from vision_attn.attention.patterns import AnyPattern
+
+#: Names of the axes of a feature map in error messages, by the number of axes.
+AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
+
+
+class AttentionConfig(NamedTuple):
+    """The options of a block that cannot change after it was built."""
+
+    channels: int
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    out_channels: int
+    context_channels: int | None
+    groups: int
+    qk_norm: bool | str
+    kv_stride: int
+    #: The pattern for the axes of the block's feature maps.
+    resolved_pattern: AnyPattern
+    #: True if the position encoding may add a bias to the logits.
+    adds_bias: bool = False
+    #: True if the position encoding is relative: queries and keys must come from the same feature map.
+    is_relative: bool = False
+
+
+class InputKind(NamedTuple):
+    """The properties of a mask or context on which a plan depends."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+class Kind(NamedTuple):
+    """The kind of a call: the properties of its inputs, the modes of torch, and the options that may change."""
+
+    kernel: Kernel
+    shape: torch.Size
+    channels_last: bool
+    dtype: torch.dtype
+    device: torch.device
+    #: The class of the feature map: ``Tensor``, or a subclass of it.
+    tensor_type: type[Tensor]
+    mask: InputKind | None
+    context: InputKind | None
+    scale: float
+    causal: bool
+    #: The dropout probability of the weights; zero in evaluation mode.
+    dropout: float
+    trained: bool
+    #: True if autocast is on, which computes the logits in half precision unless it is turned off.
+    autocast: bool
+    #: True while a graph is traced or exported.
+    in_graph: bool
+    #: True in a transform of ``torch.func``.
+    in_transform: bool
+
+
+def read_input(x: Tensor) -> InputKind:
+    return InputKind(x.shape, x.dtype, x.device, x.requires_grad)
+
+
+def pooled_size(size: Sequence[int], stride: int) -> tuple[int, ...]:
+    """Return the size of a feature map of keys after pooling."""
+    return tuple(size if stride == 1 else [(length + stride - 1) // stride for length in size])
+
+
+def check_kind(kind: Kind, config: AttentionConfig) -> None:
+    """Raise for an invalid mask or context."""
+    context, shape, keys_size = kind.context, kind.shape, kind.shape[2:]
+    if context is None and config.context_channels is not None:
+        expected = f"feature maps, because the block was created with context_channels={config.context_channels}"
+        raise ValueError(f"context must be {expected}, got None")
+    if context is not None:
+        channels, keys_size = config.context_channels or config.channels, context.shape[2:]
+        if len(context.shape) != len(shape) or context.shape[1] != channels:
+            raise shape_error("context", tuple(context.shape), channels, len(shape) - 2)
+        if context.shape[0] != shape[0]:
+            raise ValueError(f"context must have the batch size of x, {shape[0]}, got {context.shape[0]}")
+        needs_size = not config.resolved_pattern.is_global or kind.causal or config.is_relative
+        if needs_size and keys_size != shape[2:]:
+            cause = "with a pattern other than 'full', causal=True or relative positions"
+            raise ValueError(f"context must have the size of x {cause}, got {keys_size} and {shape[2:]}")
+    if kind.mask is not None:
+        keys_size = pooled_size(keys_size, config.kv_stride)
+        check_mask(kind.mask.shape, kind.mask.dtype, shape[0], config.num_heads, shape[2:], keys_size)
+
+
+def shape_error(name: str, got: object, channels: int, rank: int) -> ValueError:
+    """Return the error for an argument that is not a batch of feature maps ``(b, channels, …)`` with ``rank`` axes."""
+    return ValueError(f"{name} must be feature maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}), got {got}")
