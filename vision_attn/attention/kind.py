@@ -82,7 +82,8 @@ def pooled_size(size: Sequence[int], stride: int) -> tuple[int, ...]:
 
 def check_kind(kind: Kind, config: AttentionConfig) -> None:
     """Raise for an invalid mask or context."""
-    context, shape, keys_size = kind.context, kind.shape, kind.shape[2:]
+    context, shape = kind.context, kind.shape
+    keys_size: Sequence[int] = shape[2:]
     if context is None and config.context_channels is not None:
         expected = f"feature maps, because the block was created with context_channels={config.context_channels}"
         raise ValueError(f"context must be {expected}, got None")

@@ -77,8 +77,8 @@ class Plan(NamedTuple):
         elif not self.causal and not self.grouping.is_dense:
             mask = self.grouping.attn_mask(q.dtype)
         if bias is not None and bias.is_chunkable and self.can_chunk:
-            attend = partial(self.kernel.attend, scale=self.scale, dropout=self.dropout)
-            y = attend_chunked(attend, q, k, v, mask, bias.rel_logits(q), self.grouping.groups)
+            chunk = partial(self.kernel.attend, scale=self.scale, dropout=self.dropout)
+            y = attend_chunked(chunk, q, k, v, mask, bias.rel_logits(q), self.grouping.groups)
         else:
             if bias is not None:
                 q, k, scale = bias.fold(q, k, scale)

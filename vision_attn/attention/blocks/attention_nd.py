@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from types import SimpleNamespace
 from typing import Any, Self
@@ -172,7 +172,8 @@ class Attention(ConfigurableImpl):
         self, x: Tensor, mask: Tensor | None, context: Tensor | None
     ) -> tuple[Plan | None, Tensor, Tensor | None, Tensor | None]:
         """Return the plan for these inputs, or None if they are empty; and the inputs without the padding of images."""
-        graph, impl, hooks, valid = in_graph(x), self._impl, (), None
+        graph, impl, valid = in_graph(x), self._impl, None
+        hooks: Sequence[Any] = ()
         if in_scope() if graph else SCOPES.get() or graph_task_id() != -1:
             impls, hooks, pixels = scoped_values(self, "impl", "attention", "valid")
             impl = [impl, *impls][-1]
