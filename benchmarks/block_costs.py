@@ -19,9 +19,9 @@ from page_sections import write_section
 from speed import describe_machine, format_number, time_in_turns, with_gradients
 from timm.layers import create_attn
 from torch import nn
+from vision_attn.networks.controls import ConvBlock2d
 
 import vision_attn as va
-from vision_attn.networks.controls import ConvBlock2d
 from vision_attn.networks.macs import count_macs
 from vision_attn.text import markdown
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from impls import CPU_IMPLS
 from small_networks import assert_same_function
 from torch import nn
+from vision_attn.networks.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 
 import vision_attn as va
 from vision_attn.attention.blocks.projection import POINTWISE
-from vision_attn.networks.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 
 DOUBLE = {"dtype": torch.float64}
 SHIFTED = {"pattern": va.Window(2, shift=1), "position": va.RelPosTable()}

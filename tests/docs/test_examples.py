@@ -19,14 +19,14 @@ import timm
 import torch
 from PIL import Image
 from small_networks import convolutions
-
-import vision_attn as va
-from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
 from vision_attn.tools.comparison import runs
 from vision_attn.tools.images import open_image
 from vision_attn.tools.training.data import open_data
 from vision_attn.tools.training.network import build_network
+
+import vision_attn as va
+from vision_attn.networks.models import create_model
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,6 +22,10 @@ import speed
 import timm
 import torch
 import tyro
+from vision_attn.tools import cli
+from vision_attn.tools.cli import flags
+from vision_attn.tools.comparison.variants import VARIANTS
+from vision_attn.tools.training.settings import make_settings
 
 import vision_attn
 from vision_attn.attention.implementations import IMPLEMENTATIONS
@@ -30,10 +34,6 @@ from vision_attn.networks import convert
 from vision_attn.networks.capture import figures
 from vision_attn.networks.convert import equations
 from vision_attn.networks.convert.conversion import CONVERSIONS
-from vision_attn.tools import cli
-from vision_attn.tools.cli import flags
-from vision_attn.tools.comparison.variants import VARIANTS
-from vision_attn.tools.training.settings import make_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

@@ -18,12 +18,6 @@ import torch
 import yaml
 from huggingface_hub.errors import LocalEntryNotFoundError
 from PIL import Image
-
-import vision_attn as va
-from vision_attn import errors
-from vision_attn.networks.checkpoints import folder
-from vision_attn.networks.models import create_model
-from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools import cli
 from vision_attn.tools.cli.flags import Train, parse
 from vision_attn.tools.cli.visualize import open_network
@@ -31,6 +25,12 @@ from vision_attn.tools.comparison import runs
 from vision_attn.tools.comparison.variants import recipe, settings_for_variant
 from vision_attn.tools.training.run import compare_command
 from vision_attn.tools.training.settings import Settings, make_settings, merge_settings
+
+import vision_attn as va
+from vision_attn import errors
+from vision_attn.networks.checkpoints import folder
+from vision_attn.networks.models import create_model
+from vision_attn.networks.models.registry import weights_folder
 
 RUN = weights_folder() / "resnet20_attention_cifar100"
 

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file, save_model
 from small_networks import assert_same, copied, randomize_
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from vision_attn.tools.training.network import build_network
+from vision_attn.tools.training.settings import Settings
 
 import vision_attn as va
 import vision_attn.networks.models
@@ -23,8 +25,6 @@ from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.checkpoints.weights import PRESETS
 from vision_attn.networks.insertion import inserted_keys
 from vision_attn.networks.safe import read_file
-from vision_attn.tools.training.network import build_network
-from vision_attn.tools.training.settings import Settings
 
 
 def small_network(classes=3, in_chans=3):

@@ -11,12 +11,12 @@ import timm
 import torch
 from small_networks import assert_same, randomize_
 from torch import nn
-
-import vision_attn as va
-from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.tools.cli import main
 from vision_attn.tools.training.network import build_network
 from vision_attn.tools.training.settings import Settings
+
+import vision_attn as va
+from vision_attn.networks.checkpoints.hub import resolve_source
 
 COMMIT = "0123456789" * 4
 SIZE = (1, 3, 32, 32)

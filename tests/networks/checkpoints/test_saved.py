@@ -23,12 +23,12 @@ from tiny import Tiny
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
+from vision_attn.networks.controls import ConvBlock2d
 
 import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.networks.checkpoints import load_adapter_, save_adapter
 from vision_attn.networks.checkpoints.option_code import from_code, to_code
-from vision_attn.networks.controls import ConvBlock2d
 from vision_attn.networks.insertion import inserted_keys, records
 
 #: Some feature maps of the small networks in these tests are 2×2.

@@ -12,13 +12,13 @@ import torch
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import Compose, Normalize, ToTensor
+from vision_attn.tools.comparison.recall import PAIRS, accuracy
 
 import vision_attn as va
 from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.networks import models
 from vision_attn.networks.models import CifarResNet, create_model
 from vision_attn.networks.models.registry import weights_folder
-from vision_attn.tools.comparison.recall import PAIRS, accuracy
 
 ROOT = Path(__file__).parents[3]
 

@@ -17,9 +17,6 @@ import pytest
 import torch
 from scipy import stats
 from small_networks import assert_same
-
-import vision_attn as va
-from vision_attn.errors import TrainingError
 from vision_attn.tools import cli, environment
 from vision_attn.tools.comparison import demo, experiments, recall, runs as comparison_runs
 from vision_attn.tools.comparison.experiments import trials
@@ -28,6 +25,9 @@ from vision_attn.tools.comparison.statistics import Difference, as_markdown, com
 from vision_attn.tools.comparison.variants import VARIANTS, recipe, settings_for_variant
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.settings import Settings
+
+import vision_attn as va
+from vision_attn.errors import TrainingError
 
 
 def test_the_last_variant_has_paired_intervals_with_bonferroni_correction():

@@ -5,11 +5,11 @@ import re
 
 import pytest
 import torch
-
-import vision_attn as va
 from vision_attn.tools.comparison import demo
 from vision_attn.tools.comparison.demo import run_demo
 from vision_attn.tools.comparison.recall import COLORS, NOTHING, canvases, glyphs
+
+import vision_attn as va
 
 
 @pytest.mark.slow

@@ -16,11 +16,11 @@ from timm.data import create_transform
 from timm.models import create_model
 from timm.models.maxxvit import Attention2d as TimmAttention2d
 from torch import nn
+from vision_attn.tools.cli.visualize import crop_as_network
 
 import vision_attn as va
 from vision_attn.networks.capture.figures import OPAQUE, attention_figure
 from vision_attn.networks.capture.maps import AttentionMap
-from vision_attn.tools.cli.visualize import crop_as_network
 
 CLASSES = ("cat", "dog </script><script>alert(1)</script>", "bird")
 

@@ -18,13 +18,13 @@ from PIL import Image
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.transforms.v2.functional import normalize as normalize_images
+from vision_attn.tools import cli
+from vision_attn.tools.export import export, int8
+from vision_attn.tools.export.formats import FORMATS
 
 import vision_attn as va
 from vision_attn.errors import DataError, ExportError
 from vision_attn.networks.models import create_model
-from vision_attn.tools import cli
-from vision_attn.tools.export import export, int8
-from vision_attn.tools.export.formats import FORMATS
 
 MEAN, STD = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
 

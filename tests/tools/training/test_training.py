@@ -16,10 +16,6 @@ from PIL import Image
 from small_networks import assert_same, copied
 from timm.data import Mixup
 from timm.utils import ModelEmaV3
-
-import vision_attn as va
-from vision_attn.errors import DataError
-from vision_attn.networks.models import create_model
 from vision_attn.tools.training.data import DataSplit, InMemory, seed_all
 from vision_attn.tools.training.evaluation import Evaluation
 from vision_attn.tools.training.folder import numbered_folder
@@ -27,6 +23,10 @@ from vision_attn.tools.training.loop import Progress, Trainer
 from vision_attn.tools.training.network import build_network
 from vision_attn.tools.training.run import evaluate, make_accelerator, run_training
 from vision_attn.tools.training.settings import Settings, make_settings, read_settings
+
+import vision_attn as va
+from vision_attn.errors import DataError
+from vision_attn.networks.models import create_model
 
 OURS = "vision_attn.attention.blocks:AttentionBlock2d"
 

@@ -18,8 +18,6 @@ import torch
 from PIL import Image, ImageOps
 from timm.data import create_dataset, create_transform
 from torchvision.transforms import v2
-
-from vision_attn.errors import DataError
 from vision_attn.tools import cli
 from vision_attn.tools.images import open_image
 from vision_attn.tools.training import data as module
@@ -33,6 +31,8 @@ from vision_attn.tools.training.data import (
 from vision_attn.tools.training.loop import Trainer, crop_and_flip
 from vision_attn.tools.training.run import run_training
 from vision_attn.tools.training.settings import Settings
+
+from vision_attn.errors import DataError
 
 CPU = torch.device("cpu")
 #: timm configuration for images of 24×24, with the central 80 % for validation.

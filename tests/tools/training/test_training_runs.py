@@ -23,16 +23,16 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 from small_networks import assert_same
-
-import vision_attn as va
-from vision_attn.errors import CheckpointError, Interrupted, TrainingError
-from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
 from vision_attn.tools.training import run as module
 from vision_attn.tools.training.folder import newest_state
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.run import make_accelerator, run_training
 from vision_attn.tools.training.settings import Settings
+
+import vision_attn as va
+from vision_attn.errors import CheckpointError, Interrupted, TrainingError
+from vision_attn.networks.models import create_model
 
 
 @pytest.fixture
