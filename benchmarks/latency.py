@@ -20,9 +20,9 @@ from tempfile import TemporaryDirectory
 import timm
 import torch
 from speed import describe_machine, time_in_turns
-from vision_attn.tools.export.formats import FORMATS, export_program
 
 import vision_attn as va
+from vision_attn.recipes.export import FORMATS, export_program
 from vision_attn.text import markdown
 
 NETWORKS = ("resnet18", "mobilenetv3_small_100", "convnext_atto")

@@ -14,10 +14,10 @@ from typing import Any
 import timm
 import torch
 from torch import Tensor, nn
-from vision_attn.tools.export.formats import DIMS, FORMATS, Axis, Run, export_program
 
 import vision_attn as va
 from vision_attn.networks.models import create_model
+from vision_attn.recipes.export import DIMS, FORMATS, Axis, Run, export_program
 
 #: Dynamic dimensions by mode.
 MODES: dict[str, tuple[Axis, ...]] = {"fixed": (), "batch": ("batch",), "size": ("batch", "size")}

@@ -26,8 +26,8 @@ import torch
 from candidates import LAYOUTS, ROWS, Row
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
-from vision_attn.tools import cli
 
+from vision_attn import cli
 from vision_attn.networks.convert.swap import swap_
 from vision_attn.networks.models.registry import create_network
 from vision_attn.networks.safe import check_writable, write_atomically

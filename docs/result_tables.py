@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vision_attn.recipes.compare import Difference, compare_scores
+from vision_attn.recipes.compare import DECIMALS, Difference, compare_scores, plot
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER, PAGE = ROOT / "examples/experiments/results", ROOT / "docs/results.md"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from vision_attn.tools.cli import main
 
 import vision_attn as va
+from vision_attn.cli import main
 
 
 def insert(*block, **options):

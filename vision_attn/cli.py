@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import errno
 import io
+import logging
 import os
 import pkgutil
 import re
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     2
     """
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
+    # Each retry of a download is a warning; the error after the last one has the reason.
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     return run_program("vision-attn", lambda: run_command(name, words))
 
 
@@ -118,14 +121,14 @@ def parse(kind: Any, words: Sequence[str], name: str, about: str = "", default: 
 
 def describe_box(box: str) -> str:
     """Return the message in a box of tyro as one line."""
-    lines = [line.strip("│╭╰╮╯ ") for line in box.splitlines()[1:]]
-    text = " ".join(lines[: next((at for at, line in enumerate(lines) if line.startswith("──")), None)])
-    if match := re.match(r"Error parsing (\S+): (.*)", text):
+    text = " ".join(re.sub(r"[│|╭╰╮╯+─]|-{3,}", " ", box).split())
+    if match := re.search(r"Error parsing (\S+): (.*?)( Argument helptext| For full|$)", text):
         kind, quoted = "a whole number" if "int" in match[2] else "a number", re.findall("'([^']*)'", match[2])
-        return f"{match[1].split('/')[-1]} must be {kind}, got {quoted[-1]!r}"
-    if match := re.match(r"Missing value for argument '(\S+)'", text):
+        return f"{match[1].split('/')[-1]} must be {kind}, got {quoted[-1] if quoted else 'another value'!r}"
+    if match := re.search(r"Missing value for argument '(\S+)'", text):
         return f"{match[1].split('/')[-1]} requires a value"
-    return f"{' and '.join(re.findall(r'[A-Z]{2,}', text.partition(':')[2])) or text} is required"
+    match = re.search(r"Missing from [^:]*: ([A-Z]+)", text)
+    return f"{match[1]} is required" if match else text
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -9,10 +9,10 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 from impls import CPU_IMPLS
 from small_networks import assert_same_function
 from torch import nn
-from vision_attn.networks.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 
 import vision_attn as va
 from vision_attn.attention.blocks.projection import POINTWISE

@@ -28,8 +28,9 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 import vision_attn as va
 from vision_attn import cli
+from vision_attn.errors import DataError
 from vision_attn.networks.models import create_model
-from vision_attn.recipes.inputs import find_images, load_images, load_run, open_image, write_file
+from vision_attn.recipes.inputs import check_writable, find_images, load_images, load_run, open_image, write_file
 from vision_attn.recipes.settings import Exploration
 
 #: Largest height and width of a map on the page. Positions of larger maps are merged.
@@ -104,7 +105,7 @@ def explore(
         raise ValueError(f"images must have values in 0…1, got {extremes}. Pass the normalization as normalize=")
     if top < 1:
         raise ValueError(f"top must be at least 1, got {top}")
-    open(output, "ab").close()  # an error now, not after the forward passes
+    check_writable(Path(output))
     plain = getattr(model, "_orig_mod", getattr(model, "module", model))  # of torch.compile and data parallelism
     rounded = (images.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
     titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
@@ -266,15 +267,24 @@ def open_network(e: Exploration) -> Any:
 def explore_images(e: Exploration) -> Path:
     """Write the page of a network for image files."""
     network, files, note = open_network(e), find_images(e.images), ""
+    try:
+        with va.capture(network):
+            pass
+    except ValueError as error:
+        expected = "expected a network with attention, such as a run of vision-attn train --stages"
+        raise ValueError(f"MODEL: {e.model} has no attention modules: {expected} or vit_tiny_patch16_224") from error
     if not (e.pretrained or Path(e.model).exists() or e.model.startswith("hf-hub:")):
         note = f"The weights of {e.model} are random. Use --pretrained to download pretrained weights."
         print(note)
     *crop, normalize = network.transform.transforms
     loaded: dict[Path, Tensor] = {}
+    skipped = None
     try:
         loaded.update(load_images(files, Compose(crop)))
-    finally:  # damaged images raise an error after the last image
-        pass
+    except DataError as error:  # some images are damaged
+        skipped = error
+        if not loaded:
+            raise
     pixels = torch.stack([*loaded.values()])
     page = explore(
         network, pixels, e.output, normalize=normalize, classes=network.classes or (), names=e.names or None, top=e.top,
@@ -282,6 +292,8 @@ def explore_images(e: Exploration) -> Path:
         pictures=[crop_as_network(open_image(file), network.transform) for file in loaded],
     )  # fmt: skip
     print(f"wrote {page} ({page.stat().st_size / 1e3:,.0f} kB). Open it in a browser")
+    if skipped:
+        raise skipped
     return page
 
 

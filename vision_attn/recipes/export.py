@@ -32,7 +32,7 @@ from torchvision.transforms.v2 import Normalize
 import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import DataError, ExportError
-from vision_attn.recipes.inputs import load_run, open_data, write_file
+from vision_attn.recipes.inputs import check_writable, load_run, open_data, write_file
 from vision_attn.recipes.settings import Export
 
 #: Largest allowed difference, which is attributed to rounding, as a fraction of the largest output.
@@ -262,18 +262,22 @@ def export_model(
     if metadata["pixels"] == "0…1":
         network = nn.Sequential(Normalize(list(metadata["mean"]), list(metadata["std"])), network).eval()
     output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".vision_attn-", dir=output.parent) as folder:  # also checks write access
-        if output.exists():
-            open(output, "ab").close()
-        if int8 is not None:
-            calibration, (images, labels) = (load_labeled(Path(int8), metadata, train=half) for half in (True, False))
-        written = Path(folder) / f"network{suffix}"
-        comparison, notes = export_and_compare(network, form, written, axes, metadata)
-        if int8 is not None:
-            with quiet():
-                notes.append(quantize(written, calibration[0], images, labels))
-        content = written.read_bytes()
-    write_file(output, content)
+    check_writable(output)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".vision_attn-", dir=output.parent) as folder:
+            if int8 is not None:
+                calibration, (images, labels) = (
+                    load_labeled(Path(int8), metadata, train=half) for half in (True, False)
+                )
+            written = Path(folder) / f"network{suffix}"
+            comparison, notes = export_and_compare(network, form, written, axes, metadata)
+            if int8 is not None:
+                with quiet():
+                    notes.append(quantize(written, calibration[0], images, labels))
+            content = written.read_bytes()
+        write_file(output, content)
+    except OSError as error:  # can name a temporary file
+        raise OSError(error.errno, error.strerror or str(error), str(output)) from error
     shape, pixels = metadata["input_size"], metadata["pixels"]
     return ExportReport(output, shape, pixels, axes, *comparison, len(content), tuple(notes))
 
@@ -285,15 +289,16 @@ def make_metadata(
     config = getattr(model, "pretrained_cfg", None) or {}
     if example_input is None and "input_size" not in config:
         raise ValueError("example_input is required for a model without pretrained_cfg, such as (1, 3, 224, 224)")
-    shape = getattr(example_input, "shape", example_input) or (1, *config["input_size"])
-    _, *input_size = shape
+    _, *input_size = getattr(example_input, "shape", example_input) or (1, *config["input_size"])
     if len(input_size) != 3:
-        raise ValueError(f"example_input must be images (b, c, h, w) or their shape, got (b, {input_size})")
+        got = tuple(getattr(example_input, "shape", example_input))
+        raise ValueError(f"example_input must be images (b, c, h, w) or their shape, got {got}")
     if normalize and "mean" not in config:
         raise ValueError("normalize requires model.pretrained_cfg = {'mean': (…), 'std': (…)}")
+    names = found if isinstance(found := getattr(model, "classes", ()), list | tuple) else ()
     plain = "0…1, then (pixels - mean) / std" if "mean" in config else "the range of the network"
     return {
-        "classes": [*names] if isinstance(names := getattr(model, "classes", None), list | tuple) else [],
+        "classes": [*names] if all(isinstance(name, str) for name in names) else [],
         "input_size": tuple(input_size),
         **{name: config.get(name) for name in ("mean", "std", "architecture")},
         **{name: config.get(name, default) for name, default in CROP.items()},

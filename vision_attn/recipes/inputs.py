@@ -11,10 +11,12 @@ import json
 import os
 import pkgutil
 import platform
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -142,7 +144,9 @@ class Images:
         row = self.rows[index]
         if reader := getattr(self.source, "reader", None):  # timm returns another image instead of a damaged image
             image, label = reader[row]
-            image = image if hasattr(image, "convert") else open_image(image)
+            if not hasattr(image, "convert"):
+                with image as file:
+                    image = open_image(file)
         else:
             image, label = self.source[row]
         if self.seed is not None:
@@ -288,6 +292,17 @@ def refuse_other_folder(folder: Path, mark: str) -> None:
         raise ValueError(f"--output: {folder} is a folder of images. Choose another folder")
 
 
+def check_writable(path: Path) -> None:
+    """Raise an error unless a file can be written; call this before a long computation."""
+    try:
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY))
+        else:
+            tempfile.TemporaryDirectory(dir=path.parent).cleanup()
+    except OSError as error:  # can name a temporary file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a complete file or none; a pipe or device such as ``/dev/stdout`` is written to directly."""
     content = content.encode() if isinstance(content, str) else content
@@ -325,6 +340,9 @@ def parse_option(text: str) -> Any:
     """Return a literal, a pattern or position encoding with literal arguments, or the text. No other code is run."""
     kinds = {name: getattr(va, name) for name in dir(va) if name[0].isupper()}
     kinds = {name: kind for name, kind in kinds.items() if hasattr(kind, "__dataclass_fields__")}
+    if name := next((name for name in kinds if text.lower() == name.lower()), None):
+        example = f"{name}(7)" if name in ("Window", "Grid", "Neighborhood") else f"{name}(…)"
+        raise ValueError(f"{text!r} requires arguments in parentheses. Did you mean {example!r}?")
     try:
         tree = ast.parse(text.removeprefix("va."), mode="eval").body
         if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in kinds:
@@ -341,7 +359,8 @@ def describe_environment() -> dict[str, Any]:
     """Return the versions of the software, the commit of a checkout, and the device."""
     import torch
 
-    root = Path(__file__).parents[2]
+    root, info = Path(__file__).parents[2], Path("/proc/cpuinfo")  # contains the name of the processor on Linux
+    names = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     has_git = (root / ".git").exists() and shutil.which("git")
     commit = has_git and subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -349,6 +368,6 @@ def describe_environment() -> dict[str, Any]:
     return {
         "vision_attn": va.__version__, "commit": commit or os.environ.get("GIT_COMMIT"), "torch": torch.__version__,
         **{name: importlib.metadata.version(name) for name in packages}, "python": platform.python_version(),
-        "os": platform.platform(), "cpu": platform.processor() or platform.machine(),
+        "os": platform.platform(), "cpu": (names or [platform.machine()])[0],
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "threads": torch.get_num_threads(),
     }  # fmt: skip

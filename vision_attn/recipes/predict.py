@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from vision_attn import cli
-from vision_attn.recipes.inputs import find_images, load_images, load_run, write_csv
+from vision_attn.recipes.inputs import check_writable, find_images, load_images, load_run, write_csv
 from vision_attn.recipes.settings import Prediction
 
 
@@ -22,7 +22,7 @@ def predict(p: Prediction) -> list[list[Any]]:
     device = p.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_run(p.run, p.block, "predict RUN IMAGE").to(device)
     if p.output:
-        open(p.output, "ab").close()  # an error now, not after the last image
+        check_writable(p.output)
     names = model.classes or tuple(map(str, range(model.num_classes)))
     files, top = find_images(p.images), min(p.top, len(names))
     rows: list[list[Any]] = []

@@ -42,6 +42,7 @@ from accelerate.utils import (
     gather_object,
 )
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from timm.data import Mixup, create_transform, resolve_data_config
 from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
@@ -57,6 +58,7 @@ from vision_attn.errors import CheckpointError, DataError, Interrupted, Training
 from vision_attn.networks.models import create_model
 from vision_attn.recipes.inputs import (
     Images,
+    check_writable,
     import_block,
     load_run,
     open_data,
@@ -85,14 +87,22 @@ def build_network(
     s: Settings, classes: Sequence[str], side: int | None, log: Log, resumed: bool
 ) -> tuple[Any, list[str]]:
     """Create the network with its blocks and weights; return it, and globs on the keys of a new classifier."""
+    name, count = str(s.model), len(classes)
     drop_path: Any = {"drop_path_rate": s.drop_path} if s.drop_path else {}
     try:
-        model: Any = create_model(
-            str(s.model), num_classes=len(classes), pretrained=s.pretrained and not resumed, **drop_path
-        )
+        if name.startswith("hf-hub:"):
+            if not s.pretrained or s.drop_path:
+                raise ValueError(f"model {name} requires --pretrained and no --drop-path")
+            model: Any = va.load_model(name).train()
+            if model.num_classes != count:
+                model.reset_classifier(count)
+        else:
+            model = create_model(name, num_classes=count, pretrained=s.pretrained and not resumed, **drop_path)
     except ValueError as error:  # "model: …"
-        hint = ". Without a connection, pass a file as --weights" if isinstance(error.__cause__, OSError) else ""
-        raise ValueError(f"--{error}{hint}") from error
+        if isinstance(error.__cause__, FileNotFoundError):
+            remedy = "Check the connection, or download the file elsewhere and pass it as --weights instead of --pretrained"
+            raise CheckpointError(f"the pretrained weights of {name} cannot be downloaded. {remedy}") from error
+        raise ValueError(f"--{error}") from error
     config = {"interpolation": "bilinear", **model.pretrained_cfg}
     native, classifier = config["input_size"], config["classifier"]
     config["input_size"] = (3, *([s.img_size or side] * 2 if s.img_size or side else native[1:]))
@@ -239,7 +249,7 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None]:
         stack.enter_context(FileLock(folder / ".lock", timeout=LOCK_TIMEOUT))
     except Timeout:
         raise TrainingError(f"another process is training in {folder}. Wait for it, or pass another --output") from None
-    open(folder / "metrics.csv", "a").close()  # an error now, not after the first epoch
+    check_writable(folder / "metrics.csv")
     state = newest_state(folder)  # after the lock: another process may have completed a run
     if state is None and resumed:
         raise ValueError(f"--resume: {folder} contains no state of a run. Train again with another --output")
@@ -364,8 +374,6 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
 
         def save() -> None:
             """Write the complete state to a temporary folder, rename it, and remove older states."""
-            if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
-                raise fail("a weight")
             path = folder.resolve() / "state" / f"{progress['epoch']:05}-{progress['step']:07}"
             new = path.with_name(f".{path.name}.new")  # the same name in every process and after a restart
             try:
@@ -378,15 +386,17 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
                         shutil.rmtree(old)
             except Exception as error:
                 shutil.rmtree(new, ignore_errors=True)
-                if not isinstance(error, OSError) and "inline_container" not in str(error):  # not of torch.save
+                if not isinstance(error, OSError | SafetensorError) and "inline_container" not in str(
+                    error
+                ):  # not of torch.save
                     raise
                 reason = f"cannot write to {folder} ({' '.join(str(error).split())})"
                 raise TrainingError(f"{reason}. Check the disk, and continue with --resume {folder}") from error
             acc.wait_for_everyone()
 
+        if main:
+            write_file(folder / "settings.json", json.dumps(asdict(s), indent=1, default=str))
         if state is None:
-            if main:
-                write_file(folder / "settings.json", json.dumps(asdict(s), indent=1, default=str))
             save()
         else:
             try:
@@ -438,6 +448,8 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
                     if broken:
                         raise fail("the loss")
                     if stop or step + 1 == steps:
+                        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
+                            raise fail("a weight")
                         progress["loss"] = acc.reduce(total, "mean").item()
                     if stop:
                         save()

@@ -212,7 +212,7 @@ def load_model(
     if not path.is_file():
         raise FileNotFoundError(
             f"{escape_control_characters(path)}: file not found. "
-            "Pass a folder written by va.save_model, timm or va.train"
+            "Pass a folder written by va.save_model, timm or vision-attn train"
         )
     with open(path, "rb") as opened:
         config = check_config(path, opened.read(MAX_CONFIG_BYTES))

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from vision_attn.networks.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
+from controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 
 import vision_attn as va
 

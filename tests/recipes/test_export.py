@@ -18,13 +18,13 @@ from PIL import Image
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.transforms.v2.functional import normalize as normalize_images
-from vision_attn.tools import cli
-from vision_attn.tools.export import export, int8
-from vision_attn.tools.export.formats import FORMATS
 
 import vision_attn as va
+from vision_attn import cli
 from vision_attn.errors import DataError, ExportError
 from vision_attn.networks.models import create_model
+from vision_attn.recipes import export
+from vision_attn.recipes.export import FORMATS
 
 MEAN, STD = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
 
@@ -148,11 +148,11 @@ def test_attention_that_a_runtime_does_not_support_is_exported_as_matrix_product
 
 
 def test_int8_images_are_spread_over_the_data(image_folder, monkeypatch):
-    monkeypatch.setattr(int8, "CALIBRATION", 7)
-    monkeypatch.setattr(int8, "EVALUATION", 4)
+    monkeypatch.setattr(export, "CALIBRATION", 7)
+    monkeypatch.setattr(export, "EVALUATION", 4)
     metadata = export.make_metadata(small_network(), (1, 3, 32, 32), False) | {"classes": ["red", "green", "blue"]}
     for train, folder, expected in ((True, "train", [2, 2, 2, 1, 1, 0, 0]), (False, "val", [2, 2, 1, 0])):
-        images, labels = int8.load_images(image_folder, metadata, train=train)
+        images, labels = export.load_labeled(image_folder, metadata, train=train)
         assert labels.tolist() == expected
         files = sorted((image_folder / folder).glob("*/*.png"))
         for image, file in ((images[0], files[0]), (images[-1], files[-1])):

@@ -3,34 +3,28 @@
 import csv
 import importlib
 import io
+import json
 import logging
 import os
 import re
-import shlex
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-import yaml
 from huggingface_hub.errors import LocalEntryNotFoundError
 from PIL import Image
-from vision_attn.tools import cli
-from vision_attn.tools.cli.flags import Train, parse
-from vision_attn.tools.cli.visualize import open_network
-from vision_attn.tools.comparison import runs
-from vision_attn.tools.comparison.variants import recipe, settings_for_variant
-from vision_attn.tools.training.run import compare_command
-from vision_attn.tools.training.settings import Settings, make_settings, merge_settings
 
 import vision_attn as va
-from vision_attn import errors
+from vision_attn import cli, errors
 from vision_attn.networks.checkpoints import folder
 from vision_attn.networks.models import create_model
 from vision_attn.networks.models.registry import weights_folder
+from vision_attn.recipes.explore import open_network
+from vision_attn.recipes.settings import Exploration, Settings
 
 RUN = weights_folder() / "resnet20_attention_cifar100"
 
@@ -55,20 +49,12 @@ def train(capsys, image_folder, tmp_path, *arguments, model="resnet20"):
     return run(capsys, "train", "--data", image_folder, *small, "--output", tmp_path / "run", *arguments)
 
 
-def test_every_setting_is_a_flag_with_help(capsys):
-    shown = " ".join(run(capsys, "train", "--help")[1].replace("│", " ").split())
-    names, shown = [field.name.replace("_", "-") for field in fields(Settings)], shown.partition(" options ")[2]
-    for name, following in zip(names, [*names[1:], "$"], strict=True):
-        text = re.search(rf"--{name}[ ,](.*?)(--{following}[ ,]|$)", shown)[1].rpartition(f"--no-{name} ")[2]
-        assert len(text.partition("(default")[0].split()) > 2, f"{name} has no help"
-
-
 def test_help_and_a_wrong_flag_import_neither_torch_nor_timm():
     code = """
 import sys
 import vision_attn
 assert not {"torch", "tyro", "numpy"} & sys.modules.keys()
-from vision_attn.tools import cli
+from vision_attn import cli
 for arguments in [["--help"], ["--version"], *([name, "--wrong"] for name in cli.COMMANDS)]:
     try:
         code = cli.main(arguments)
@@ -97,20 +83,44 @@ def test_without_a_command_all_commands_are_listed(capsys):
         (["train", "--lable-smoothing=0.1"], 2, "--label-smoothing"),
         (["train", "--names", "layer9"], 2, "error: --names: no module matches 'layer9'"),
         (["train", "--model", "None"], 2, "error: --model is required: "),
-        (["train", "--epochs", "0"], 2, "error: --epochs: "),
-        (["train", "--warmup-epochs", "3"], 2, "error: --warmup-epochs must be less than --epochs=1, got 3"),
+        (["train", "--epochs", "0"], 2, "error: --epochs must be at least 1, got 0"),
+        (["train", "--epochs", "many"], 2, "error: --epochs must be a whole number, got 'many'. See vision-attn train"),
+        (["train", "--lr", "fast"], 2, "error: --lr must be a number, got 'fast'"),
+        (["train", "--epochs"], 2, "error: --epochs requires a value"),
+        (["train", "--device", "tpu"], 2, "error: --device must be cpu or cuda, got 'tpu'"),
+        (["train", "--num-heads", "4"], 2, "error: unknown flag --num-heads. Use --block-options num_heads=4"),
+        (["train", "--insert", "layer3"], 2, "error: unknown flag --insert. Use --names layer3"),
+        (["train", "--stages", "-1", "--pattern", "window"], 2, "Did you mean 'Window(7)'"),
+        (["train", "layer3"], 2, "error: unknown argument layer3"),
+        (["train", "--resume", "empty"], 2, "error: empty is not the folder of a run: it has no config.json"),
+        (["train", "--config", "images"], 2, "error: images is a folder of images, not the folder of a run"),
+        (["train", "--resume", "nothere"], 1, "error: nothere: no such run"),
+        (["train", "--freeze-backbone"], 2, "error: --freeze-backbone requires --weights or --pretrained"),
+        (["train", "--log-with", "wandb"], 2, "error: --log-with wandb is not installed"),
+        (["train", "--output", "broken.png"], 2, "error: --output: broken.png is a file"),
+        (["evaluate", "nothere"], 1, "error: nothere: no such run"),
+        (["evaluate", "images"], 2, "images is a folder of images, not the folder of a run. The order is evaluate RUN"),
+        (["evaluate"], 2, "error: RUN is required"),
+        (["predict", "images", "SAVED"], 2, "not the folder of a run. The order is predict RUN IMAGE"),
+        (["predict", "SAVED"], 2, "error: IMAGE is required"),
+        (["predict", "empty", "IMAGE"], 2, "empty is not the folder of a run: it has no config.json"),
+        (["export", "IMAGE"], 2, "error: --output is required"),
+        (["export", "IMAGE", "-o", "net.onnx"], 2, "is a file, not the folder of a run. The order is export RUN"),
+        (["export", "images", "-o", "net.onnx"], 2, "images is a folder of images"),
+        (["explore", "SAVED"], 2, "error: IMAGE is required"),
+        (["train", "--warmup-epochs", "3"], 2, "error: --warmup-epochs must be less than --epochs 1, got 3"),
         (["train", "--weights", "a.pth", "--pretrained"], 2, "error: --weights cannot be combined with --pretrained"),
-        (["compare", "--data", "empty"], 2, "error: model is required: "),
-        (["compare", "--varients", "plain"], 2, "--variants VARIANT"),
+        (["compare", "--data", "empty"], 2, "error: --model is required: "),
+        (["compare", "--varients", "plain"], 2, "unknown flag --varients. Did you mean '--variants'"),
         (["train", "--weights", "hostile.pth"], 1, "'posix.system'"),
         (["train", "--weights", "other.pth"], 1, "7 classes, the model has 3"),
         (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # not writable for root
         (["predict", "SAVED", "empty"], 1, "empty contains no images"),
         (["predict", "SAVED", "broken.png"], 1, "broken.png"),
         (["predict", "SAVED", "missing.png"], 1, "missing.png"),
-        (["evaluate", RUN], 2, "data is required"),
-        (["explore", "resnet20", "IMAGE"], 2, "error: model resnet20 has no attention modules"),
-        (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "got Windo. Did you mean 'Window'"),
+        (["evaluate", RUN], 2, "error: --data is required"),
+        (["explore", "resnet20", "IMAGE"], 2, "error: MODEL: resnet20 has no attention modules"),
+        (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "got Windo(7)"),
         (["train", "--stages", "-1", "--pattern", "row"], 2, "got 'row'. Did you mean 'rows'"),
         (["train", "--stages", "-1", "--block", "cbma"], 2, "got 'cbma'. Did you mean 'cbam'"),
     ],
@@ -126,6 +136,7 @@ def test_invalid_input_is_a_one_line_error_and_writes_no_files(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.png").write_bytes(b"no image")
+    (tmp_path / "images").symlink_to(image_folder)
     torch.save({"model": RunsCode()}, "hostile.pth")
     torch.save(create_model("resnet20", num_classes=7).state_dict(), "other.pth")
     paths = {"IMAGE": image_folder / "val" / "red" / "0.png", "SAVED": saved}
@@ -133,7 +144,8 @@ def test_invalid_input_is_a_one_line_error_and_writes_no_files(
     found, out, err = train(capsys, image_folder, tmp_path, *rest) if name == "train" else run(capsys, name, *rest)
     assert (found, "Traceback" in err, "this ran" in err, "epoch 1/" in out) == (code, False, False, False), err
     assert message in err
-    assert err.count("\n") == 1 or "--help" in err or arguments[-1] in ("other.pth", "broken.png")
+    assert err.startswith("vision-attn: ")
+    assert err.count("\n") == 1 or arguments[-1] in ("other.pth", "broken.png")
     assert not (tmp_path / "run").exists()
 
 
@@ -214,7 +226,7 @@ def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, m
     [
         (("-o", "net.pth"), 2, r"output must end in \.onnx, .* got 'net\.pth'"),
         (("-o", "net.pte", "--dynamic", "size"), 2, "dynamic: ExecuTorch does not support a dynamic size"),
-        (("-o", "net.onnx", "--img-size", "0"), 2, "--img-size must be above 0, got 0"),
+        (("-o", "net.onnx", "--img-size", "0"), 2, "--img-size must be at least 1, got 0"),
         (("-o", "net.pt2", "--int8", "EMPTY"), 2, r"int8 requires an \.onnx file"),
         (("-o", "net.onnx", "--int8", "EMPTY"), 1, "EMPTY: expected CLASS/IMAGE .* got 0"),
         (("-o", "file/net.onnx"), 1, "'file'"),
@@ -248,10 +260,11 @@ def test_export_passes_its_flags(capsys, tmp_path):
 
 
 def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, image_folder):
-    module = importlib.import_module("vision_attn.tools.training.run")
-    monkeypatch.setattr(sys.modules["vision_attn.tools.training"], "run", module)  # restored after the test
-    monkeypatch.delitem(sys.modules, "vision_attn.tools.training.run")
+    recipe = importlib.import_module("vision_attn.recipes.train")
+    monkeypatch.setattr(sys.modules["vision_attn.recipes"], "train", recipe)  # restored after the test
+    monkeypatch.delitem(sys.modules, "vision_attn.recipes.train")
     monkeypatch.setitem(sys.modules, "accelerate", None)
+    assert run(capsys, "train", "--help")[0] == 0
     code, _, err = run(capsys, "train", "--data", image_folder / "train", "--model", "resnet20")
     assert (code, err.count("\n")) == (1, 1), err
     assert "accelerate" in err
@@ -259,22 +272,29 @@ def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, image_fold
 
 
 def test_flags_override_the_settings_of_another_run(tmp_path):
-    other = Settings(data="images", names=("layer3", "layer2"), lr=0.3, class_weights=True, seed=3, output="x")
-    (tmp_path / "settings.yaml").write_bytes(other.to_yaml())
+    other = Settings(names=("layer3", "layer2"), lr=0.3, channels_last=True, seed=3)
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(other), default=str))
 
     def parsed(*words):
-        found, given = parse(Train, [*words], "train")
-        return merge_settings(given, found.config)
+        return cli.parse(Settings, words, "train")
 
-    found = parsed("--config", str(tmp_path), "--names", "layer1", "--no-class-weights", "--lr", "None")
-    assert (found.names, found.lr, found.class_weights, found.seed) == (("layer1",), None, False, 3)
+    found = parsed("--config", str(tmp_path), "--names", "layer1", "--no-channels-last", "--lr", "None")
+    assert (found.names, found.lr, found.channels_last, found.seed) == (("layer1",), None, False, 3)
     assert found.output is None
-    found = parsed(f"--config={tmp_path / 'settings.yaml'}", "--epochs=30", "--hflip", "0.5", "-o", "x")
+    found = parsed(f"--config={tmp_path / 'settings.json'}", "--epochs=30", "--hflip", "0.5", "-o", "x")
     assert (found.epochs, found.lr, str(found.output)) == (30, 0.3, "x")
-    assert (parsed("--config", str(tmp_path), "--stages", "-2").names) == (), "one way to choose replaces the other"
     other = replace(other, epochs=9)
-    (tmp_path / "settings.yaml").write_bytes(other.to_yaml())
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(other), default=str))
     assert parsed("--config", str(tmp_path), "--epochs", "30").epochs == 30, "a flag with the default value"
+    assert parsed("--resume", "auto", "-o", "x").resume == "auto"
+
+
+def test_help_names_the_file_to_copy(capsys):
+    for name, file in (("train", "recipes/train.py"), ("demo", "recipes/demo.py"), ("export", "recipes/export.py")):
+        code, out, _ = run(capsys, name, "--help")
+        text = "".join(line.strip("│ ") for line in out.splitlines())
+        assert (code, "copy this file" in " ".join(out.split())) == (0, True)
+        assert file in text.replace(" ", "")
 
 
 def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_path):
@@ -284,7 +304,7 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     assert (code, err) == (0, "")
     printed = "layer3.2  AttentionBlock2d", "128 tensors loaded", "7 keys newly initialized"
     assert all(words in out for words in printed)
-    logged = out.partition("best epoch, 1: ")[2].partition(", in ")[0]
+    logged = out.splitlines()[out.splitlines().index(f"best epoch, 1, in {tmp_path / 'run' / 'model'}:") + 1]
     assert "\r" not in out
 
     code, out, err = run(capsys, "evaluate", tmp_path / "run")
@@ -348,7 +368,7 @@ import sys
 from importlib.machinery import PathFinder
 find, names = PathFinder.find_spec, sys.argv.pop(1).split(",")
 PathFinder.find_spec = lambda name, *where: None if name.split(".")[0] in names else find(name, *where)
-from vision_attn.tools.cli import main
+from vision_attn.cli import main
 sys.exit(main())
 """
 
@@ -358,8 +378,8 @@ sys.exit(main())
     ("missing", "words", "needed"),
     [
         ("matplotlib", "demo", "viz"),
-        ("accelerate,joblib,matplotlib,pydantic,sklearn,scipy,yaml", "explore RUN IMAGE -o page.html", None),
-        ("accelerate,joblib,matplotlib,pydantic,sklearn,scipy,yaml", "predict RUN IMAGE", None),
+        ("accelerate,joblib,matplotlib,sklearn,scipy", "explore RUN IMAGE -o page.html", None),
+        ("accelerate,joblib,matplotlib,sklearn,scipy", "predict RUN IMAGE", None),
         ("onnxruntime", "export RUN -o net.onnx", "export"),
     ],
 )
@@ -415,35 +435,6 @@ def test_env_prints_versions_and_device_to_copy(capsys):
     assert "`vision-attn env`" in issue
 
 
-def test_train_names_the_command_that_compares_its_run(capsys, image_folder, tmp_path, monkeypatch):
-    block = "--block vision_attn:AttentionBlock2d --stages -1 --block-options num_heads=4 --lr 0.01"
-    code, out, _ = train(capsys, image_folder, tmp_path, *block.split())
-    assert code == 0
-    program, *words = shlex.split(out.splitlines()[-2])
-    assert program == "vision-attn"
-    compared = {}
-    monkeypatch.setattr(runs, "compare", lambda variants, **options: compared.update(variants, options=options))
-    assert run(capsys, *words)[0] == 0
-    assert compared.pop("options")["output"] == tmp_path / "run" / "compare"
-    assert list(compared) == ["plain", "AttentionBlock2d"]
-    trained = make_settings(**yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text()))
-    assert replace(make_settings(**compared["AttentionBlock2d"]), output=trained.output) == trained
-    without = {"stages": (), "block_options": (), "block": "attention"}
-    assert replace(make_settings(**compared["plain"]), output=trained.output) == replace(trained, **without)
-    control = settings_for_variant("convolution", {}, recipe({}, tmp_path / "run"))
-    assert (control["block"], control["lr"]) == ("ConvBlock2d", 0.01)
-    (tmp_path / "run" / "settings.yaml").write_text("dataset: hfds/someone/photos")
-    assert "can download or run code: pass --dataset" in run(capsys, *words)[2]
-    with_flag = compare_command(replace(trained, dataset="hfds/a/b"), tmp_path)
-    assert "--dataset hfds/a/b" in with_flag
-
-
-def test_swapped_arguments_are_named(capsys, image_folder):
-    code, _, err = run(capsys, "predict", image_folder / "val", RUN)
-    assert (code, err.count("\n")) == (1, 1)
-    assert f"{image_folder / 'val'}/model/config.json: file not found. Pass a folder written by va.save_model" in err
-
-
 def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     code = "import vision_attn\n\n\nclass Mine(vision_attn.AttentionBlock2d):\n    pass\n"
@@ -470,19 +461,18 @@ def test_an_image_that_is_listed_twice_is_classified_once(capsys, image_folder):
     assert (code, err, out.count("\n")) == (0, "", 8)
 
 
+@pytest.mark.filterwarnings("default:the run was trained on some")
 def test_all_images_of_another_folder_are_evaluated(capsys, image_folder, tmp_path):
     settings = "--data", image_folder / "train", "--names", "layer2", "--val-fraction", 0.25
     code, out, _ = train(capsys, image_folder, tmp_path, *settings, model="tiny")
-    assert (code, "\n18 validation images of " in out) == (0, True)
-    logged = out.partition("best epoch, 1: ")[2].partition(", in ")[0]
+    assert (code, " and 18 validation images" in out) == (0, True)
+    logged = out.splitlines()[-4]
     code, out, _ = run(capsys, "evaluate", tmp_path / "run")
-    assert (code, "\n18 images of " in out, logged in out) == (0, True, True)
-    assert "\n24 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", image_folder)[1]
+    assert (code, "18 images of " in out, logged in out) == (0, True, True)
+    assert "24 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", image_folder)[1]
     same = image_folder / "val" / ".." / "train"
-    assert "\n18 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", same)[1]
-    assert "\n24 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", image_folder / "val")[1]
-    half = run(capsys, "evaluate", tmp_path / "run", "--data", image_folder / "val", "--val-fraction", 0.5)
-    assert "\n12 images of " in half[1]
+    assert "18 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", same)[1]
+    assert "24 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", image_folder / "val")[1]
 
 
 def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
@@ -509,7 +499,7 @@ def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path)
 
 
 def test_a_network_is_explored_by_name_with_swapped_attention(capsys, image_folder, tmp_path):
-    found = open_network("vit_tiny_patch16_224", False)
+    found = open_network(Exploration(model="vit_tiny_patch16_224"))
     assert (len(found.classes), found.classes[1]) == (1000, "goldfish, Carassius auratus")
     assert found.transform(Image.new("RGB", (240, 240))).shape == (3, 224, 224)
 

@@ -16,11 +16,11 @@ from timm.data import create_transform
 from timm.models import create_model
 from timm.models.maxxvit import Attention2d as TimmAttention2d
 from torch import nn
-from vision_attn.tools.cli.visualize import crop_as_network
 
 import vision_attn as va
 from vision_attn.networks.capture.figures import OPAQUE, attention_figure
 from vision_attn.networks.capture.maps import AttentionMap
+from vision_attn.recipes.explore import crop_as_network
 
 CLASSES = ("cat", "dog </script><script>alert(1)</script>", "bird")
 
@@ -412,7 +412,7 @@ def test_tokens_are_selected_and_a_note_is_shown(opened, tmp_path):
 
 def test_the_page_of_the_documentation_is_current():
     root = Path(va.__file__).parents[1]
-    template = (root / "vision_attn" / "tools" / "explorer" / "page.html").read_text()
+    template = (root / "vision_attn" / "recipes" / "explore.html").read_text()
     made = (root / "docs" / "explorer" / "recall.html").read_text()
     held = re.search(r'id="data">(.*?)</script>', made, re.DOTALL)[1]
     remedy = "run examples/attention_maps.py, and copy its page to docs/explorer/recall.html"
