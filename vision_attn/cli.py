@@ -219,7 +219,7 @@ def inspect(flags: Any) -> None:
     from torchvision.models import get_model, list_models
 
     from vision_attn.networks.models import create_model
-    from vision_attn.recipes.inputs import parse_option
+    from vision_attn.recipes.data import parse_option
 
     library, _, name = flags.model.rpartition(":")
     if library == "torchvision" and name not in list_models():
@@ -233,6 +233,6 @@ def inspect(flags: Any) -> None:
 
 def env(flags: Any) -> None:
     """Print the software and the hardware."""
-    from vision_attn.recipes.inputs import describe_environment
+    from vision_attn.recipes.data import describe_environment
 
     print_escaped("\n".join(f"{name}: {value}" for name, value in describe_environment().items()))

@@ -55,7 +55,7 @@ import vision_attn as va
 from vision_attn import cli
 from vision_attn.networks.models.cifar_resnet import CifarResNet, cifar_cfg
 from vision_attn.recipes.compare import compare_settings, settings_for_variant
-from vision_attn.recipes.inputs import Folder
+from vision_attn.recipes.data import Folder
 from vision_attn.recipes.settings import Settings
 
 #: The settings of runs refer to the block below by the name of this module, which worker processes import too.

@@ -288,7 +288,7 @@ def test_random_numbers_differ_between_seeds_epochs_steps_and_processes(base, mo
     monkeypatch.setattr(module, "seed_all", lambda *numbers: len(numbers) == 4 and seeds.append(numbers))
     module.train(replace(base, epochs=2), log=quiet)
     assert seeds == [(0, epoch, step, 0) for epoch in range(2) for step in range(4)]
-    from vision_attn.recipes.inputs import seed_all
+    from vision_attn.recipes.data import seed_all
 
     found = set()
     for numbers in ((0, 1, 2, 0), (1, 1, 2, 0), (0, 2, 1, 0), (0, 1, 2, 1)):

@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import Interrupted, TrainingError
-from vision_attn.recipes.inputs import describe_environment, import_block, refuse_other_folder, write_file
+from vision_attn.recipes.data import describe_environment, import_block, refuse_other_folder, write_file
 from vision_attn.recipes.settings import CALL, MACHINE, Comparison, Settings, check, flag, from_json
 from vision_attn.recipes.train import newest_state, train
 
@@ -209,7 +209,8 @@ def plot(differences: Mapping[str, Sequence[Difference]], file: Path) -> None:
 
 def trials(
     run: Callable[..., Metrics], variants: Sequence[str] | Mapping[str, Mapping[str, Any]], *, seeds: Sequence[int],
-    output: str | Path, jobs: int | None = None, backend: str = "loky", note: str = "", may_change: Sequence[str] = (),
+    output: str | Path, jobs: int | None = None, backend: str = "loky", gpu: bool = False, note: str = "",
+    may_change: Sequence[str] = (),
     **options: Any,
 ) -> dict[str, dict[str, Metrics]]:  # fmt: skip
     """Run each variant with each seed, compare the measurements, and write ``runs.json`` and ``comparison.md``.
@@ -225,6 +226,7 @@ def trials(
         output: folder for the results.
         jobs: number of runs in parallel; the number of GPUs or cores by default. A single job uses this process.
         backend: name of a joblib backend.
+        gpu: assign a GPU to each run if GPUs are available.
         note: text below the table.
         may_change: names of options that may differ when a comparison is resumed or extended, such as the device.
         **options: options for ``run``: numbers, strings and lists.
@@ -247,7 +249,7 @@ def trials(
                 )
                 raise ValueError(f"{what}. Choose another folder")
     todo = [key for key, file in files.items() if not file.exists()]
-    gpus = torch.cuda.device_count() if options.get("device") != "cpu" else 0
+    gpus = torch.cuda.device_count() if gpu else 0
     jobs = max(1, min(jobs or gpus or min(joblib.cpu_count(), 16), len(todo)))
     print(f"{len(files)} runs, {len(files) - len(todo)} of them complete, {jobs} in parallel", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -257,7 +259,7 @@ def trials(
 
         register_ray()
     calls = [
-        joblib.delayed(make_run)(run, *key, settings[key[0]], files[key], os.getpid(), at)
+        joblib.delayed(make_run)(run, *key, settings[key[0]], files[key], os.getpid(), at if gpus else None)
         for at, key in enumerate(todo)
     ]
     try:
@@ -283,7 +285,13 @@ def trials(
 
 
 def make_run(
-    run: Callable[..., Metrics], variant: str, seed: int, settings: dict[str, Any], file: Path, parent: int, number: int
+    run: Callable[..., Metrics],
+    variant: str,
+    seed: int,
+    settings: dict[str, Any],
+    file: Path,
+    parent: int,
+    gpu: int | None,
 ) -> None:
     """Make one run and save its measurements. A local process ends with the main process, and saves its run."""
     local = os.getppid() == parent
@@ -297,8 +305,8 @@ def make_run(
 
     if local:
         threading.Thread(target=end_with_parent, daemon=True).start()
-        if torch.cuda.is_available():
-            torch.cuda.set_device(number % torch.cuda.device_count())
+        if gpu is not None:
+            torch.cuda.set_device(gpu % torch.cuda.device_count())
     print(f"{variant}, seed {seed}: started", flush=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -387,13 +395,12 @@ def compare_settings(
     values = {
         name: {k: x for k, x in asdict(check(s)).items() if k not in {*CALL, "seed"}} for name, s in settings.items()
     }
-    held_out = next(iter(settings.values())).val_fraction
-    note = (
-        f"Top-1 accuracy after the last epoch on {'held-out training' if held_out else 'the validation'} images, with "
-    )
-    note += f"torch {torch.__version__} and vision_attn {va.__version__}. Command: `{command}`"
+    first = next(iter(settings.values()))
+    images = "held-out training images" if first.val_fraction else "the validation images"
+    versions = f"torch {torch.__version__} and vision_attn {va.__version__}"
+    note = f"Top-1 accuracy after the last epoch on {images}, with {versions}. Command: `{command}`"
     print(f"comparing {', '.join(settings)} with the seeds {' '.join(map(str, seeds))}", flush=True)
-    run = partial(train_variant, output=Path(output).resolve())
+    run, options["gpu"] = partial(train_variant, output=Path(output).resolve()), first.device != "cpu"
     return trials(run, values, seeds=list(seeds), output=output, note=note, may_change=[*MACHINE], **options)
 
 

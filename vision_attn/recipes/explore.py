@@ -30,7 +30,7 @@ import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import DataError
 from vision_attn.networks.models import create_model
-from vision_attn.recipes.inputs import check_writable, find_images, load_images, load_run, open_image, write_file
+from vision_attn.recipes.data import check_writable, find_images, load_images, load_run, open_image, write_file
 from vision_attn.recipes.settings import Exploration
 
 #: Largest height and width of a map on the page. Positions of larger maps are merged.

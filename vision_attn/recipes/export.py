@@ -32,7 +32,7 @@ from torchvision.transforms.v2 import Normalize
 import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import DataError, ExportError
-from vision_attn.recipes.inputs import check_writable, load_run, open_data, write_file
+from vision_attn.recipes.data import check_writable, load_run, open_data, write_file
 from vision_attn.recipes.settings import Export
 
 #: Largest allowed difference, which is attributed to rounding, as a fraction of the largest output.

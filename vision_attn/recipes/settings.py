@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from vision_attn.recipes.inputs import require_run
+from vision_attn.recipes.data import require_run
 
 Run = Annotated[Positional[str], arg(metavar="RUN")]
 Images = Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE")]

@@ -56,7 +56,7 @@ import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import CheckpointError, DataError, Interrupted, TrainingError
 from vision_attn.networks.models import create_model
-from vision_attn.recipes.inputs import (
+from vision_attn.recipes.data import (
     Images,
     check_writable,
     import_block,
@@ -100,7 +100,9 @@ def build_network(
             model = create_model(name, num_classes=count, pretrained=s.pretrained and not resumed, **drop_path)
     except ValueError as error:  # "model: …"
         if isinstance(error.__cause__, FileNotFoundError):
-            remedy = "Check the connection, or download the file elsewhere and pass it as --weights instead of --pretrained"
+            remedy = (
+                "Check the connection, or download the file elsewhere and pass it as --weights instead of --pretrained"
+            )
             raise CheckpointError(f"the pretrained weights of {name} cannot be downloaded. {remedy}") from error
         raise ValueError(f"--{error}") from error
     config = {"interpolation": "bilinear", **model.pretrained_cfg}
