@@ -56,11 +56,9 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
-        "--data",
-        type=Path,
-        required=True,
+        "--data", type=Path, required=True,
         help="folder for the data set, or with train/CLASS/IMAGE and test/CLASS/IMAGE",
-    )
+    )  # fmt: skip
     add("--dataset", default="cifar100", choices=("cifar10", "cifar100"), help="data set to download")
     add("--model", default="resnet20", help="resnet20, resnet32, resnet44, resnet56 or another timm model for 32×32")
     add("--block", default="attention", choices=("attention", "none"), help="block after each unit of the last stage")

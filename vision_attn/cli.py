@@ -75,10 +75,8 @@ def run_command(name: str, words: Sequence[str], function: Callable[[Any], Any] 
         (function or pkgutil.resolve_name(f"vision_attn.{path}"))(parsed)
     else:
         lines = [
-            "usage: vision-attn COMMAND [--help] …",
-            "",
-            *(f"  {key:<10}{one[2]}" for key, one in COMMANDS.items()),
-        ]
+            "usage: vision-attn COMMAND [--help] …", "", *(f"  {key:<10}{one[2]}" for key, one in COMMANDS.items()),
+        ]  # fmt: skip
         status = 0 if name in ("-h", "--help") else BAD_USAGE
         print("\n".join(lines), file=sys.stderr if status else sys.stdout)
         if name and status:
@@ -99,10 +97,8 @@ def parse(kind: Any, words: Sequence[str], name: str, about: str = "", default: 
         known = [path for path in paths if path != "auto"]
         default = settings.read_settings(Path(known[0]), words, kind) if known else None
     file, text, prog = (
-        COMMANDS.get(name, ("", "cli"))[1].partition(":")[0].split("."),
-        io.StringIO(),
-        f"vision-attn {name}",
-    )
+        COMMANDS.get(name, ("", "cli"))[1].partition(":")[0].split("."), io.StringIO(), f"vision-attn {name}",
+    )  # fmt: skip
     about += f"\n\nTo change what it does, copy this file: {Path(__file__).parent.joinpath(*file)}.py"
     options: Any = {"prog": prog, "description": about, "default": default, "return_unknown_args": True}
     try:

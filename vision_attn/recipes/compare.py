@@ -39,12 +39,9 @@ from vision_attn.recipes.train import newest_state, train
 
 #: Variants: flags that change the common flags; None for the network without a block.
 VARIANTS: dict[str, str | None] = {
-    "plain": None,
-    "convolution": "--block vision_attn.recipes.compare:ConvBlock",
-    "se": "--block se",
-    "averaging": "--block-options scale=0",
-    "attention": "",
-}
+    "plain": None, "convolution": "--block vision_attn.recipes.compare:ConvBlock", "se": "--block se",
+    "averaging": "--block-options scale=0", "attention": "",
+}  # fmt: skip
 #: Settings of blocks, which the plain network does not have.
 BLOCK_SETTINGS = ("stages", "names", "at", "block", "pattern", "block_options", "attention_lr")
 #: Number of decimals by the unit at the end of the name of a measurement. Others are integers and are not compared.

@@ -40,10 +40,8 @@ def draw(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     cells = torch.rand(count, CELLS**2, generator=generator).argsort(1)[:, : 2 * PAIRS]
     colors = torch.randint(len(COLORS), (count, PAIRS), generator=generator)
     glyph, image, images = (
-        glyphs[:, :, None],
-        torch.arange(count)[:, None],
-        torch.zeros(count, CELLS**2, 3, PIXELS, PIXELS),
-    )
+        glyphs[:, :, None], torch.arange(count)[:, None], torch.zeros(count, CELLS**2, 3, PIXELS, PIXELS),
+    )  # fmt: skip
     background = torch.tensor([*COLORS.values()])[colors][..., None, None]
     images[image, cells[:, :PAIRS]] = glyph + (1 - glyph) * background
     images[image, cells[:, PAIRS:]] = glyph.expand(-1, -1, 3, -1, -1)
@@ -88,7 +86,7 @@ def demo(d: Demo) -> dict[str, float]:
     print(__doc__.partition("\n\n")[2].partition("\n\n")[2], flush=True)
     refuse_other_folder(d.output, "demo.json")
     d.output.mkdir(parents=True, exist_ok=True)
-    scores = {}
+    scores, draw_maps = {}, va.attention_figure  # an error now if matplotlib is missing
     for name, options in VARIANTS.items():
         torch.manual_seed(d.seed)
         model = build(options)
@@ -100,7 +98,7 @@ def demo(d: Demo) -> dict[str, float]:
     with va.capture(model, queries=[(4.5 * PIXELS, 2.5 * PIXELS)]) as maps, torch.no_grad():
         predicted = model(images[chosen]).argmax(1)[:, 4, 2]
     titles = [f"prediction for the framed glyph: {[*COLORS][label]}" for label in predicted]
-    figure = va.attention_figure(images[chosen], next(iter(maps.values())), titles=titles, width=7.5)
+    figure = draw_maps(images[chosen], next(iter(maps.values())), titles=titles, width=7.5)
     figure.savefig(d.output / "attention.png", dpi=150)
     page = va.explore(
         model, images[chosen], d.output / "explorer.html", title="What color has the cell of the same glyph?"

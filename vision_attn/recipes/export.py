@@ -298,14 +298,12 @@ def make_metadata(
     names = found if isinstance(found := getattr(model, "classes", ()), list | tuple) else ()
     plain = "0…1, then (pixels - mean) / std" if "mean" in config else "the range of the network"
     return {
-        "classes": [*names] if all(isinstance(name, str) for name in names) else [],
-        "input_size": tuple(input_size),
+        "classes": [*names] if all(isinstance(name, str) for name in names) else [], "input_size": tuple(input_size),
         **{name: config.get(name) for name in ("mean", "std", "architecture")},
         **{name: config.get(name, default) for name, default in CROP.items()},
         "pixels": plain if normalize is False or "mean" not in config else "0…1",
-        "inserted": list(va.inserted_blocks(model)),
-        "library": f"vision_attn {va.__version__}",
-    }
+        "inserted": list(va.inserted_blocks(model)), "library": f"vision_attn {va.__version__}",
+    }  # fmt: skip
 
 
 def export_and_compare(

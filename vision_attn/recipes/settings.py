@@ -176,13 +176,10 @@ MACHINE, CALL = {"data", "download", "device", "workers", "compile", "log_with"}
 #: Smallest and largest values.
 LIMITS: tuple[tuple[float, float, str], ...] = (
     (1, 1_000_000, "epochs batch_size img_size grad_accum_steps jobs top steps num_heads"),
-    (0, 2**32 - 1, "seed workers"),
-    (1e-12, 1000, "lr attention_lr clip_grad"),
-    (0, 1000, "weight_decay warmup_epochs mixup cutmix"),
-    (0, 1, "hflip reprob label_smoothing ema"),
-    (1e-6, 1, "crop_scale"),
-    (1e-6, 1 - 1e-6, "val_fraction layer_decay drop_path"),
-)
+    (0, 2**32 - 1, "seed workers"), (1e-12, 1000, "lr attention_lr clip_grad"),
+    (0, 1000, "weight_decay warmup_epochs mixup cutmix"), (0, 1, "hflip reprob label_smoothing ema"),
+    (1e-6, 1, "crop_scale"), (1e-6, 1 - 1e-6, "val_fraction layer_decay drop_path"),
+)  # fmt: skip
 CHOICES = {
     "device": ("cpu", "cuda"), "amp": ("bfloat16", "float16", "no"), "at": ("after", "before"),
     "rename": ("efficientnet-pytorch",),
