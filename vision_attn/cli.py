@@ -89,13 +89,13 @@ def parse(kind: Any, words: Sequence[str], name: str, about: str = "", default: 
     """Parse a command line; raise one-line errors that name the flags as they are typed."""
     import tyro
 
-    from vision_attn.recipes import settings
+    from vision_attn.recipes import runs, settings
 
     sources = [re.fullmatch(r"--(?:config|resume)(?:=(.+))?", word) for word in words]
     paths = [match[1] or dict(enumerate(words)).get(at + 1, "auto") for at, match in enumerate(sources) if match]
     if kind in (settings.Settings, settings.Comparison) and default is None:
         known = [path for path in paths if path != "auto"]
-        default = settings.read_settings(Path(known[0]), words, kind) if known else None
+        default = runs.read_settings(Path(known[0]), words, kind) if known else None
     file, text, prog = (
         COMMANDS.get(name, ("", "cli"))[1].partition(":")[0].split("."), io.StringIO(), f"vision-attn {name}",
     )  # fmt: skip
@@ -193,6 +193,7 @@ def describe_error(error: Exception) -> str | None:
     """Return the message of an error that a user can fix, or None for a bug."""
     # Only checkpoint errors have several lines, which are escaped.
     message = str(error) if isinstance(error, CheckpointError) else " ".join(map(escape, str(error).split("\n")))
+    message = re.sub(r"^(names|stages|model|block|pattern)(?=[: ])", r"--\1", message)  # of the library's arguments
     if isinstance(error, OSError) and error.strerror and error.filename:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return f"{error.strerror}: {error.filename!r}{'. Free disk space, or write to another disk' * full}"
@@ -229,6 +230,6 @@ def inspect(flags: Any) -> None:
 
 def env(flags: Any) -> None:
     """Print the software and the hardware."""
-    from vision_attn.recipes.data import describe_environment
+    from vision_attn.recipes.runs import describe_environment
 
     print_escaped("\n".join(f"{name}: {value}" for name, value in describe_environment().items()))

@@ -420,7 +420,7 @@ def test_pretrained_weights_that_cannot_be_downloaded_name_the_alternative(capsy
     code, _, err = run(capsys, "train", "--data", image_folder, "--model", "resnet18", "--pretrained")
     assert (code, err.count("\n")) == (1, 1)
     assert "the pretrained weights of resnet18 cannot be downloaded. " in err
-    assert "pass it as --weights instead of --pretrained" in err
+    assert "pass a downloaded file as --weights instead of --pretrained" in err
 
 
 def test_env_prints_versions_and_device_to_copy(capsys):

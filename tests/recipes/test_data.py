@@ -21,9 +21,9 @@ from torchvision.transforms import v2
 from vision_attn import cli
 from vision_attn.errors import DataError
 from vision_attn.recipes import data as inputs, train as recipe
-from vision_attn.recipes.data import Folder, Images, open_data, open_image, seed_all
+from vision_attn.recipes.data import Folder, Images, make_loader, open_data, open_image, seed_all
 from vision_attn.recipes.settings import Settings
-from vision_attn.recipes.train import make_accelerator, make_loader, make_transforms
+from vision_attn.recipes.train import make_accelerator, make_transforms
 
 #: timm configuration for images of 24×24, with the central 80 % for validation.
 CONFIG = {

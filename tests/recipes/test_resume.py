@@ -29,8 +29,8 @@ from vision_attn import cli
 from vision_attn.errors import CheckpointError, DataError, Interrupted, TrainingError
 from vision_attn.networks.models import create_model
 from vision_attn.recipes import train as module
+from vision_attn.recipes.runs import newest_state
 from vision_attn.recipes.settings import Settings
-from vision_attn.recipes.train import newest_state
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_a_damaged_or_hostile_state_is_rejected_and_runs_no_code(base, tmp_path,
 
 
 def test_two_runs_do_not_share_a_folder(base, image_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LOCK_TIMEOUT", 0.05)
+    monkeypatch.setattr("vision_attn.recipes.runs.LOCK_TIMEOUT", 0.05)
     base.output.mkdir()
     with FileLock(base.output / ".lock"), pytest.raises(TrainingError, match=r"another process is training in .*run"):
         train(base)

@@ -21,7 +21,8 @@ import vision_attn as va
 from vision_attn.errors import DataError
 from vision_attn.networks.models import create_model
 from vision_attn.recipes import train as module
-from vision_attn.recipes.settings import Evaluation, Settings, check, read_settings
+from vision_attn.recipes.runs import read_settings
+from vision_attn.recipes.settings import Evaluation, Settings, check
 from vision_attn.recipes.train import build_network, evaluate, make_accelerator, make_transforms
 
 OURS = "vision_attn.attention.blocks:AttentionBlock2d"
@@ -84,13 +85,13 @@ def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_pat
         ({"epochs": 0}, "--epochs must be at least 1, got 0"),
         ({"hflip": -0.5}, r"--hflip must be at least 0, got -0\.5"),
         ({"reprob": 1.5}, r"--reprob must be at most 1, got 1\.5"),
-        ({"model": "resnet21"}, r"--model: 'resnet21' does not exist\. Did you mean .*resnet20"),
+        ({"model": "resnet21"}, r"model: 'resnet21' does not exist\. Did you mean .*resnet20"),
         ({"model": "vit_tiny_patch16_224", "names": (), "img_size": 64}, "64×64.* needs --img-size 224"),
-        ({"block_options": ("pos=Rope()",)}, "'pos'.*--block attention pos=Rope"),
+        ({"block_options": ("pos=Rope()",)}, "--block-options do not match --block attention: .*'pos'"),
         ({"block_options": ("num_heads=4", "num_heads=2")}, "--block-options .*'num_heads=2'"),
         ({"block": "vision_attn:Nothing"}, "--block .*MODULE:CLASS, got 'vision_attn:Nothing'"),
-        ({"names": ("layer9",)}, "^--names: no module matches 'layer9'"),
-        ({"pattern": "row"}, "--pattern .*got 'row'. Did you mean 'rows'"),
+        ({"names": ("layer9",)}, "^names: no module matches 'layer9'"),
+        ({"pattern": "row"}, "pattern .*got 'row'. Did you mean 'rows'"),
         ({"pattern": "Windo(7)"}, r"expected one of .*Window.* got Windo\(7\)"),
         ({"batch_size": 100}, "--batch-size .* 72, .* got 100"),
         ({"batch_size": 15, "mixup": 1.0}, "--batch-size .* 2, got 15"),
@@ -465,7 +466,7 @@ def test_a_copy_of_the_recipe_with_a_few_changed_lines_trains_resumes_and_is_use
 
 def test_every_setting_has_a_help_text():
     names = [field.name for field in fields(Settings)]
-    source = Path(read_settings.__code__.co_filename).read_text()
+    source = Path(check.__code__.co_filename).read_text()
     body = source[source.index("class Settings") : source.index("class Comparison")].splitlines()
     for name in names:
         (at,) = (at for at, line in enumerate(body) if line.strip().startswith(f"{name}: "))

@@ -33,9 +33,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import Interrupted, TrainingError
-from vision_attn.recipes.data import describe_environment, import_block, refuse_other_folder, write_file
-from vision_attn.recipes.settings import CALL, MACHINE, Comparison, Settings, check, flag, from_json
-from vision_attn.recipes.train import newest_state, train
+from vision_attn.recipes.runs import (
+    describe_environment,
+    from_json,
+    import_block,
+    newest_state,
+    refuse_other_folder,
+    write_file,
+)
+from vision_attn.recipes.settings import CALL, MACHINE, Comparison, Settings, check, flag
+from vision_attn.recipes.train import train
 
 #: Variants: flags that change the common flags; None for the network without a block.
 VARIANTS: dict[str, str | None] = {

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import ast
-import csv
 import hashlib
-import importlib.metadata
-import io
 import json
 import os
-import pkgutil
-import platform
-import re
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +25,6 @@ TRAINING, VALIDATION = ("train", "training"), ("val", "validation", "valid", "te
 #: Extensions of image files. Pillow opens the formats in ``UNSUPPORTED`` only with another package.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 UNSUPPORTED = (".heic", ".heif", ".avif", ".jxl", ".cr2", ".nef", ".dng")
-#: Files of folders that the recipes write.
-MARKS = {"settings.json": "a run", "runs.json": "a comparison", "demo.json": "a demo", "config.json": "a network"}
 
 
 def is_image(name: str | Path, extensions: tuple[str, ...] = EXTENSIONS) -> bool:
@@ -250,77 +238,6 @@ def require_readable(parts: Sequence[Images]) -> None:
         )
 
 
-def require_run(name: str | Path, order: str) -> Path:
-    """Return the folder of a run or of ``va.save_model``, or ``hf-hub:OWNER/NAME``; raise an error for another path."""
-    folder = Path(name)
-    marks = ("settings.json", "config.json", "model/config.json")
-    if str(name).startswith("hf-hub:") or any((folder / mark).is_file() for mark in marks):
-        return folder
-    if not folder.exists():
-        raise DataError(f"{name}: no such run")
-    if folder.is_file() or any(map(is_image, folder.rglob("*"))):
-        what = "a file" if folder.is_file() else "a folder of images"
-        raise ValueError(f"{name} is {what}, not the folder of a run. The order is {order}")
-    raise ValueError(f"{name} is not the folder of a run: it has no config.json. Pass a folder such as runs/train-1")
-
-
-def load_run(name: str | Path, block: str | None, order: str) -> Any:
-    """Load the network of a run, with blocks of the class ``MODULE:CLASS`` if there is one."""
-    folder = require_run(name, order)
-    return va.load_model(folder, block=import_block(block) if block and ":" in block else None)
-
-
-def import_block(name: str) -> Any:
-    """Import the class ``MODULE:CLASS`` of a block; return another name unchanged."""
-    if ":" not in name:
-        return name
-    sys.path.append(os.getcwd())  # as with python -m, but last, so that no other module is hidden
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--block must be a name or a class MODULE:CLASS, got {name!r} ({error})") from error
-
-
-def refuse_other_folder(folder: Path, mark: str) -> None:
-    """Raise an error for an output folder with images or other results; ``mark`` is a file of folders of this kind."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output: {folder} is a file. Pass a folder")
-    for file, kind in MARKS.items():
-        if file != mark and (folder / file).is_file():
-            raise ValueError(f"--output: {folder} is the folder of {kind}. Choose another folder")
-    if not (folder / mark).exists() and any(map(is_image, [*folder.glob("*"), *folder.glob("*/*")])):
-        raise ValueError(f"--output: {folder} is a folder of images. Choose another folder")
-
-
-def check_writable(path: Path) -> None:
-    """Raise an error unless a file can be written; call this before a long computation."""
-    try:
-        if path.exists():
-            os.close(os.open(path, os.O_WRONLY))
-        else:
-            tempfile.TemporaryDirectory(dir=path.parent).cleanup()
-    except OSError as error:  # can name a temporary file
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a complete file or none; a pipe or device such as ``/dev/stdout`` is written to directly."""
-    content = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)
-        return
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(content)
-    os.replace(new, path)
-
-
-def write_csv(path: Path, lines: Iterable[Iterable[object]]) -> None:
-    """Write a CSV file."""
-    table = io.StringIO()
-    csv.writer(table, lineterminator="\n").writerows(lines)
-    write_file(path, table.getvalue())
-
-
 def parse_options(words: Iterable[str]) -> dict[str, Any]:
     """Parse options of a block.
 
@@ -355,19 +272,17 @@ def parse_option(text: str) -> Any:
         return text
 
 
-def describe_environment() -> dict[str, Any]:
-    """Return the versions of the software, the commit of a checkout, and the device."""
+def make_loader(acc: Any, images: Any, batch: int, workers: int | None, train: bool = False) -> Any:
+    """Create a loader whose batches are divided among the processes."""
     import torch
+    from accelerate.data_loader import prepare_data_loader
+    from torch.utils.data import DataLoader
 
-    root, info = Path(__file__).parents[2], Path("/proc/cpuinfo")  # contains the name of the processor on Linux
-    names = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
-    has_git = (root / ".git").exists() and shutil.which("git")
-    commit = has_git and subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    packages = ("torchvision", "timm", "einx", "numpy")
-    return {
-        "vision_attn": va.__version__, "commit": commit or os.environ.get("GIT_COMMIT"), "torch": torch.__version__,
-        **{name: importlib.metadata.version(name) for name in packages}, "python": platform.python_version(),
-        "os": platform.platform(), "cpu": (names or [platform.machine()])[0],
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "threads": torch.get_num_threads(),
-    }  # fmt: skip
+    if workers is None:
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        workers = min(16, cores, len(images) // 64)
+    loader: Any = DataLoader(images, batch, shuffle=train, drop_last=train, num_workers=workers,
+                        persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(),
+                        worker_init_fn=images.start_worker, generator=torch.Generator().manual_seed(0))  # fmt: skip
+    return prepare_data_loader(loader, acc.device, acc.num_processes, acc.process_index, split_batches=True,
+                               put_on_device=True, use_seedable_sampler=True, data_seed=images.seed)  # fmt: skip

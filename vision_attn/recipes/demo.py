@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import vision_attn as va
 from vision_attn import cli
-from vision_attn.recipes.data import refuse_other_folder, write_file
+from vision_attn.recipes.runs import refuse_other_folder, write_file
 from vision_attn.recipes.settings import Demo
 
 #: Number of cells along a side of an image, pixels along a side of a cell, pairs of cells, and images in a step.

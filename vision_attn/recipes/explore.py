@@ -30,7 +30,8 @@ import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import DataError
 from vision_attn.networks.models import create_model
-from vision_attn.recipes.data import check_writable, find_images, load_images, load_run, open_image, write_file
+from vision_attn.recipes.data import find_images, load_images, open_image
+from vision_attn.recipes.runs import check_writable, load_run, write_file
 from vision_attn.recipes.settings import Exploration
 
 #: Largest height and width of a map on the page. Positions of larger maps are merged.

@@ -32,7 +32,8 @@ from torchvision.transforms.v2 import Normalize
 import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import DataError, ExportError
-from vision_attn.recipes.data import check_writable, load_run, open_data, write_file
+from vision_attn.recipes.data import open_data
+from vision_attn.recipes.runs import check_writable, load_run, write_file
 from vision_attn.recipes.settings import Export
 
 #: Largest allowed difference, which is attributed to rounding, as a fraction of the largest output.
@@ -291,8 +292,8 @@ def make_metadata(
         raise ValueError("example_input is required for a model without pretrained_cfg, such as (1, 3, 224, 224)")
     _, *input_size = getattr(example_input, "shape", example_input) or (1, *config["input_size"])
     if len(input_size) != 3:
-        got = tuple(getattr(example_input, "shape", example_input))
-        raise ValueError(f"example_input must be images (b, c, h, w) or their shape, got {got}")
+        got: Any = getattr(example_input, "shape", example_input)
+        raise ValueError(f"example_input must be images (b, c, h, w) or their shape, got {tuple(got)}")
     if normalize and "mean" not in config:
         raise ValueError("normalize requires model.pretrained_cfg = {'mean': (…), 'std': (…)}")
     names = found if isinstance(found := getattr(model, "classes", ()), list | tuple) else ()

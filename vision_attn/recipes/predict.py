@@ -13,7 +13,8 @@ import torch
 from tqdm import tqdm
 
 from vision_attn import cli
-from vision_attn.recipes.data import check_writable, find_images, load_images, load_run, write_csv
+from vision_attn.recipes.data import find_images, load_images
+from vision_attn.recipes.runs import check_writable, load_run, write_csv
 from vision_attn.recipes.settings import Prediction
 
 

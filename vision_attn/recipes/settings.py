@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
-
-from vision_attn.recipes.data import require_run
 
 Run = Annotated[Positional[str], arg(metavar="RUN")]
 Images = Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE")]
@@ -230,25 +226,3 @@ def check(s: Settings) -> Settings:
     if s.lr is None and lr and (s.weights or s.pretrained) and not s.freeze_backbone:
         lr /= 10
     return replace(s, opt=opt, lr=lr)
-
-
-def read_settings(path: Path, words: Sequence[str], kind: type[Any] = Settings) -> Any:
-    """Read the settings of another run. Those that download or run code are used only if they are typed as well."""
-    file = require_run(path, "--config RUN, --resume RUN") / "settings.json" if not path.is_file() else path
-    try:
-        values = {name: x for name, x in json.loads(file.read_bytes()).items() if name not in CALL | {"download"}}
-        if unknown := values.keys() - {field.name for field in fields(kind)}:
-            raise ValueError(f"unknown settings {', '.join(sorted(unknown))}")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file} does not contain settings of a run: {error}") from error
-    for name, mark in (("dataset", "hfds/"), ("block", ":")):
-        if mark in str(values.get(name)) and flag(name) not in words:
-            reason = f"{file} contains {flag(name)} {values[name]}, which can download or run code"
-            raise ValueError(f"{reason}: pass {flag(name)} {values[name]} if you trust it")
-    return from_json(values, kind)
-
-
-def from_json(values: dict[str, Any], kind: type[Any] = Settings, **others: Any) -> Any:
-    """Return settings from values of JSON, in which tuples are lists and paths are text."""
-    kept = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
-    return kind(**{**kept, "data": values.get("data") and Path(values["data"]), **others})

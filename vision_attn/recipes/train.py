@@ -19,36 +19,25 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, skip_first_batches
-from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import (
-    GradientAccumulationPlugin,
-    ProjectConfiguration,
-    broadcast,
-    broadcast_object_list,
-    gather_object,
-)
-from filelock import FileLock, Timeout
+from accelerate.utils import GradientAccumulationPlugin, broadcast, broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from timm.data import Mixup, create_transform, resolve_data_config
 from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 from tqdm import tqdm
 
@@ -57,26 +46,29 @@ from vision_attn import cli
 from vision_attn.errors import CheckpointError, DataError, Interrupted, TrainingError
 from vision_attn.networks.models import create_model
 from vision_attn.recipes.data import (
-    Images,
-    check_writable,
-    import_block,
-    load_run,
+    make_loader,
     open_data,
     parse_option,
     parse_options,
-    refuse_other_folder,
     require_readable,
-    require_run,
     seed_all,
+)
+from vision_attn.recipes.runs import (
+    catch_signals,
+    claim_folder,
+    import_block,
+    load_run,
+    newest_state,
+    read_progress,
+    read_settings,
+    require_run,
     write_csv,
     write_file,
 )
-from vision_attn.recipes.settings import CALL, MACHINE, Evaluation, Settings, check, flag, read_settings
+from vision_attn.recipes.settings import Evaluation, Settings, check, flag
 
 #: Largest side of images that are padded and cropped for training. Larger images are photographs.
 MAX_PAD_SIDE = 64
-#: Seconds to wait for the lock on a folder, which worker processes of a killed run hold for a moment.
-LOCK_TIMEOUT = 5.0
 #: Steps between two checks of the loss and of signals on CUDA, where each check waits for the device.
 CHECK_EVERY = 10
 
@@ -92,7 +84,7 @@ def build_network(
     try:
         if name.startswith("hf-hub:"):
             if not s.pretrained or s.drop_path:
-                raise ValueError(f"model {name} requires --pretrained and no --drop-path")
+                raise ValueError(f"model: {name} requires --pretrained and no --drop-path")
             model: Any = va.load_model(name).train()
             if model.num_classes != count:
                 model.reset_classifier(count)
@@ -100,11 +92,9 @@ def build_network(
             model = create_model(name, num_classes=count, pretrained=s.pretrained and not resumed, **drop_path)
     except ValueError as error:  # "model: …"
         if isinstance(error.__cause__, FileNotFoundError):
-            remedy = (
-                "Check the connection, or download the file elsewhere and pass it as --weights instead of --pretrained"
-            )
+            remedy = "Check the connection, or pass a downloaded file as --weights instead of --pretrained"
             raise CheckpointError(f"the pretrained weights of {name} cannot be downloaded. {remedy}") from error
-        raise ValueError(f"--{error}") from error
+        raise
     config = {"interpolation": "bilinear", **model.pretrained_cfg}
     native, classifier = config["input_size"], config["classifier"]
     config["input_size"] = (3, *([s.img_size or side] * 2 if s.img_size or side else native[1:]))
@@ -124,16 +114,8 @@ def build_network(
         where: Any = {"stages": s.stages or None, "names": s.names or None, "at": s.at, "example_input": example}
         try:
             log(str(va.insert_(model, import_block(s.block), **where, **options)))
-        except (TypeError, ValueError) as error:
-            named = (
-                str(error)
-                .replace("names:", "--names:")
-                .replace("stages:", "--stages:")
-                .replace("pattern ", "--pattern ")
-            )
-            raise ValueError(
-                f"{named} (--block {s.block} {' '.join(s.block_options)})" if isinstance(error, TypeError) else named
-            ) from error
+        except TypeError as error:  # an argument that the block does not accept
+            raise ValueError(f"--block-options do not match --block {s.block}: {error}") from error
     if s.weights and not resumed:  # after the insertion, because the file may contain weights of the blocks
         log(str(va.load_checkpoint_(model, s.weights, skip=new, rename=s.rename or ())))
     for layer in (model.get_submodule(glob.removesuffix(".*")) for glob in new):
@@ -176,21 +158,8 @@ def make_accelerator(s: Any) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     plugin = GradientAccumulationPlugin(s.grad_accum_steps, sync_with_dataloader=False)
     amp = {None: default, "no": "no", "bfloat16": "bf16", "float16": "fp16"}[s.amp]
-    project = ProjectConfiguration(logging_dir="logs")
     return Accelerator(cpu=on_cpu, mixed_precision=amp, gradient_accumulation_plugin=plugin, dynamo_backend="no",
-                       log_with=logs or None, project_config=project)  # fmt: skip
-
-
-def make_loader(acc: Accelerator, images: Images, batch: int, workers: int | None, train: bool = False) -> Any:
-    """Create a loader whose batches are divided among the processes."""
-    if workers is None:
-        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        workers = min(16, cores, len(images) // 64)
-    loader: Any = DataLoader(cast(Any, images), batch, shuffle=train, drop_last=train, num_workers=workers,
-                        persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(),
-                        worker_init_fn=images.start_worker, generator=torch.Generator().manual_seed(0))  # fmt: skip
-    return prepare_data_loader(loader, acc.device, acc.num_processes, acc.process_index, split_batches=True,
-                               put_on_device=True, use_seedable_sampler=True, data_seed=images.seed)  # fmt: skip
+                       log_with=logs or None, project_dir="logs")  # fmt: skip
 
 
 def score(network: nn.Module, loader: Any, acc: Accelerator) -> tuple[dict[str, float], Tensor]:
@@ -229,76 +198,6 @@ def score_blocks(network: nn.Module, loader: Any, acc: Accelerator, log: Log) ->
         difference = f"{without['top1'] - scores['top1']:+.2f}"
         log(f"ablation, with the blocks disabled: {describe(without)} (top-1 {difference}); {changed}")
     return scores
-
-
-def newest_state(folder: Path) -> Path | None:
-    """Return the folder of the newest complete state, ``state/EPOCH-STEP``."""
-    return max((folder / "state").glob("[0-9]*-[0-9]*"), default=None)
-
-
-def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None]:
-    """Lock the folder of the run; return it, and the state from which to resume or None."""
-    resumed = None if s.resume in (None, "auto") else Path(str(s.resume))
-    if resumed and s.output not in (None, resumed):
-        raise ValueError(f"--output must be the folder of --resume {resumed}, got {s.output}")
-    taken = [int(path.name[6:]) for path in Path("runs").glob("train-*") if path.name[6:].isdecimal()]
-    folder = resumed or s.output or Path("runs", f"train-{max(taken, default=0) + 1}")
-    refuse_other_folder(require_run(folder, "--resume RUN") if resumed else folder, "settings.json")
-    if not folder.exists():  # a run that fails before its first state leaves no folder
-        stack.callback(lambda: None if newest_state(folder) else shutil.rmtree(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        stack.enter_context(FileLock(folder / ".lock", timeout=LOCK_TIMEOUT))
-    except Timeout:
-        raise TrainingError(f"another process is training in {folder}. Wait for it, or pass another --output") from None
-    check_writable(folder / "metrics.csv")
-    state = newest_state(folder)  # after the lock: another process may have completed a run
-    if state is None and resumed:
-        raise ValueError(f"--resume: {folder} contains no state of a run. Train again with another --output")
-    if state is not None:
-        if s.resume is None:
-            raise ValueError(f"--output: {folder} already contains a run. Pass another folder or --resume {folder}")
-        before: Settings = check(read_settings(folder, ("--dataset", "--block")))
-        now = replace(s, batch_size=s.batch_size or before.batch_size)
-        differing = {name for name, value in vars(before).items() if getattr(now, name) != value} - MACHINE - CALL
-        if differing := differing - ({"epochs"} if s.epochs > before.epochs else set()):
-            names = ", ".join(map(flag, sorted(differing)))
-            raise ValueError(f"--resume: these settings differ from {folder}: {names}. Pass the same values")
-    return folder, state
-
-
-def read_progress(state: Path, data: dict[str, Any], processes: int, log: Log) -> dict[str, Any]:
-    """Read the progress of a run, and compare its data and its number of processes with the present ones."""
-    try:
-        progress: dict[str, Any] = json.loads((state / "progress.json").read_bytes())
-        before = progress["data"]
-    except Exception as error:  # a damaged state can cause any error
-        raise CheckpointError(f"{state} is damaged, so the run cannot be resumed: {error}") from error
-    if before["classes"] != data["classes"]:
-        old, new = (", ".join(one["classes"][:6]) for one in (before, data))
-        raise DataError(f"the classes differ from those of the run: expected {old}, got {new}. Restore --data")
-    if before["digests"] != data["digests"]:
-        numbers = f"{data['images']} training and validation images, {before['images']} before"
-        warnings.warn(f"the images changed since the run was started ({numbers}): results may differ", stacklevel=2)
-    if progress["processes"] != processes:
-        log(f"resumed by {processes} processes instead of {progress['processes']}: the result depends on their number")
-    return progress
-
-
-@contextmanager
-def catch_signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C, SIGTERM and SIGHUP, so that training stops after a step; ignored signals stay ignored."""
-    received: list[int] = []
-    in_main = threading.current_thread() is threading.main_thread()  # required to handle signals
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
-    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, lambda number, frame: received.append(number))
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def best_epoch(history: Sequence[dict[str, Any]]) -> dict[str, Any]:

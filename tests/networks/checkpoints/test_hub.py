@@ -132,7 +132,7 @@ def test_training_starts_from_a_network_of_the_hub_with_a_new_classifier_for_oth
         assert_same(state, {key: expected[key] for key in state})
         assert list(va.inserted_blocks(model)) == ["layer2.2"]
     for options in ({}, {"pretrained": True, "drop_path": 0.1}):
-        with pytest.raises(ValueError, match=r"^--model hf-hub:user/net requires --pretrained"):
+        with pytest.raises(ValueError, match=r"^model: hf-hub:user/net requires --pretrained"):
             build_network(Settings(**given, **options), "abc", None, print, resumed=False)
 
 
