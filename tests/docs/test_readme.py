@@ -268,7 +268,7 @@ def test_the_train_command_of_the_readme_is_that_of_its_output():
     """All parameters were trained, for which the README expects no gain, and the output was of another network."""
     (words,) = (words for words in commands(README) if words[:2] == ["vision-attn", "train"] and len(words) > 2)
     assert "--freeze-backbone" in words
-    (output,) = (block for block in blocks(README, "text") if "before epoch 1" in block)
+    (output,) = (block for block in blocks(README, "text") if "epoch 1/" in block)
     assert output.startswith(f"{words[words.index('--model') + 1]}: ")
     assert f"epoch 1/{words[words.index('--epochs') + 1]}: " in output
 

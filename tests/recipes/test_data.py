@@ -229,7 +229,7 @@ def test_a_worker_that_is_killed_is_named(image_folder, tmp_path):
     words = f"train --data {image_folder} --model test_resnet --img-size 72 --epochs 99999 --batch-size 24 --workers 1"
     line = [sys.executable, "-m", "vision_attn", *words.split(), "--device", "cpu", "-o", str(tmp_path / "run")]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not list(tmp_path.glob("run/state/00001-*")):
+    while process.poll() is None and not list(tmp_path.glob("run/state/0*[1-9]-*")):
         time.sleep(0.05)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for child in children:

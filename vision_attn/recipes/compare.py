@@ -10,6 +10,7 @@ complete runs are kept. Runs are started by joblib, with local processes or with
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shlex
 import signal
@@ -309,6 +310,8 @@ def make_run(
 
     if local:
         threading.Thread(target=end_with_parent, daemon=True).start()
+        # Loky's start method, which its processes inherit, cannot start the processes of a DataLoader.
+        multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
         if gpu is not None:
             torch.cuda.set_device(gpu % torch.cuda.device_count())
     print(f"{variant}, seed {seed}: started", flush=True)

@@ -377,7 +377,8 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
             if main:
                 write_csv(folder / "metrics.csv", [list(row), *(list(one.values()) for one in history)])
             save()
-        acc.end_training()
+        for tracker in acc.trackers:
+            tracker.finish()
 
         # One network has one score: that of the best epoch, which is saved.
         va.load_checkpoint_(plain, folder / "model" / "model.safetensors")
