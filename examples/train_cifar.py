@@ -71,8 +71,9 @@ def main(arguments=None):
     add("--output", type=Path, default=Path("runs/train_cifar"), help="folder of the state and the network")
     s = parser.parse_args(arguments)
     torch.manual_seed(s.seed)
-    root = s.data.expanduser()
-    (train_x, train_y), (test_x, test_y) = (load(root, s.dataset, s.device, train) for train in (True, False))
+    (train_x, train_y), (test_x, test_y) = (
+        load(s.data.expanduser(), s.dataset, s.device, train) for train in (True, False)
+    )
     std, mean = torch.std_mean(train_x[:10_000].float(), (0, 2, 3), keepdim=True)
 
     def normalize(images):
@@ -84,17 +85,19 @@ def main(arguments=None):
     network = network.to(s.device, memory_format=torch.channels_last)
     # (2) Exclude biases, norms and the gates of the blocks from weight decay.
     optimizer = torch.optim.SGD(va.parameter_groups(network, lr=s.lr, weight_decay=5e-4), momentum=0.9, nesterov=True)
-    steps_per_epoch = len(train_x) // s.batch_size
-    steps = s.epochs * steps_per_epoch
+    steps = s.epochs * (steps_per_epoch := len(train_x) // s.batch_size)
     warmup = steps // 5 + 1  # the learning rate rises for a fifth of the steps, and then decays
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / warmup, (steps - step) / (steps - warmup + 1)))
-    average = ModelEmaV3(network, decay=0.995, use_warmup=True)
-    forward = torch.compile(network) if s.compile else network
+    average, forward = (
+        ModelEmaV3(network, decay=0.995, use_warmup=True),
+        torch.compile(network) if s.compile else network,
+    )
     mixed_precision = torch.autocast("cuda", torch.bfloat16, enabled=torch.device(s.device).type == "cuda")
     parts = {"network": network, "optimizer": optimizer, "schedule": schedule, "average": average}
     settings = {
         name: str(value) for name, value in vars(s).items() if name not in ("data", "device", "output", "compile")
     }
+    s.output.mkdir(parents=True, exist_ok=True)
     file, first_epoch = s.output / "state.pt", 0
     if file.exists():
         saved = torch.load(file, map_location=s.device, weights_only=True)
@@ -122,9 +125,7 @@ def main(arguments=None):
         loss, seconds = total.item() / steps_per_epoch, time.perf_counter() - start  # .item() waits for the device
         if not math.isfinite(loss):
             parser.exit(1, f"epoch {epoch + 1}: the loss is {loss}. Use a lower --lr\n")
-        speed = steps_per_epoch * s.batch_size / seconds
-        print(f"epoch {epoch + 1}/{s.epochs}: loss {loss:.3f}, {speed:.0f} images/s", flush=True)
-        s.output.mkdir(parents=True, exist_ok=True)
+        print(f"epoch {epoch + 1}/{s.epochs}: loss {loss:.3f}, {len(train_x) / seconds:.0f} images/s", flush=True)
         saved = {name: part.state_dict() for name, part in parts.items()}
         torch.save({**saved, "settings": settings, "epochs": epoch + 1}, f"{file}.new")
         os.replace(f"{file}.new", file)
