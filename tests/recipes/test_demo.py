@@ -59,4 +59,4 @@ def test_the_first_line_of_the_demo_comes_within_ten_seconds(tmp_path):
         assert sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") < 10, "seconds of CPU"
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
