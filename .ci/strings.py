@@ -1,7 +1,7 @@
 """List the docstrings, comments and messages of Python files for proofreading, one per line.
 
 python .ci/strings.py                        the package, the examples and the benchmarks
-python .ci/strings.py vision_attn/tools      files or folders
+python .ci/strings.py vision_attn/recipes      files or folders
 python .ci/strings.py --sample 50            fifty random texts, including sentences of the documentation
 """
 

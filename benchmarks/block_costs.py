@@ -11,6 +11,7 @@ parameters and MACs are written to a page.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,11 @@ from timm.layers import create_attn
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.controls import ConvBlock2d
 from vision_attn.networks.inspection.macs import count_macs
 from vision_attn.text import markdown
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "experiments"))
+from controls import ConvBlock2d
 
 #: Number of channels by the side of the feature map, as in a ResNet-50 on images of 224×224.
 STAGES = {56: 256, 28: 512, 14: 1024, 7: 2048}

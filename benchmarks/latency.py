@@ -22,8 +22,8 @@ import torch
 from speed import describe_machine, time_in_turns
 
 import vision_attn as va
+from vision_attn.recipes.export import FORMATS, export_program
 from vision_attn.text import markdown
-from vision_attn.tools.export.formats import FORMATS, export_program
 
 NETWORKS = ("resnet18", "mobilenetv3_small_100", "convnext_atto")
 

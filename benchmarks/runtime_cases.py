@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.models import create_model
-from vision_attn.tools.export.formats import DIMS, FORMATS, Axis, Run, export_program
+from vision_attn.recipes.export import DIMS, FORMATS, Axis, Run, export_program
 
 #: Dynamic dimensions by mode.
 MODES: dict[str, tuple[Axis, ...]] = {"fixed": (), "batch": ("batch",), "size": ("batch", "size")}

@@ -27,11 +27,11 @@ from candidates import LAYOUTS, ROWS, Row
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
+from vision_attn import cli
 from vision_attn.networks.convert.swap import swap_
 from vision_attn.networks.models.registry import create_network
 from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.text import Table
-from vision_attn.tools import cli
 
 #: The shortest measurement, in seconds. A shorter call is repeated.
 MIN_SECONDS = 5e-3

@@ -62,7 +62,7 @@ PAGES = {
         "Training and export",
         "Train on a folder of images or on a data set ([guide](../training.md)), and export the network "
         "([guide](../deploy.md)).",
-        "train tools.training.settings.Settings export_model",
+        "recipes.train.train recipes.settings.Settings export_model",
     ),
     "models": (
         "Models",

@@ -16,7 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 SHOWN = (
     *("*.md", "LICENSE", "CITATION.cff", "docs/*.md", "docs/*.svg", "docs/*.png", "docs/explorer/*", "docs/api/*.md"),
     *("vision_attn/attention/kernels.py", "tests/reference.py"),
-    *("examples/*.md", "examples/*.py", "examples/*/*.png", "examples/results/*.json", "examples/notebooks/*.ipynb"),
+    *(
+        "examples/*.md",
+        "examples/*.py",
+        "examples/*/*.png",
+        "examples/experiments/results/*.json",
+        "examples/notebooks/*.ipynb",
+    ),
     "benchmarks/*.py",
     *("weights/*.md", "weights/*/*.md", "weights/*/*.png"),
 )
@@ -30,7 +36,7 @@ CARDS = (
     (
         *("docs/insert.md", "Insert blocks"),
         "Add attention, or any other block, to a network without changing its output.",
-        "weights/recall_attention/attention.png",
+        "examples/experiments/recall_attention/attention.png",
     ),
     (
         *("docs/see.md", "Visualize attention"),
@@ -45,7 +51,7 @@ CARDS = (
     (
         *("docs/results.md", "Results"),
         "Where attention helps, measured against other blocks of the same size.",
-        "examples/results/recall.png",
+        "examples/experiments/results/recall.png",
     ),
     (
         *("examples/README.md", "Tutorials and scripts"),

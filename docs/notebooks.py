@@ -37,7 +37,7 @@ def convert(path):
 
 def execute(notebook, folder):
     """Run a notebook in a new process, which imports this library and writes files to the folder."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "examples" / "experiments"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "KERAS_HOME": str(folder)}
     client = NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(folder)}}, record_timing=False)
     client.execute(env=environment)

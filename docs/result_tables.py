@@ -1,4 +1,4 @@
-"""Recompute the differences in examples/results from the scores, and the intervals in docs/results.md from them.
+"""Recompute the differences in examples/experiments/results, and the intervals in docs/results.md from them.
 
     python docs/result_tables.py
 
@@ -15,12 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from vision_attn.networks.capture.figures import save_figure
-from vision_attn.tools.comparison.experiments import DECIMALS
-from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_figure
+from vision_attn.recipes.compare import DECIMALS, Difference, compare_scores, plot
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER, PAGE = ROOT / "examples/results", ROOT / "docs/results.md"
+FOLDER, PAGE = ROOT / "examples/experiments/results", ROOT / "docs/results.md"
 #: variants by label, for rows without means and for variants with equal means
 LABELS = {
     "no block": "plain",
@@ -147,7 +145,7 @@ def draw(name, compared):
         del recorded["verdict"]  # a property
         other = recorded["variants"][1]
         shown.append(Difference(**{**recorded, "variants": (compared, titles.get(other, other))}))
-    save_figure(difference_figure({"top-1 %": shown}), FOLDER / f"{name}.png")
+    plot({"top-1 %": shown}, FOLDER / f"{name}.png")
 
 
 def main():

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Visualize what a network attends to
 #
-# The library includes a small trained network for [recall](../docs/results.md#recall). In this task, glyphs are
+# The experiments include a small trained network for [recall](../docs/results.md#recall). In this task, glyphs are
 # scattered over the cells of a canvas, some on colored cells and some on black cells. For each glyph on a black cell,
 # the network predicts the color of the cell with the same glyph: the matching cell. This tutorial analyzes the
 # attention block of the network: what does it attend to, do the heads differ, and does attention contribute to the
@@ -13,6 +13,7 @@
 # The script takes about ten seconds. The glyphs come with scikit-learn, and the weights with the library.
 
 # %%
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +24,12 @@ import torch.nn.functional as F
 from sklearn.datasets import load_sample_images
 
 import vision_attn as va
-import vision_attn.networks.models  # registers recall_attention and resnet20_attention with timm
+import vision_attn.networks.models  # registers networks with timm
 from vision_attn.networks.capture.figures import save_figure
 from vision_attn.networks.contributions import disabled
-from vision_attn.tools.comparison.recall import CELLS, COLORS, NOTHING, PIXELS, canvases
+
+sys.path += ["examples/experiments", "../experiments"]  # seen from the repository and from a notebook
+from recall_task import CELLS, COLORS, NOTHING, PIXELS, canvases
 
 OUTPUT = Path("examples-output")
 OUTPUT.mkdir(exist_ok=True)

@@ -11,6 +11,7 @@
 # The script takes about six seconds. The images come with scikit-learn.
 
 # %%
+import sys
 from pathlib import Path
 
 import timm
@@ -18,8 +19,10 @@ import torch
 import torch.nn.functional as F
 
 import vision_attn as va
-import vision_attn.networks.models  # registers the networks with timm
-from vision_attn.tools.comparison.recall import NOTHING, canvases
+import vision_attn.networks.models  # registers networks with timm
+
+sys.path += ["examples/experiments", "../experiments"]  # seen from the repository and from a notebook
+from recall_task import NOTHING, canvases
 
 OUTPUT = Path("examples-output")
 OUTPUT.mkdir(exist_ok=True)

@@ -18,8 +18,10 @@ from vision_attn.networks.convert import equations
 
 PACKAGE = Path(vision_attn.__file__).parent
 #: Layers from bottom to top. Every folder of the package is a layer; single modules are below all layers.
-LAYERS = ("attention", "networks", "tools")
-MODULES = {"__init__", "__main__", "checks", "errors", "text", "version"}
+LAYERS = ("attention", "networks", "recipes")
+MODULES = {"__init__", "__main__", "checks", "cli", "errors", "text", "version"}
+#: Modules that users import. Recipes import these, each other and the command line.
+PUBLIC_MODULES = {"convert", "errors", "networks.models"}
 
 
 def imports(source):
@@ -40,7 +42,8 @@ def imports_of_ours(source):
 
 def upward(layer, source):
     """Return imports from the layers above, or from the package itself, which is above all layers."""
-    allowed = {*LAYERS[: LAYERS.index(layer) + 1], *MODULES} if layer in LAYERS else MODULES
+    below = MODULES - {"cli", "__main__"}
+    allowed = {*LAYERS[: LAYERS.index(layer) + 1], *below} if layer in LAYERS else below
     return sorted({".".join(parts) for parts in imports_of_ours(source) if not parts or parts[0] not in allowed})
 
 
@@ -50,11 +53,37 @@ def test_layers_import_only_lower_layers():
     found = {}
     for path in PACKAGE.rglob("*.py"):
         layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if layer != "__main__" and (names := upward(layer, path.read_text())):
+        if layer not in ("__main__", "cli", "recipes") and (names := upward(layer, path.read_text())):
             found[str(path.relative_to(PACKAGE))] = names
     assert found == {}
-    assert upward("networks", "def f():\n    from vision_attn.tools.cli import main") == ["tools.cli"]
+    assert upward("networks", "def f():\n    from vision_attn.recipes.train import train") == ["recipes.train"]
+    assert upward("networks", "from vision_attn.cli import main") == ["cli.main"]
     assert upward("attention", "import vision_attn.networks.insertion") == ["networks.insertion"]
+
+
+def not_public(source):
+    """Return the imports and attributes of the package in a recipe that are not public."""
+    found = []
+    for parts in imports_of_ours(source):
+        path = ".".join(parts)
+        allowed = parts[:1] in (["recipes"], ["cli"]) or any(f"{path}.".startswith(f"{m}.") for m in PUBLIC_MODULES)
+        if parts and not allowed and path not in vision_attn.__all__:
+            found.append(path)
+    names = {"vision_attn", "va"}
+    for node in ast.walk(ast.parse(source)):
+        is_ours = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names
+        if is_ours and node.attr not in {*vision_attn.__all__, "__version__"}:
+            found.append(node.attr)
+    return sorted(found)
+
+
+def test_recipes_and_the_command_line_use_public_names_only():
+    paths = [PACKAGE / "cli.py", *(PACKAGE / "recipes").glob("*.py")]
+    assert {path.name: names for path in paths if (names := not_public(path.read_text()))} == {}
+    assert not_public("import vision_attn as va\nva.networks") == ["networks"]
+    assert not_public("from vision_attn.networks.safe import read_file") == ["networks.safe"]
+    assert not_public("from vision_attn import checks") == ["checks"]
+    assert not_public("from vision_attn import insert_\nfrom vision_attn.errors import DataError") == []
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -73,7 +102,7 @@ def test_lowest_layer_requires_only_torch_and_no_function_shadows_its_module():
     sources = [path.read_text() for path in (PACKAGE / "attention").rglob("*.py")]
     names = {name.split(".")[0] for source in sources for name in imports(source)}
     assert names - sys.stdlib_module_names <= {"vision_attn", "torch", "numpy", "einx"}
-    for path in PACKAGE.rglob("*.py"):
+    for path in (path for path in PACKAGE.rglob("*.py") if path.parent.name != "recipes"):  # named like their commands
         functions = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
         assert (path.parent.name if path.stem == "__init__" else path.stem) not in functions
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vision_attn as va
-from vision_attn.tools.cli import main
+from vision_attn.cli import main
 
 
 def insert(*block, **options):

@@ -60,8 +60,7 @@ from .networks.insertion import (
 )
 from .networks.insertion.second_map import context as context
 from .networks.padded_batches import padded as padded
-from .tools.explorer import explore as explore
-from .tools.export.export import export_model as export_model
-from .tools.training.run import train as train
+from .recipes.explore import explore as explore
+from .recipes.export import export_model as export_model
 
 __version__: str

@@ -2,6 +2,6 @@
 
 import sys
 
-from vision_attn.tools.cli import main
+from vision_attn.cli import main
 
 sys.exit(main())

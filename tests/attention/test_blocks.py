@@ -9,13 +9,13 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 from impls import CPU_IMPLS
 from small_networks import assert_same_function
 from torch import nn
 
 import vision_attn as va
 from vision_attn.attention.blocks.projection import POINTWISE
-from vision_attn.networks.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 
 DOUBLE = {"dtype": torch.float64}
 SHIFTED = {"pattern": va.Window(2, shift=1), "position": va.RelPosTable()}

@@ -8,7 +8,7 @@ import runtimes
 import torch
 from runtime_cases import NETWORKS, RUNTIMES, measure
 
-from vision_attn.tools.export.formats import export_program
+from vision_attn.recipes.export import export_program
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by converters
 

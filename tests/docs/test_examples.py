@@ -11,7 +11,6 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,18 +20,19 @@ from PIL import Image
 from small_networks import convolutions
 
 import vision_attn as va
+from vision_attn import cli
 from vision_attn.networks.models import create_model
-from vision_attn.tools import cli
-from vision_attn.tools.comparison import runs
-from vision_attn.tools.images import open_image
-from vision_attn.tools.training.data import open_data
-from vision_attn.tools.training.network import build_network
+from vision_attn.recipes import compare
+from vision_attn.recipes.data import open_data, open_image
+from vision_attn.recipes.train import build_network
 
 ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = ROOT / "examples" / "experiments"
 
 #: Arguments that reduce each example to a short run.
 EXAMPLES = {
-    "train_cifar.py": "--epochs 6 --batch-size 8 --seeds 0 1 --lr 0.05",
+    "train_cifar.py": "--epochs 6 --batch-size 8 --lr 0.05",
+    "cifar.py": "--epochs 6 --batch-size 8 --seeds 0 1 --lr 0.05",
     "classify.py": "",
     "evidence.py": "--epochs 1 --seeds 0 --jobs 1",
     "recall.py": "--variants linear matching --seeds 0 --steps 20 --jobs 1",
@@ -58,7 +58,8 @@ def run_here(monkeypatch, capsys):
         capsys.readouterr()
         code = None
         try:
-            runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+            path = EXPERIMENTS / name if (EXPERIMENTS / name).exists() else ROOT / "examples" / name
+            runpy.run_path(str(path), run_name="__main__")
         except SystemExit as end:
             code = end.code
         out, err = capsys.readouterr()
@@ -73,28 +74,54 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(autouse=True)
 def few_timed_steps(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setattr(importlib.import_module("recall"), "ROUNDS", 5)
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
+    monkeypatch.setattr(importlib.import_module("experiments"), "ROUNDS", 5)
 
 
 def test_every_example_is_tested():
-    scripts = {path.name for path in (ROOT / "examples").glob("*.py") if not path.read_text().startswith("# %%")}
-    assert scripts == set(EXAMPLES)  # all other scripts are tutorials, which the tests of notebooks cover
+    paths = [*(ROOT / "examples").glob("*.py"), *EXPERIMENTS.glob("*.py")]
+    scripts = {path.name for path in paths if not path.read_text().startswith("# %%")}
+    shared = {"controls.py", "experiments.py", "recall_task.py"}
+    assert scripts - shared == set(EXAMPLES)  # all other scripts are tutorials, which the tests of notebooks cover
 
 
 def test_torch_hub_loads_the_networks():
-    for name in ("resnet56_a", "recall_attention"):
+    for name in ("resnet56_a", "resnet20_attention"):
         model = torch.hub.load(str(ROOT), name, source="local", trust_repo=True)
         assert sum(p.numel() for p in model.parameters()) > 20_000
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # raised in a thread without a CUDA context
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
-def test_train_cifar_compares_networks_and_resumes_a_run(image_folder, tmp_path, run_here, monkeypatch, device):
+def test_train_cifar_trains_and_resumes(image_folder, tmp_path, run_here, monkeypatch, device):
     for name, split in (("train", "train"), ("test", "val")):
         (tmp_path / name).symlink_to(image_folder / split)
     flags = "--data", tmp_path, "--device", device, "--output"
     code, out, err = run_here("train_cifar.py", *flags, tmp_path / "complete")
+    assert (code, err, out.count("3 blocks inserted")) == (0, "", 1)
+    assert float(re.search(r"top-1 ([\d.]+) %", out)[1]) > 50, "three colors"
+    save, calls = torch.save, itertools.count()  # interrupt the run in the second epoch, then resume it
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", lambda *args: save(*args) if next(calls) == 0 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_here("train_cifar.py", *flags, tmp_path / "resumed")
+    code, _, err = run_here("train_cifar.py", *flags, tmp_path / "resumed", "--lr", "0.1")
+    assert (code, "has a run with other settings: " in err) == (2, True)
+    code, again, _ = run_here("train_cifar.py", *flags, tmp_path / "resumed")
+    assert (code, "epoch 1/6" in again, "epoch 2/6" in again) == (0, False, True)
+    if device == "cpu":
+        assert again.splitlines()[-1] == out.splitlines()[-1]
+    code, plain, _ = run_here("train_cifar.py", *flags, tmp_path / "plain", "--block", "none", "--epochs", "1")
+    assert (code, "inserted" in plain) == (0, False)
+    code, _, err = run_here("train_cifar.py", *flags, tmp_path / "diverged", "--lr", "1e30")
+    assert (code, "the loss is nan. Use a lower --lr" in err) == (1, True)
+
+
+def test_cifar_compares_networks_and_resumes_a_run(image_folder, tmp_path, run_here, monkeypatch):
+    for name, split in (("train", "train"), ("test", "val")):
+        (tmp_path / name).symlink_to(image_folder / split)
+    flags = "--data", tmp_path, "--device", "cpu", "--output"
+    code, out, err = run_here("cifar.py", *flags, tmp_path / "complete")
     assert (code, err, out.count("3 blocks inserted")) == (0, "", 4)
     complete = json.loads((tmp_path / "complete/runs.json").read_text())["runs"]
     assert list(complete) == ["plain", "convolution", "attention"]
@@ -105,22 +132,22 @@ def test_train_cifar_compares_networks_and_resumes_a_run(image_folder, tmp_path,
     single = (*flags, tmp_path / "resumed", "--variants", "attention")
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", lambda *args: save(*args) if next(calls) == 0 else 1 / 0)
-        assert run_here("train_cifar.py", *single)[0] == 1
-    code, _, err = run_here("train_cifar.py", *single, "--lr", "0.1")  # other settings must not resume this run
+        assert run_here("cifar.py", *single)[0] == 1
+    code, _, err = run_here("cifar.py", *single, "--lr", "0.1")  # other settings must not resume this run
     assert code == 1
     assert re.search(r"attention-0\.pt belongs to a run with other settings: .*got .*'lr': 0\.05.* Pass another", err)
-    code, out, _ = run_here("train_cifar.py", *single)
+    code, out, _ = run_here("cifar.py", *single)
     assert (code, "seed 0, epoch 1/6" in out, "seed 0, epoch 2/6" in out) == (0, False, True)
     resumed = json.loads((tmp_path / "resumed/runs.json").read_text())["runs"]["attention"]
     assert resumed["0"]["top-1 %"] == pytest.approx(complete["attention"]["0"]["top-1 %"])
 
 
-def test_train_cifar_runs_its_controls_and_stops_if_the_loss_is_not_finite(image_folder, tmp_path, run_here):
+def test_cifar_runs_its_controls_and_stops_if_the_loss_is_not_finite(image_folder, tmp_path, run_here):
     for name, split in (("train", "train"), ("test", "val")):
         (tmp_path / name).symlink_to(image_folder / split)
     controls = ["resnet32", "se-residual", "large-kernel", "averaging", "attention"]
     flags = "--data", tmp_path, "--device", "cpu", "--epochs", "1", "--seeds", "0", "--variants"
-    code, _, err = run_here("train_cifar.py", *flags, *controls, "--output", tmp_path / "controls")
+    code, _, err = run_here("cifar.py", *flags, *controls, "--output", tmp_path / "controls")
     assert (code, err) == (0, "")
     summary = json.loads((tmp_path / "controls/runs.json").read_text())
     sizes = {name: by_seed["0"]["parameters"] for name, by_seed in summary["runs"].items()}
@@ -130,12 +157,12 @@ def test_train_cifar_runs_its_controls_and_stops_if_the_loss_is_not_finite(image
     assert max(sizes.values()) - min(sizes.values()) < 400, "blocks of about the same size"
     record = json.loads((tmp_path / "controls/averaging-0/run.json").read_text())
     assert summary["environments"] == [record["environment"]]
-    code, _, err = run_here("train_cifar.py", *flags, "attention", "--lr", "1e30", "--output", tmp_path / "diverged")
+    code, _, err = run_here("cifar.py", *flags, "attention", "--lr", "1e30", "--output", tmp_path / "diverged")
     assert (code, "attention, seed 0 failed: TrainingError: epoch 1: the loss is nan" in err) == (1, True)
 
 
 def test_denoise_saves_each_run_and_resumes(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     denoise = importlib.import_module("denoise")
     monkeypatch.setattr(denoise, "photograph", lambda name: torch.rand(1, 1, 51, 50))
     sizes = {name: sum(p.numel() for p in denoise.network(name, 0).parameters()) for name in denoise.VARIANTS}
@@ -147,7 +174,7 @@ def test_denoise_saves_each_run_and_resumes(tmp_path, monkeypatch):
 
 
 def test_color_by_reference_compares_blocks_and_draws_a_picture(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     reference, rng = importlib.import_module("color_by_reference"), np.random.default_rng(0)
     monkeypatch.setattr(reference, "photograph", lambda name: rng.integers(0, 256, (120, 130, 3), dtype=np.uint8))
     monkeypatch.setattr(reference, "CANVASES", 2)
@@ -161,17 +188,17 @@ def test_color_by_reference_compares_blocks_and_draws_a_picture(tmp_path, monkey
 
 
 def test_retrieval_blocks_do_not_change_the_output_when_inserted(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     for block, options in importlib.import_module("recall").retrieval_blocks(6).values():
         if block is not None:  # insert_ compares the outputs
             va.insert_(convolutions(3, 32), block, names="0", example_input=(2, 3, 6, 6), **options)
 
 
 def test_recall_draws_its_figures(tmp_path, run_here, monkeypatch):
-    monkeypatch.setattr("vision_attn.tools.comparison.recall.BATCH", 4)
+    monkeypatch.setattr("recall_task.BATCH", 4)
     assert run_here("recall.py", "--output", tmp_path)[0] == 0
     table = (tmp_path / "comparison.md").read_text()
-    assert len(re.findall(r"^\| (?:linear|matching) \|.* 1 \|$", table, re.MULTILINE)) == 2
+    assert len(re.findall(r"^\| (?:linear|matching) +\|.* 1 \|$", table, re.MULTILINE)) == 2
     with Image.open(tmp_path / "curve.png") as picture:
         assert picture.width > 900
     assert run_here("recall.py", "--initialization", tmp_path / "initialization.png")[0] == 0
@@ -180,7 +207,7 @@ def test_recall_draws_its_figures(tmp_path, run_here, monkeypatch):
 
 
 def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     mosaic = importlib.import_module("mosaic")
     for name, number in itertools.product(range(22), range(2)):  # the images of a class have one distinct color
         folder = tmp_path / "data" / "train" / f"{name:02}"
@@ -205,7 +232,7 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
 
 
 def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     shredded = importlib.import_module("shredded")
     monkeypatch.setattr(shredded, "EVALUATED", 16)
     column, row = np.meshgrid(np.arange(32), np.arange(32))
@@ -232,7 +259,7 @@ def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, m
 
 def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch):
     pytest.importorskip("skimage")
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     stereo = importlib.import_module("stereo")
     monkeypatch.setattr(stereo, "EVALUATED", 2)
     stereo.main([*EXAMPLES["stereo.py"], "--output", str(tmp_path)])
@@ -248,7 +275,7 @@ def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch
 @pytest.fixture
 def video(tmp_path, monkeypatch):
     """Return the example of one-shot video with a random backbone, its arguments, and a folder of two drives."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     video, rng = importlib.import_module("one_shot_video"), np.random.default_rng(0)
     monkeypatch.setattr(video, "create_backbone", lambda: timm.create_model("tf_efficientnet_lite0"))
     monkeypatch.setattr(video, "EVALUATED", 16)
@@ -344,21 +371,19 @@ def test_labels_of_the_same_video_frame_are_copied(video):
 @pytest.mark.parametrize("plan", ["cifar", "positions", "matching", "adapters"])
 def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, plan):
     monkeypatch.setenv("EVIDENCE_MAPS", "")  # restored after the test, because the plan sets it
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     evidence, built = importlib.import_module("evidence"), {}
 
-    def build(settings, log=None):
-        plain = replace(settings, weights=None, reset_head=False, freeze_backbone=False)
-        model = build_network(plain, open_data(plain, train=True), lambda line: None).model
+    def build(variant, seed, output, **values):
+        settings = compare.from_json(values, seed=seed, output=output / f"{variant}-{seed}")
+        plain = replace(settings, weights=None, reset_head=False, freeze_backbone=False, pretrained=False)
+        classes, _, _ = open_data(plain)
+        model, _ = build_network(plain, classes, None, lambda line: None, resumed=False)
         name = "/".join(settings.output.relative_to(tmp_path / "runs").parts)
         built[name] = settings, list(va.inserted_blocks(model).values())
-        final = SimpleNamespace(top1=50.0)
-        rows, size = [{"images_per_second": 1}], (3, 32, 32)
-        return SimpleNamespace(
-            settings=settings, model=model, input_size=size, history=rows, ablation=None, final=final
-        )
+        return {"top-1 %": 50.0}
 
-    monkeypatch.setattr(runs, "run_training", build)
+    monkeypatch.setattr(compare, "train_variant", build)
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
         (tmp_path / "data" / split).symlink_to(image_folder / "train")
@@ -409,7 +434,7 @@ def test_the_five_commands_lead_from_a_folder_of_images_to_a_model_in_use(
         assert cli.main(command.split()) == 0
         outputs.append(capsys.readouterr().out)
     _, trained, evaluated, predicted, exported = outputs
-    best = re.findall(r"best epoch, \d+: top-1 ([\d.]+) %", trained)
+    best = re.findall(r"best epoch, \d+, in .*:\ntop-1 ([\d.]+) %", trained)
     assert re.findall(r"top-1 ([\d.]+) %", evaluated)[0] == best[0]
     assert re.findall(r"\w+(?= \d+\.\d+ %)", predicted)[0] == "red"
     assert "largest difference from the network on " in exported
@@ -450,7 +475,7 @@ def test_classify_agrees_with_the_library(tmp_path, run_here, flags):
 
 def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, monkeypatch):
     jaccard_score = pytest.importorskip("sklearn.metrics").jaccard_score
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     street, rng = importlib.import_module("street_segmentation"), np.random.default_rng(0)
     monkeypatch.setattr(street, "BATCH", 2)
     files = {"images/{}.webp": (256, (6, 8, 3)), "labels/{}.png": (12, (6, 8))}
@@ -484,7 +509,7 @@ def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, m
 
 
 def test_the_picture_of_the_readme_shows_what_its_training_found(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     picture = importlib.import_module("readme_picture")
     noise = torch.rand(2, 3, 28, 42)
 
@@ -503,7 +528,7 @@ def test_the_picture_of_the_readme_shows_what_its_training_found(tmp_path, monke
 
 
 def test_a_homography_maps_the_corners_and_a_view_shows_them(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     picture = importlib.import_module("readme_picture")
     matrix = picture.homography(picture.SQUARE, picture.CORNERS)
     torch.testing.assert_close(picture.transform(matrix, picture.SQUARE), picture.CORNERS)
@@ -517,7 +542,7 @@ def test_a_homography_maps_the_corners_and_a_view_shows_them(monkeypatch):
 @pytest.fixture
 def finetuning(tmp_path, monkeypatch):
     """Return the example with few classes, random weights, and images whose colors encode class, number and split."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     example = importlib.import_module("finetuning")
     small = {"CLASSES": 2, "TRAINED": 3, "HELD_OUT": 2, "BATCH": 4, "PILOTS": ("plain",), "PILOT_SEEDS": (10,)}
     for name, value in small.items():
@@ -619,7 +644,7 @@ def test_fine_tuning_writes_a_comparison_of_each_data_set(finetuning, tmp_path, 
 
 
 def test_the_gated_convolution_of_recall_multiplies_two_projections():
-    block = runpy.run_path(str(ROOT / "examples" / "recall.py"))["GatedConvBlock2d"](8, kernel_size=3, gate_init=0.5)
+    block = runpy.run_path(str(EXPERIMENTS / "recall.py"))["GatedConvBlock2d"](8, kernel_size=3, gate_init=0.5)
     x = torch.randn(2, 8, 4, 5)
     u, v = block.expand(block.norm(x)).chunk(2, dim=1)
     torch.testing.assert_close(block(x), x + 0.5 * block.project(u * block.depthwise(v)))

@@ -1,7 +1,6 @@
 """The documentation is correct: its code runs and prints the output on the page, and links and commands are valid."""
 
 import contextlib
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -21,19 +20,17 @@ import safetensors.torch
 import speed
 import timm
 import torch
-import tyro
 
 import vision_attn
+from vision_attn import cli
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.patterns import resolve_pattern
 from vision_attn.networks import convert
 from vision_attn.networks.capture import figures
 from vision_attn.networks.convert import equations
 from vision_attn.networks.convert.conversion import CONVERSIONS
-from vision_attn.tools import cli
-from vision_attn.tools.cli import flags
-from vision_attn.tools.comparison.variants import VARIANTS
-from vision_attn.tools.training.settings import make_settings
+from vision_attn.recipes import settings
+from vision_attn.recipes.compare import VARIANTS, settings_for_variant
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -242,14 +239,16 @@ def commands(text):
 
 def parse(name, *words):
     """Parse a command line without running it; raise SystemExit or an error if it is wrong."""
-    if name in cli.PLAIN:
-        tyro.cli(functools.wraps(cli.PLAIN[name])(lambda *arguments, **flags: None), args=words)
-    else:
-        found, given = flags.parse(getattr(flags, name.title()), [*words], name)
-        make_settings(**given)
-        if name == "compare":
-            bases = (re.match(r"(?:[^=]+=)?([^-]\S*)", variant) for variant in found.comparison.variants)
-            assert {base[1] for base in bases if base} <= {*VARIANTS}
+    found = cli.parse(
+        getattr(settings, cli.COMMANDS[name][0]),
+        words,
+        name,
+        default=settings.Settings(model="resnet18") if "--resume" in words or "--config" in words else None,
+    )
+    settings.check_values(found)
+    if name == "compare":
+        for variant in found.variants:
+            settings_for_variant(variant, settings.Settings())
 
 
 def test_the_commands_can_be_parsed():
@@ -269,7 +268,7 @@ def test_the_train_command_of_the_readme_is_that_of_its_output():
     """All parameters were trained, for which the README expects no gain, and the output was of another network."""
     (words,) = (words for words in commands(README) if words[:2] == ["vision-attn", "train"] and len(words) > 2)
     assert "--freeze-backbone" in words
-    (output,) = (block for block in blocks(README, "text") if "before epoch 1" in block)
+    (output,) = (block for block in blocks(README, "text") if "epoch 1/" in block)
     assert output.startswith(f"{words[words.index('--model') + 1]}: ")
     assert f"epoch 1/{words[words.index('--epochs') + 1]}: " in output
 

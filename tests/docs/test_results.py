@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import sem, t, ttest_ind
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted((ROOT / "examples/results").glob("*.json"))
+FILES = sorted((ROOT / "examples/experiments/results").glob("*.json"))
 RESULTS = (ROOT / "docs/results.md").read_text()
 OVERVIEW, *SECTIONS = RESULTS.split("\n## ")
 SECTIONS = {section.partition("\n")[0]: section for section in SECTIONS}
@@ -115,7 +115,7 @@ def rows_and_text(section):
 
 
 def linked_files(section):
-    return [ROOT / name for name in re.findall(r"examples/results/[\w-]+\.json", section)]
+    return [ROOT / name for name in re.findall(r"examples/experiments/results/[\w-]+\.json", section)]
 
 
 @pytest.mark.parametrize("title", RECORDED)
@@ -136,7 +136,7 @@ def test_tables_equal_the_recorded_runs(title):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_file_is_linked(file):
-    assert f"examples/results/{file.name}" in RESULTS
+    assert f"examples/experiments/results/{file.name}" in RESULTS
 
 
 def test_means_follow_from_the_seeds_of_their_row():

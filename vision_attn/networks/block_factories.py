@@ -15,7 +15,6 @@ from torch import nn
 
 from vision_attn.attention import blocks
 from vision_attn.attention.blocks import AttentionBlock1d, AttentionBlock2d, AttentionBlock3d
-from vision_attn.networks.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 from vision_attn.text import did_you_mean
 
 #: A class or function that builds a block.
@@ -23,9 +22,10 @@ BlockFactory = Callable[..., nn.Module]
 
 #: The default block, by the number of axes of a feature map.
 ATTENTION_BLOCKS: dict[int, BlockFactory] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
-#: Blocks of this library by name, with the blocks without attention for comparisons.
+#: Arguments of :func:`vision_attn.insert_` that are not options of a block.
+SITE_ARGUMENTS = ("stages", "names", "where", "exclude", "at", "layout", "example_input", "exact")
+#: Blocks of this library by name.
 BLOCKS: dict[str, BlockFactory] = {name: kind for name, kind in vars(blocks).items() if isinstance(kind, type)}
-BLOCKS |= {kind.__name__: kind for kind in (ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d)}
 #: The names of timm's ``create_attn``, except ``"ge"``, which timm cannot build.
 TIMM_BLOCKS = (
     *("se", "ese", "eca", "ecam", "ceca", "gc", "gca", "cbam", "lcbam", "coord", "scoord", "ela", "strip"),

@@ -3,8 +3,6 @@
 import argparse
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal, get_type_hints
 
 import numpy as np
 import pytest
@@ -23,8 +21,8 @@ from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.checkpoints.weights import PRESETS
 from vision_attn.networks.insertion import inserted_keys
 from vision_attn.networks.safe import read_file
-from vision_attn.tools.training.network import build_network
-from vision_attn.tools.training.settings import Settings
+from vision_attn.recipes.settings import CHOICES, Settings
+from vision_attn.recipes.train import build_network
 
 
 def small_network(classes=3, in_chans=3):
@@ -542,15 +540,14 @@ def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error
 
 
 def test_training_can_start_from_weights_with_keys_of_another_package(tmp_path):
-    assert get_type_hints(Settings)["rename"] == Literal[*PRESETS] | None
+    assert CHOICES["rename"] == tuple(PRESETS)
     source, data = randomize_(timm.create_model("tf_efficientnet_b0", num_classes=3)), ("red", "green", "blue")
     names = efficientnet_pytorch_names(source)
     path = save({names[key]: value for key, value in source.state_dict().items()}, tmp_path)
-    data = SimpleNamespace(name="images", classes=data, pixels=None)
     given = {"model": "tf_efficientnet_b0", "weights": path, "img_size": 64, "names": "blocks.4"}
     with pytest.raises(va.errors.CheckpointError, match="--rename efficientnet-pytorch"):
-        build_network(Settings(**given), data, print)
-    model = build_network(Settings(**given, rename="efficientnet-pytorch"), data, print).model
+        build_network(Settings(**given), data, None, print, resumed=False)
+    model = build_network(Settings(**given, rename="efficientnet-pytorch"), data, None, print, resumed=False)[0]
     assert len(va.inserted_blocks(model)) == 1
     assert_same({key: model.state_dict()[key] for key in source.state_dict()}, source.state_dict())
 

@@ -3,7 +3,6 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
 import huggingface_hub.constants as hub
 import pytest
@@ -13,10 +12,10 @@ from small_networks import assert_same, randomize_
 from torch import nn
 
 import vision_attn as va
+from vision_attn.cli import main
 from vision_attn.networks.checkpoints.hub import resolve_source
-from vision_attn.tools.cli import main
-from vision_attn.tools.training.network import build_network
-from vision_attn.tools.training.settings import Settings
+from vision_attn.recipes.settings import Settings
+from vision_attn.recipes.train import build_network
 
 COMMIT = "0123456789" * 4
 SIZE = (1, 3, 32, 32)
@@ -124,18 +123,17 @@ def test_a_file_is_loaded_at_a_revision(folder, requests, monkeypatch):
 def test_training_starts_from_a_network_of_the_hub_with_a_new_classifier_for_other_classes(folder, requests):
     given = {"model": "hf-hub:user/net", "img_size": 32}
     for classes in ("abc", "abcde"):
-        source = SimpleNamespace(name="images", classes=tuple(classes), pixels=None)
-        setup = build_network(Settings(**given, pretrained=True), source, print)
-        state, expected = setup.model.state_dict(), va.load_model(folder).state_dict()
+        model, new_head = build_network(Settings(**given, pretrained=True), classes, None, print, resumed=False)
+        state, expected = model.state_dict(), va.load_model(folder).state_dict()
         if len(classes) != 3:
-            assert setup.new_head == ("fc.*",)
+            assert new_head == ["fc.*"]
             assert not state.pop("fc.weight").any()
             assert state.pop("fc.bias").shape == (5,)
         assert_same(state, {key: expected[key] for key in state})
-        assert list(va.inserted_blocks(setup.model)) == ["layer2.2"]
+        assert list(va.inserted_blocks(model)) == ["layer2.2"]
     for options in ({}, {"pretrained": True, "drop_path": 0.1}):
-        with pytest.raises(ValueError, match=r"^model=hf-hub:user/net requires pretrained=True"):
-            build_network(Settings(**given, **options), source, print)
+        with pytest.raises(ValueError, match=r"^model: hf-hub:user/net requires --pretrained"):
+            build_network(Settings(**given, **options), "abc", None, print, resumed=False)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from controls import ConvBlock2d
 from crafted import read_entry, rewrite
 from PIL import Image
 from safetensors.torch import save_file
@@ -28,7 +29,6 @@ import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.networks.checkpoints import load_adapter_, save_adapter
 from vision_attn.networks.checkpoints.option_code import from_code, to_code
-from vision_attn.networks.controls import ConvBlock2d
 from vision_attn.networks.insertion import inserted_keys, records
 
 #: Some feature maps of the small networks in these tests are 2×2.
@@ -369,7 +369,7 @@ def test_a_block_whose_parametrization_was_removed_is_saved(model, tmp_path):
 
 def replace_block(model):
     va.remove_(model)
-    va.insert_(model, names="stage1", num_heads=2, pattern="rows")
+    va.insert_(model, names="layer1", num_heads=2, pattern="rows")
 
 
 class CustomBlock(ConvBlock2d):
@@ -379,11 +379,10 @@ class CustomBlock(ConvBlock2d):
 NETWORKS = {
     "branch": ("resnet20", {"in_chans": 1}, lambda m: va.insert_(m, names="layer2.0.bn2", num_heads=2)),
     "instead": ("resnet20", {}, lambda m: va.replace_(m, names="layer3.0.conv2", num_heads=2)),
-    "control": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, "ConvBlock2d", stages=-1)),
-    "custom": ("tiny", {}, lambda m: va.insert_(m, CustomBlock, stages=-1)),
+    "custom": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, CustomBlock, stages=-1)),
     "tokens": ("test_vit", {"img_size": 64}, lambda m: va.insert_(m, names="blocks.1", num_heads=2)),
     "none": ("test_efficientnet", {"global_pool": "max"}, lambda m: None),
-    "another block": ("recall_attention", {}, replace_block),
+    "another block": ("resnet20_attention", {}, replace_block),
 }
 #: With older versions of timm, ``save_model`` requires ``model_args=``.
 notes_arguments = pytest.mark.skipif(

@@ -12,8 +12,8 @@ import vision_attn as va
 from vision_attn.networks import models
 from vision_attn.networks.insertion.registry import keys_by_site
 
-#: Networks that classify images. The recall networks classify every position.
-NAMES = [name for name in models.__all__ if timm.is_model(name) and "recall" not in name]
+#: Networks that classify images.
+NAMES = [name for name in models.__all__ if timm.is_model(name)]
 #: Small networks of this library, with and without a block.
 QUICK = ["resnet20_attention", "resnet20"]
 

@@ -205,7 +205,7 @@ def load_model(
     if not path.is_file():
         raise FileNotFoundError(
             f"{escape_control_characters(path)}: file not found. "
-            "Pass a folder written by va.save_model, timm or va.train"
+            "Pass a folder written by va.save_model, timm or vision-attn train"
         )
     file = read_file(folder / "model.safetensors")
     saved = file_format.read_saved(file)

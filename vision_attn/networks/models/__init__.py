@@ -11,9 +11,8 @@ Each function accepts ``pretrained=True`` to load the weights of the library, th
 from vision_attn.networks.models import attention_networks, cifar_resnet
 from vision_attn.networks.models.attention_networks import *  # noqa: F403
 from vision_attn.networks.models.cifar_resnet import *  # noqa: F403
-from vision_attn.networks.models.recall_net import RecallNet, recall, recall_attention
 from vision_attn.networks.models.registry import create_model
 
 # Classes, create_model, and the functions that timm adds when a network is registered.
-__all__ = ["RecallNet", "create_model", "recall", "recall_attention"]
+__all__ = ["create_model"]
 __all__ += attention_networks.__all__ + cifar_resnet.__all__

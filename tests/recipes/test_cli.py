@@ -1,0 +1,517 @@
+"""Command line: output, exit status and error messages."""
+
+import csv
+import importlib
+import io
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from PIL import Image
+
+import vision_attn as va
+from vision_attn import cli, errors
+from vision_attn.networks.checkpoints import folder
+from vision_attn.networks.models import create_model
+from vision_attn.networks.models.registry import weights_folder
+from vision_attn.recipes.explore import open_network
+from vision_attn.recipes.settings import Exploration, Settings
+
+RUN = weights_folder() / "resnet20_attention_cifar100"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Save a network without blocks, which is loaded faster than ``RUN``."""
+    return va.save_model(create_model("tiny"), tmp_path_factory.mktemp("saved"))
+
+
+def run(capsys, *arguments):
+    try:
+        code = cli.main([str(argument) for argument in arguments])
+    except SystemExit as end:  # tyro exits after help and for unknown flags
+        code = end.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def train(capsys, image_folder, tmp_path, *arguments, model="resnet20"):
+    small = ["--model", model, "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
+    return run(capsys, "train", "--data", image_folder, *small, "--output", tmp_path / "run", *arguments)
+
+
+def test_help_and_a_wrong_flag_import_neither_torch_nor_timm():
+    code = """
+import sys
+import vision_attn
+assert not {"torch", "tyro", "numpy"} & sys.modules.keys()
+from vision_attn import cli
+for arguments in [["--help"], ["--version"], *([name, "--wrong"] for name in cli.COMMANDS)]:
+    try:
+        code = cli.main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert code == (2 if "--wrong" in arguments else 0), arguments
+    assert not {"torch", "timm", "matplotlib", "einx"} & sys.modules.keys(), arguments
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_command_all_commands_are_listed(capsys):
+    code, out, err = run(capsys)
+    assert (code, out) == (2, "")
+    assert all(f"  {name:<10}" in err for name in cli.COMMANDS)
+    assert run(capsys, "--help")[:2] == (0, err)
+    code, _, err = run(capsys, "trian")
+    assert (code, err.splitlines()[-1]) == (2, "vision-attn: error: unknown command 'trian'. Did you mean 'train'?")
+
+
+@pytest.mark.filterwarnings("default:.*cannot be read as an image")
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train", "--lable-smoothing=0.1"], 2, "--label-smoothing"),
+        (["train", "--names", "layer9"], 2, "error: --names: no module matches 'layer9'"),
+        (["train", "--model", "None"], 2, "error: --model is required: "),
+        (["train", "--epochs", "0"], 2, "error: --epochs must be at least 1, got 0"),
+        (["train", "--epochs", "many"], 2, "error: --epochs must be a whole number, got 'many'. See vision-attn train"),
+        (["train", "--lr", "fast"], 2, "error: --lr must be a number, got 'fast'"),
+        (["train", "--epochs"], 2, "error: --epochs requires a value"),
+        (["train", "--device", "tpu"], 2, "error: --device must be cpu or cuda, got 'tpu'"),
+        (["train", "--num-heads", "4"], 2, "error: unknown flag --num-heads. Use --block-options num_heads=4"),
+        (["train", "--insert", "layer3"], 2, "error: unknown flag --insert. Use --names layer3"),
+        (["train", "--stages", "-1", "--pattern", "window"], 2, "Did you mean 'Window(7)'"),
+        (["train", "layer3"], 2, "error: unknown argument layer3"),
+        (["train", "--resume", "empty"], 2, "error: empty is not the folder of a run: it has no config.json"),
+        (["train", "--config", "images"], 2, "error: images is a folder of images, not the folder of a run"),
+        (["train", "--resume", "nothere"], 1, "error: nothere: no such run"),
+        (["train", "--freeze-backbone"], 2, "error: --freeze-backbone requires --weights or --pretrained"),
+        (["train", "--log-with", "wandb"], 2, "error: --log-with wandb is not installed"),
+        (["train", "--output", "broken.png"], 2, "error: --output: broken.png is a file"),
+        (["evaluate", "nothere"], 1, "error: nothere: no such run"),
+        (["evaluate", "images"], 2, "images is a folder of images, not the folder of a run. The order is evaluate RUN"),
+        (["evaluate"], 2, "error: RUN is required"),
+        (["predict", "images", "SAVED"], 2, "not the folder of a run. The order is predict RUN IMAGE"),
+        (["predict", "SAVED"], 2, "error: IMAGE is required"),
+        (["predict", "empty", "IMAGE"], 2, "empty is not the folder of a run: it has no config.json"),
+        (["export", "IMAGE"], 2, "error: --output is required"),
+        (["export", "IMAGE", "-o", "net.onnx"], 2, "is a file, not the folder of a run. The order is export RUN"),
+        (["export", "images", "-o", "net.onnx"], 2, "images is a folder of images"),
+        (["explore", "SAVED"], 2, "error: IMAGE is required"),
+        (["train", "--warmup-epochs", "3"], 2, "error: --warmup-epochs must be less than --epochs 1, got 3"),
+        (["train", "--weights", "a.pth", "--pretrained"], 2, "error: --weights cannot be combined with --pretrained"),
+        (["compare", "--data", "empty"], 2, "error: --model is required: "),
+        (["compare", "--varients", "plain"], 2, "unknown flag --varients. Did you mean '--variants'"),
+        (["train", "--weights", "hostile.pth"], 1, "'posix.system'"),
+        (["train", "--weights", "other.pth"], 1, "7 classes, the model has 3"),
+        (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # not writable for root
+        (["predict", "SAVED", "empty"], 1, "empty contains no images"),
+        (["predict", "SAVED", "broken.png"], 1, "broken.png"),
+        (["predict", "SAVED", "missing.png"], 1, "missing.png"),
+        (["evaluate", RUN], 2, "error: --data is required"),
+        (["explore", "resnet20", "IMAGE"], 2, "error: MODEL: resnet20 has no attention modules"),
+        (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "got Windo(7)"),
+        (["train", "--stages", "-1", "--pattern", "row"], 2, "got 'row'. Did you mean 'rows'"),
+        (["train", "--stages", "-1", "--block", "cbma"], 2, "got 'cbma'. Did you mean 'cbam'"),
+    ],
+    ids=lambda value: " ".join(map(str, value[:4])) if isinstance(value, list) else "",
+)
+def test_invalid_input_is_a_one_line_error_and_writes_no_files(
+    capsys, image_folder, saved, tmp_path, monkeypatch, arguments, code, message
+):
+    class RunsCode:
+        def __reduce__(self):
+            return os.system, ("echo this ran >&2",)
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    (tmp_path / "images").symlink_to(image_folder)
+    torch.save({"model": RunsCode()}, "hostile.pth")
+    torch.save(create_model("resnet20", num_classes=7).state_dict(), "other.pth")
+    paths = {"IMAGE": image_folder / "val" / "red" / "0.png", "SAVED": saved}
+    name, *rest = (paths.get(word, word) for word in arguments)
+    found, out, err = train(capsys, image_folder, tmp_path, *rest) if name == "train" else run(capsys, name, *rest)
+    assert (found, "Traceback" in err, "this ran" in err, "epoch 1/" in out) == (code, False, False, False), err
+    assert message in err
+    assert err.startswith("vision-attn: ")
+    assert err.count("\n") == 1 or arguments[-1] in ("other.pth", "broken.png")
+    assert not (tmp_path / "run").exists()
+
+
+def test_output_is_escaped_for_any_encoding(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert cli.main(["inspect", "resnet20"]) == 0
+    print("8×8 ± 2 … naïve ŵ 木", flush=True)
+    assert sys.stdout.buffer.getvalue().endswith(rb"8\xd78 \xb1 2 \u2026 na\xefve \u0175 \u6728" + b"\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("no 'a\x1b[2J\nall is well\r'"), 2, "error: no 'a\\x1b[2J all is well\\r'"),
+        (errors.CheckpointError("one\n", "two\x07"), 1, "error: one\\n\ntwo\\x07"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 TB"), 1, "error: DefaultCPUAllocator: can't "),
+        (MemoryError(), 1, "error: MemoryError"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (AssertionError("a bug"), 1, None),
+        (ModuleNotFoundError("No module", name="vision_attn.gone"), 1, None),
+        (ImportError("figures require x: pip install 'x'"), 1, "error: figures require x: pip install 'x'\n"),
+        (ImportError("cannot import name 'x'"), 1, None),
+    ],
+)
+def test_an_error_is_one_line_without_control_characters(capsys, error, code, said):
+
+    def fails():
+        raise error
+
+    assert cli.run_program("vision-attn", fails) == code
+    assert capsys.readouterr().err.startswith(f"vision-attn: {said}" if said else "Traceback")
+
+
+@pytest.mark.parametrize("words", [["--version"], ["train", "--help"]], ids=" ".join)
+def test_a_closed_pipe_ends_the_program_without_a_message(words):
+    """As in ``vision-attn … | head``: no traceback, and no "Exception ignored" at exit."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "vision_attn", *words], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+@pytest.mark.parametrize("words", ["--version", "train --help"])
+def test_a_full_output_is_an_error(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "vision_attn", *words.split()], stdout=full, stderr=subprocess.PIPE
+        )
+    assert (done.returncode, done.stderr.count(b"\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith(b"vision-attn: error: ")
+    assert b"No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "output"),
+    [
+        (["predict", RUN, "IMAGE", "-o"], "/nothing/here"),
+        (["explore", RUN, "IMAGE", "-o"], "/nothing/here"),
+        (["export", RUN, "-o"], "/proc/net.onnx"),
+    ],
+    ids=lambda value: f"{value[0]} {value[-1]}" if isinstance(value, list) else "",
+)
+def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, monkeypatch, words, output):
+    model = folder.load_model(RUN)
+    model.register_forward_pre_hook(lambda *given: pytest.fail("the network runs before the output is checked"))
+    monkeypatch.setattr(folder, "load_model", lambda path: model)
+    images = {"IMAGE": image_folder / "val" / "red" / "0.png"}
+    code, out, err = run(capsys, *(images.get(word, word) for word in words), output)
+    assert (code, err.count("\n")) == (1, 1), err
+    assert f": '{output}" in err
+    assert "red" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (("-o", "net.pth"), 2, r"output must end in \.onnx, .* got 'net\.pth'"),
+        (("-o", "net.pte", "--dynamic", "size"), 2, "dynamic: ExecuTorch does not support a dynamic size"),
+        (("-o", "net.onnx", "--img-size", "0"), 2, "--img-size must be at least 1, got 0"),
+        (("-o", "net.pt2", "--int8", "EMPTY"), 2, r"int8 requires an \.onnx file"),
+        (("-o", "net.onnx", "--int8", "EMPTY"), 1, "EMPTY: expected CLASS/IMAGE .* got 0"),
+        (("-o", "file/net.onnx"), 1, "'file'"),
+        (
+            ("-o", "net.pte"),
+            1,
+            r'ExecuTorch requires the package executorch. Install it: pip install "\.\[runtimes\]" in a clone ',
+        ),
+    ],
+)
+def test_unsupported_exports_are_one_line_errors_and_write_no_file(
+    capsys, saved, tmp_path, monkeypatch, flags, status, message
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "executorch", None)
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "file").write_text("old")
+    code, out, err = run(capsys, "export", saved, *flags)
+    assert (code, out, err.count("\n")) == (status, "", 1)
+    assert re.match(f"vision-attn: error: .*{message}", err)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["EMPTY", "file"]
+
+
+@pytest.mark.slow
+def test_export_passes_its_flags(capsys, tmp_path):
+    flags = ("--img-size", "40", "48", "--dynamic", "size", "--no-normalize")
+    code, out, _ = run(capsys, "export", RUN, "-o", tmp_path / "net.pt2", *flags)
+    assert code == 0
+    assert "input (1, 3, height, width), traced at 40×48, pixels in 0…1, then (pixels - mean) / std" in out
+    assert "largest difference from the network on 6 random images: " in out
+
+
+def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, image_folder):
+    recipe = importlib.import_module("vision_attn.recipes.train")
+    monkeypatch.setattr(sys.modules["vision_attn.recipes"], "train", recipe)  # restored after the test
+    monkeypatch.delitem(sys.modules, "vision_attn.recipes.train")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    assert run(capsys, "train", "--help")[0] == 0
+    code, _, err = run(capsys, "train", "--data", image_folder / "train", "--model", "resnet20")
+    assert (code, err.count("\n")) == (1, 1), err
+    assert "accelerate" in err
+    assert 'pip install ".[train' in err
+
+
+def test_flags_override_the_settings_of_another_run(tmp_path):
+    other = Settings(names=("layer3", "layer2"), lr=0.3, channels_last=True, seed=3)
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(other), default=str))
+
+    def parsed(*words):
+        return cli.parse(Settings, words, "train")
+
+    found = parsed("--config", str(tmp_path), "--names", "layer1", "--no-channels-last", "--lr", "None")
+    assert (found.names, found.lr, found.channels_last, found.seed) == (("layer1",), None, False, 3)
+    assert found.output is None
+    found = parsed(f"--config={tmp_path / 'settings.json'}", "--epochs=30", "--hflip", "0.5", "-o", "x")
+    assert (found.epochs, found.lr, str(found.output)) == (30, 0.3, "x")
+    other = replace(other, epochs=9)
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(other), default=str))
+    assert parsed("--config", str(tmp_path), "--epochs", "30").epochs == 30, "a flag with the default value"
+    assert parsed("--resume", "auto", "-o", "x").resume == "auto"
+
+
+def test_help_names_the_file_to_copy(capsys):
+    for name, file in (("train", "recipes/train.py"), ("demo", "recipes/demo.py"), ("export", "recipes/export.py")):
+        code, out, _ = run(capsys, name, "--help")
+        text = "".join(line.strip("│ ") for line in out.splitlines())
+        assert (code, "copy this file" in " ".join(out.split())) == (0, True)
+        assert file in text.replace(" ", "")
+
+
+def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_path):
+    torch.save(create_model("resnet20", num_classes=3).state_dict(), tmp_path / "zoo.pth")
+    given = "--weights", tmp_path / "zoo.pth", "--names", "layer3", "--freeze-backbone"
+    code, out, err = train(capsys, image_folder, tmp_path, *given)
+    assert (code, err) == (0, "")
+    printed = "layer3.2  AttentionBlock2d", "128 tensors loaded", "7 keys newly initialized"
+    assert all(words in out for words in printed)
+    logged = out.splitlines()[out.splitlines().index(f"best epoch, 1, in {tmp_path / 'run' / 'model'}:") + 1]
+    assert "\r" not in out
+
+    code, out, err = run(capsys, "evaluate", tmp_path / "run")
+    assert (code, err) == (0, "")
+    assert logged in out.splitlines()
+    images = image_folder / "val" / "red" / "1.png", image_folder / "val" / "blue"
+    code, out, err = run(capsys, "predict", tmp_path / "run", *images, "--top", 2, "-o", tmp_path / "found.csv")
+    assert (code, err) == (0, "")
+    lines, rows = out.splitlines(), list(csv.DictReader((tmp_path / "found.csv").read_text().splitlines()))
+    assert len(lines) == len(rows) == 9
+    model = va.load_model(tmp_path / "run")
+    with torch.no_grad(), Image.open(images[0]) as image:
+        scores = model(model.transform(image)[None]).softmax(1)[0]
+    best = model.classes[scores.argmax()]
+    assert lines[0].startswith(f"{images[0]}: {best} {100 * scores.max():.1f} %, ")
+    assert (rows[0]["class_1"], list(rows[0])[-1]) == (best, "probability_2")
+    assert float(rows[0]["probability_1"]) == pytest.approx(float(scores.max()), abs=1e-5)
+
+    code, out, err = run(capsys, "train", f"--resume={tmp_path / 'run'}", "--epochs", 2)
+    assert (code, err) == (0, "")
+    assert "resumed at epoch 2, step 0" in out
+    assert "epoch 2/2: train loss" in out
+
+
+def test_predict_prints_class_names_in_the_order_of_the_network(capsys, image_folder, tmp_path):
+    model, names = create_model("resnet20", num_classes=3), ("zebra", "ant", "mule")
+    with torch.no_grad():
+        model.fc.weight.zero_()
+        model.fc.bias.copy_(torch.tensor([0.2, 0.5, 0.3]).log())
+    va.save_model(model, tmp_path / "run", classes=names)
+    image = image_folder / "val" / "red" / "1.png"
+    code, out, err = run(capsys, "predict", tmp_path / "run", image, "-o", tmp_path / "found.csv")
+    assert (code, out, err) == (0, f"{image}: ant 50.0 %, mule 30.0 %, zebra 20.0 %\n", "")
+    (row,) = csv.DictReader((tmp_path / "found.csv").read_text().splitlines())
+    assert [row[f"class_{rank}"] for rank in (1, 2, 3)] == ["ant", "mule", "zebra"]
+    assert [float(row[f"probability_{rank}"]) for rank in (1, 2, 3)] == pytest.approx([0.5, 0.3, 0.2], abs=1e-5)
+
+
+@pytest.mark.filterwarnings("default:.*cannot be read as an image")
+def test_damaged_images_are_skipped_and_reported(capsys, image_folder, tmp_path):
+    good, broken = image_folder / "val" / "red", tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    code, out, err = run(capsys, "predict", RUN, broken, good, "--batch-size", 3, "-o", tmp_path / "found.csv")
+    assert (code, out.count("\n")) == (1, 8)
+    assert err.splitlines()[0].startswith(f"vision-attn: warning: {broken} cannot be read as an image (")
+    assert err.splitlines()[1:] == ["vision-attn: error: 1 of 9 images cannot be read and were skipped"]
+    assert run(capsys, "predict", RUN, good, "--batch-size", 1, "-o", tmp_path / "single.csv")[0] == 0
+    tables = [list(csv.DictReader((tmp_path / name).read_text().splitlines())) for name in ("found.csv", "single.csv")]
+    for one, other in zip(*tables, strict=True):
+        assert (one["image"], one["class_1"]) == (other["image"], other["class_1"])
+        assert float(one["probability_1"]) == pytest.approx(float(other["probability_1"]), abs=1e-5)
+    explore = "explore", RUN, good / "0.png", broken, "-o", tmp_path / "page.html"
+    code, out, err = run(capsys, *explore)
+    assert (code, f"wrote {tmp_path / 'page.html'}" in out, err.count("\n")) == (1, True, 2)
+    assert run(capsys, "explore", RUN, broken)[0] == 1
+
+
+#: A program in which some packages are not installed.
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+find, names = PathFinder.find_spec, sys.argv.pop(1).split(",")
+PathFinder.find_spec = lambda name, *where: None if name.split(".")[0] in names else find(name, *where)
+from vision_attn.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("missing", "words", "needed"),
+    [
+        ("matplotlib", "demo", "viz"),
+        ("accelerate,joblib,matplotlib,sklearn,scipy", "explore RUN IMAGE -o page.html", None),
+        ("accelerate,joblib,matplotlib,sklearn,scipy", "predict RUN IMAGE", None),
+        ("onnxruntime", "export RUN -o net.onnx", "export"),
+    ],
+)
+def test_commands_need_only_their_packages(image_folder, tmp_path, missing, words, needed):
+    places = {"RUN": str(RUN), "IMAGE": str(image_folder / "val" / "red" / "0.png")}
+    line = [sys.executable, "-c", WITHOUT, missing, *(places.get(word, word) for word in words.split())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    if needed is None:
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+        assert done.stderr.endswith(f'Install it: pip install ".[{needed}]" in a clone of vision_attn\n')
+
+
+def test_one_command_installs_the_packages_everywhere():
+    """The package is on no index yet, so that the name of the package alone installs nothing."""
+    root = Path(va.__file__).parents[1]
+    files = [
+        root / "README.md",
+        *(root / "docs").rglob("*.md"),
+        root / "CHANGELOG.md",
+        *(root / "examples").rglob("*.py"),
+    ]
+    files += (root / "vision_attn").rglob("*.py")
+    assert [str(file) for file in files if re.search(r"""pip install ["']?vision-attn""", file.read_text())] == []
+
+
+def test_pretrained_weights_that_cannot_be_downloaded_name_the_alternative(capsys, image_folder, monkeypatch):
+    retries = logging.getLogger("huggingface_hub.utils._http")
+    retries.setLevel(logging.NOTSET)
+
+    def offline(*given, **options):
+        assert not retries.isEnabledFor(logging.WARNING), "one line for each retry"
+        raise LocalEntryNotFoundError("cannot find the requested files in the local cache")
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    code, _, err = run(capsys, "train", "--data", image_folder, "--model", "resnet18", "--pretrained")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "the pretrained weights of resnet18 cannot be downloaded. " in err
+    assert "pass a downloaded file as --weights instead of --pretrained" in err
+
+
+def test_env_prints_versions_and_device_to_copy(capsys):
+    code, out, err = run(capsys, "env")
+    assert (code, err) == (0, "")
+    found = dict(line.split(": ", 1) for line in out.splitlines())
+    assert (found["vision_attn"], found["torch"], found["threads"]) == (va.__version__, torch.__version__, "1")
+    assert {"commit", "torchvision", "timm", "einx", "python", "os", "cpu", "gpu"} < found.keys()
+    info = Path("/proc/cpuinfo")  # not on other systems, and without a name on some processors
+    assert "model name" not in (text := info.read_text() if info.exists() else "") or found["cpu"] in text
+    issue = (Path(va.__file__).parents[1] / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
+    assert "`vision-attn env`" in issue
+
+
+def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "import vision_attn\n\n\nclass Mine(vision_attn.AttentionBlock2d):\n    pass\n"
+    (tmp_path / "my_blocks.py").write_text(code)
+    block, image = ("--block", "my_blocks:Mine"), image_folder / "val" / "red" / "0.png"
+    options = "--block-options", "num_heads=4"
+    assert train(capsys, image_folder, tmp_path, "--names", "layer2", *block, *options, model="tiny")[0] == 0
+    for words in (
+        ["evaluate", tmp_path / "run"],
+        ["predict", tmp_path / "run", image],
+        ["explore", tmp_path / "run", image, "-o", tmp_path / "page.html"],
+        ["export", tmp_path / "run", "-o", tmp_path / "net.pt2"],
+    ):
+        code, _, err = run(capsys, *words)
+        assert code != 0
+        assert re.search("--block (my_blocks|MODULE):Mine", err), err
+        assert run(capsys, *words, *block)[0] == 0
+    sys.modules.pop("my_blocks")
+
+
+def test_an_image_that_is_listed_twice_is_classified_once(capsys, image_folder):
+    folder = image_folder / "val" / "red"
+    code, out, err = run(capsys, "predict", RUN, folder, folder / "0.png", folder / "0.png")
+    assert (code, err, out.count("\n")) == (0, "", 8)
+
+
+@pytest.mark.filterwarnings("default:the run was trained on some")
+def test_all_images_of_another_folder_are_evaluated(capsys, image_folder, tmp_path):
+    settings = "--data", image_folder / "train", "--names", "layer2", "--val-fraction", 0.25
+    code, out, _ = train(capsys, image_folder, tmp_path, *settings, model="tiny")
+    assert (code, " and 18 validation images" in out) == (0, True)
+    logged = out.splitlines()[-4]
+    code, out, _ = run(capsys, "evaluate", tmp_path / "run")
+    assert (code, "18 images of " in out, logged in out) == (0, True, True)
+    assert "24 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", image_folder)[1]
+    same = image_folder / "val" / ".." / "train"
+    assert "18 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", same)[1]
+    assert "24 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", image_folder / "val")[1]
+
+
+def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
+    flags = "--img-size", 16, 32, "--num-heads", 4, "--pattern", "va.Window(4)"
+    code, out, err = run(capsys, "inspect", "resnet20", *flags)
+    assert (code, err) == (0, "")
+    assert out.startswith("dry run of 3 blocks, for an input of 3×16×32\n")
+    assert "layer3.2 AttentionBlock2d 64 4×8 32 " in " ".join(out.split())
+    assert " 8×8 " in run(capsys, "inspect", "resnet20", "--img-size", 32)[1]
+
+
+def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path):
+    images = [image_folder / "val" / name / "0.png" for name in ("red", "blue")]
+    explore = "explore", RUN, *images, "-o", tmp_path / "page.html"
+    code, out, err = run(capsys, *explore, "--top", 3)
+    page = (tmp_path / "page.html").read_text()
+    assert (code, err) == (0, "")
+    assert f"wrote {tmp_path / 'page.html'} (" in out
+    assert all(word in page for word in ("layer3.2.inserted.attn", '"title": "0.png"', '"note": ""'))
+    assert '["class ' not in page, "the page shows the class names of the run"
+    code, out, err = run(capsys, *explore, "--names", "layer3.1.*")
+    page = (tmp_path / "page.html").read_text()
+    assert (code, err, "layer3.1.inserted.attn" in page, "layer3.2.inserted.attn" in page) == (0, "", True, False)
+
+
+def test_a_network_is_explored_by_name_with_swapped_attention(capsys, image_folder, tmp_path):
+    found = open_network(Exploration(model="vit_tiny_patch16_224"))
+    assert (len(found.classes), found.classes[1]) == (1000, "goldfish, Carassius auratus")
+    assert found.transform(Image.new("RGB", (240, 240))).shape == (3, 224, 224)
+
+    explore = "explore", "test_vit", image_folder / "val" / "red", "-o", tmp_path / "page.html"
+    out, page = run(capsys, *explore)[1], (tmp_path / "page.html").read_text()
+    warning = "The weights of test_vit are random. "
+    assert ("replaced 6 attention modules" in out, "blocks.5.attn" in page) == (True, True)
+    assert (warning in out, f'"note": "{warning}' in page) == (True, True)
+
+
+def test_a_run_leaves_its_process_group_also_after_an_error(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    assert cli.main(["train", "--data", str(tmp_path / "nothing"), "--model", "resnet20", "--device", "cpu"]) != 0
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,275 @@
+"""Comparison of variants: intervals, verdicts, interrupted comparisons, and backends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import vision_attn as va
+from vision_attn import cli
+from vision_attn.errors import TrainingError
+from vision_attn.recipes import compare as module
+from vision_attn.recipes.compare import (
+    Difference,
+    compare_scores,
+    compare_settings,
+    difference_table,
+    report,
+    settings_for_variant,
+    trials,
+)
+from vision_attn.recipes.settings import Settings
+
+
+def test_the_last_variant_has_paired_intervals_with_bonferroni_correction():
+    draw, spreads = np.random.default_rng(0).normal, {45: 0.3, 45.4: 0.7, 46: 1.5}
+    images = draw(0, 3, 6)  # a common effect of each seed, which paired intervals do not contain
+    scores = {name: dict(enumerate(images + draw(name, spread, 6))) for name, spread in spreads.items()}
+    shuffled = {name: dict(sorted(of.items(), key=lambda entry: (entry[1], name))) for name, of in scores.items()}
+    for found in (compare_scores(scores), compare_scores(shuffled)):
+        assert [one.variants for one in found] == [(46, 45), (46, 45.4)]
+        for one in found:
+            difference = np.subtract(*([*scores[name].values()] for name in one.variants))
+            low, high = stats.t.interval(1 - 0.05 / 2, 5, np.mean(difference), stats.sem(difference))
+            p = min(1, 2 * stats.ttest_1samp(difference, 0).pvalue)
+            assert (one.mean, one.low, one.high, one.p) == pytest.approx((difference.mean(), low, high, p))
+            assert (one.p < 0.05) == (one.verdict != "no significant difference")
+
+
+def test_variants_with_other_seeds_have_the_intervals_of_games_and_howell_for_a_pair():
+    draw = np.random.default_rng(0).normal
+    scores = {"more seeds": dict(enumerate(draw(45, 2, 8))), "same": dict(enumerate(draw(45, 1, 5)))}
+    scores["block"] = dict(enumerate(draw(47, 1, 5)))
+    unpaired, paired = compare_scores(scores)
+    samples = [[*scores[name].values()] for name in unpaired.variants]
+    howell = stats.tukey_hsd(*samples, equal_var=False)
+    interval = howell.confidence_interval(1 - 0.05 / 2)
+    expected = (np.mean(samples[0]) - np.mean(samples[1]), interval.low[0, 1], interval.high[0, 1])
+    assert (unpaired.mean, unpaired.low, unpaired.high) == pytest.approx(expected, rel=1e-3)
+    assert unpaired.p == pytest.approx(2 * howell.pvalue[0, 1], rel=1e-3)
+    difference = np.subtract([*scores["block"].values()], [*scores["same"].values()])
+    assert paired.low == pytest.approx(stats.t.interval(0.975, 4, difference.mean(), stats.sem(difference))[0])
+
+
+def test_verdicts_respect_the_direction_and_p_is_printed():
+    scores = {
+        "near": {0: 10.0, 1: 11.0, 2: 12.5},
+        "far": {0: 5.0, 1: 6.1, 2: 6.0},
+        "block": {0: 10.3, 1: 11.0, 2: 12.1},
+    }
+    near, far = compare_scores(scores)
+    assert (near.verdict, far.verdict) == ("no significant difference", "better")
+    assert [one.verdict for one in compare_scores(scores, lower_is_better=True)] == [near.verdict, "worse"]
+    expected = 2 * stats.ttest_rel([10.3, 11.0, 12.1], [5.0, 6.1, 6.0]).pvalue
+    assert 0.0005 < expected < 0.05
+    assert (near.p, far.p) == (1, pytest.approx(expected))
+    table = difference_table([near, far, Difference(("a", "b"), 2.0, 1.0, 3.0, 0.0004)])
+    printed = re.findall(r"\| +(\S+ ?\S*) \| +(?:no significant difference|better) \|", table)
+    assert printed == ["1.000", f"{expected:.3f}", "< 0.001"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [((40.0, 41.0), (41.0, 43.0)), ((40.0,), (60.0,)), ((40.0, 40.0), (40.0, 40.0)), ((63.2, 64.3), (50.1, 51.2))],
+)
+def test_tables_have_intervals_for_differences_that_vary(values):
+    by_name = zip(("plain", "other"), values, strict=True)
+    runs = {name: {str(seed): {"top-1 %": x} for seed, x in enumerate(of)} for name, of in by_name}
+    text, differences = report(runs)
+    known = values[1] == (41.0, 43.0)
+    (found,) = compare_scores({name: {seed: one["top-1 %"] for seed, one in of.items()} for name, of in runs.items()})
+    assert (found.verdict, found.low is not None) == ("no significant difference" if known else "no verdict", known)
+    assert (list(differences), f"{found.mean:+.2f}" in text) == (
+        ([], False) if values[0] == values[1] else (["top-1 %"], True)
+    )
+    assert ("Bonferroni" in text, "nan" in text) == (known, False)
+
+
+def test_block_settings_apply_to_the_variants_that_accept_them():
+    options = ("gate_init=1", "position=Rope()", "num_heads=2")
+    common = Settings(weights="net.pth", attention_lr=0.1, freeze_backbone=True, at="before", lr=0.2)
+    common = replace(common, names=("layer3",), block_options=options)
+    found = dict(settings_for_variant(name, common) for name in module.VARIANTS)
+    assert found.pop("plain") == Settings(weights="net.pth", lr=0.2)
+    assert {(one.attention_lr, one.at, one.names) for one in found.values()} == {(0.1, "before", ("layer3",))}
+    assert {name: (one.block.rpartition(":")[2], one.block_options) for name, one in found.items()} == {
+        "convolution": ("ConvBlock", ()),
+        "se": ("se", ()),
+        "averaging": ("attention", (*options, "scale=0")),
+        "attention": ("attention", options),
+    }
+    # A new head is trained in all variants.
+    assert settings_for_variant("plain", Settings(freeze_backbone=True, reset_head=True))[1].freeze_backbone
+    assert settings_for_variant("attention", Settings())[1].stages == (-1,)
+    name, custom = settings_for_variant("wide=attention --block-options num_heads=4 --lr 0.1 --stages -2", common)
+    assert (name, custom.lr, custom.stages, custom.names) == ("wide", 0.1, (-2,), ())
+    assert custom.block_options == ("gate_init=1", "position=Rope()", "num_heads=4")
+    with pytest.raises(ValueError, match=r"plain, convolution.*'convolutoin'\. Did you mean 'convolution'"):
+        settings_for_variant("convolutoin", Settings())
+
+
+def test_a_convolution_has_as_many_parameters_as_attention():
+    for channels in (16, 64, 256):
+        one, other = (sum(p.numel() for p in b(channels).parameters()) for b in (module.ConvBlock, va.AttentionBlock2d))
+        assert abs(one - other) < 0.03 * other
+
+
+@pytest.fixture
+def base(image_folder):
+    return Settings(
+        data=image_folder, model="tiny", device="cpu", epochs=2, batch_size=36, workers=0, names=("layer2",),
+        block_options=("num_heads=4",),
+    )  # fmt: skip
+
+
+def test_a_comparison_resumes_where_it_was_interrupted(base, tmp_path, monkeypatch, capsys):
+    variants = dict(settings_for_variant(word, base) for word in ("plain", "rope=--block-options 'position=Rope()'"))
+    complete, resumed, shared = tmp_path / "complete", tmp_path / "resumed", {"command": "a command", "jobs": 1}
+    found = compare_settings(variants, seeds=(0, 1), output=complete, **shared)
+    assert "4 runs, 0 of them complete, 1 in parallel" in capsys.readouterr().out
+    rope, plain = found["rope"]["0"], found["plain"]["0"]
+    assert rope["MACs"] - plain["MACs"] == 196_608  # as reported by insert_
+    assert rope["parameters"] == 2_603
+    written = (complete / "comparison.md").read_text()
+    assert all(text in written for text in ("a command", "| plain ", "| rope "))
+    summary = json.loads((complete / "runs.json").read_text())
+    assert summary["runs"] == found
+    assert summary["environments"][0]["vision_attn"] == va.__version__
+    train, calls = module.train, []
+
+    def interrupted(settings, log):
+        calls.append(settings)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return train(settings, log)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compare_settings(variants, seeds=(0, 1), output=resumed, **shared)
+    again = compare_settings(variants, seeds=(0, 1), output=resumed, **shared)
+    assert "4 runs, 2 of them complete" in capsys.readouterr().out
+    assert {name: one["1"]["top-1 %"] for name, one in again.items()} == {
+        name: one["1"]["top-1 %"] for name, one in found.items()
+    }
+    more = compare_settings(variants, seeds=(0, 1, 2), output=resumed, **shared)
+    assert list(more["plain"]) == ["0", "1", "2"]
+    other = {name: replace(one, lr=0.3) for name, one in variants.items()}
+    with pytest.raises(ValueError, match=r"--output: .*resumed has a comparison with other settings \(--lr\). Choose"):
+        compare_settings(other, seeds=(0, 1), output=resumed, **shared)
+
+
+def test_an_aborted_comparison_with_other_settings_names_its_folder(base, tmp_path, monkeypatch):
+    def interrupted(settings, log):
+        settings.output.mkdir(exist_ok=True)
+        (settings.output / "settings.json").write_text(json.dumps({"lr": 0.5}))
+        raise KeyboardInterrupt
+
+    variants = dict(settings_for_variant(word, base) for word in ("plain", "attention"))
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compare_settings(variants, seeds=[0], output=tmp_path / "c", command="", jobs=1)
+    with pytest.raises(ValueError, match=r"--output: .*c has a comparison with other settings \(--lr\)"):
+        compare_settings(variants, seeds=[0], output=tmp_path / "c", command="", jobs=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--variants", "plain"], "--variants: expected at least 2 distinct names"),
+        (["--variants", "plain", "plain"], "--variants: expected at least 2 distinct names"),
+        (["--variants", "plain", "a/b=attention"], "--variants: expected .*'a/b=attention'"),
+        (["--seeds", "1", "1"], "--seeds must be distinct"),
+        (["--block", "se"], "--block: not available in a comparison"),
+        (["--seed", "3"], "--seed: not available in a comparison"),
+        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--varients", "plain"], "unknown flag --varients. Did you mean '--variants'"),
+        (["-o", "IMAGES"], "--output: .* is a folder of images"),
+        (["-o", "RUN"], "--output: .*run is the folder of a run"),
+        (["--config", "RUN", "-o", "RUN"], "--output: .*run is the folder of a run"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_line_errors(image_folder, tmp_path, capsys, words, message):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "settings.json").write_text(json.dumps({"model": "tiny", "data": str(image_folder)}))
+    places = {"IMAGES": str(image_folder / "train"), "RUN": str(tmp_path / "run")}
+    line = ["compare", "--data", str(image_folder), "--model", "tiny", "-o", str(tmp_path / "c"), *words]
+    assert cli.main([places.get(word, word) for word in line]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.match(f"vision-attn: error: .*{message}", error), error
+
+
+def score(variant, seed, **options):
+    if variant == "broken":
+        raise ValueError("a bug")
+    if variant == "large":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"top-1 %": 50.0 + seed + len(variant), "pid": os.getpid()}
+
+
+def test_a_failed_run_is_named(tmp_path):
+    with pytest.raises(TrainingError, match="broken, seed 0 failed: ValueError: a bug"):
+        trials(score, ["small", "broken"], seeds=[0], output=tmp_path, jobs=1)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_one_error(tmp_path):
+    with pytest.raises(TrainingError, match=r"ended by the system, usually because memory ran out. Use fewer --jobs"):
+        trials(score, ["small", "large"], seeds=[0, 1], output=tmp_path, jobs=2)
+
+
+@pytest.mark.slow
+def test_processes_end_with_the_main_process_and_the_command_goes_on(image_folder, tmp_path):
+    words = f"compare --model resnet20 --names layer3 --batch-size 8 --data {image_folder} --workers 1 --device cpu"
+    line = [sys.executable, "-m", "vision_attn", *words.split(), "--seeds", "0", "--jobs", "2", "--variants", "plain"]
+    line += ["attention", "--output", str(tmp_path / "c"), "--epochs"]
+    main = subprocess.Popen(
+        [*line, "400"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    states = [tmp_path / "c" / f"{name}-0" / "state" for name in ("plain", "attention")]
+    while main.poll() is None and not all(list(state.glob("0000[1-9]-*")) for state in states):
+        time.sleep(0.1)
+    main.send_signal(signal.SIGKILL)
+    main.wait()
+    for _ in range(30):
+        time.sleep(1)
+        rows = subprocess.run(["ps", "-eo", "sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+        left = [row for row in rows.splitlines() if row.split()[0] == str(main.pid) and row.split()[1][0] != "Z"]
+        if not left:
+            break
+    assert left == []
+    epochs = [json.loads((next(state.glob("*")) / "progress.json").read_text())["epoch"] for state in states]
+    done = subprocess.run([*line, "400", "--resume", "auto"], capture_output=True, text=True, check=False)
+    assert (done.returncode, min(epochs) > 0) == (2, True), "resume is automatic"
+
+
+@pytest.mark.thorough
+def test_ray_runs_the_same_comparison_on_two_nodes(tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        cluster.add_node(num_cpus=1)
+        ray.init(address=cluster.address)
+        found = trials(score, ["plain", "block"], seeds=[0, 1, 2], output=tmp_path / "ray", jobs=2, backend="ray")
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    here = trials(score, ["plain", "block"], seeds=[0, 1, 2], output=tmp_path / "here", jobs=1)
+    scores = [{v: {s: one["top-1 %"] for s, one in of.items()} for v, of in runs.items()} for runs in (found, here)]
+    assert scores[0] == scores[1]
+    assert (tmp_path / "ray" / "comparison.md").exists()

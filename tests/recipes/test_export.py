@@ -1,0 +1,328 @@
+"""Exported files: outputs in other runtimes, metadata and errors."""
+
+import dataclasses
+import json
+import os
+import sys
+import warnings
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.transforms.v2.functional import normalize as normalize_images
+
+import vision_attn as va
+from vision_attn import cli
+from vision_attn.errors import DataError, ExportError
+from vision_attn.networks.models import create_model
+from vision_attn.recipes import export
+from vision_attn.recipes.export import FORMATS
+
+MEAN, STD = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
+
+
+def small_network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+    va.insert_(model, names="0", num_heads=4, gate_init=0.5, example_input=(1, 3, 16, 24))
+    model.classes, model.pretrained_cfg = ("cat", "dog"), {"input_size": (3, 16, 24), "mean": MEAN, "std": STD}
+    return model.eval()
+
+
+def run(path, images):
+    if path.suffix == ".onnx":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    with torch.no_grad():
+        return torch.export.load(path).module()(images)
+
+
+def about(path):
+    if path.name.endswith(".onnx"):
+        return json.loads(onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map["classifier"])
+    if path.name.endswith(".aoti.pt2"):
+        return json.loads(torch._inductor.aoti_load_package(str(path)).get_metadata()["classifier"])
+    if path.name.endswith(".tflite"):
+        return json.loads(zipfile.ZipFile(path).read("classifier.json"))
+    if path.name.endswith(".pte"):
+        from executorch.runtime import Runtime
+
+        return json.loads(Runtime.get().load_program(path).load_method("classifier").execute([])[0])
+    files = {"classifier": ""}
+    torch.export.load(path, extra_files=files)
+    return json.loads(files["classifier"])
+
+
+def assert_computes(path, model, pixels, normalize=True):
+    images = normalize_images(pixels, MEAN, STD) if normalize else pixels
+    with torch.no_grad():
+        torch.testing.assert_close(run(path, pixels), model(images), rtol=1e-4, atol=1e-4)
+
+
+ABOUT = {
+    "classes": ["cat", "dog"], "input_size": [3, 16, 24], "mean": list(MEAN), "std": list(STD), "pixels": "0…1",
+    "crop_pct": 1.0, "crop_mode": "center", "interpolation": "bilinear",
+    "architecture": None, "inserted": ["0"], "library": f"vision_attn {va.__version__}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+def test_an_exported_file_matches_the_network_and_a_different_file_is_rejected(tmp_path, monkeypatch, suffix):
+    path = tmp_path / "new" / f"net{suffix}"
+    report = va.export_model(small_network(), path)
+    assert_computes(path, small_network(), torch.rand(5, 3, 16, 24))
+    assert f"{report.difference:.1e}" in str(report)
+    assert f"{path.stat().st_size / 1e6:.2f} MB, input (batch, 3, 16, 24), pixels in 0…1" in str(report)
+    assert report.difference <= 1e-4 * report.largest
+    assert report.images == 4  # batches of one and three
+    assert [*path.parent.iterdir()] == [path]
+    assert about(path) == ABOUT
+    # A graph with a different output, here that of the network with its original gate, is not written.
+    before = path.read_bytes()
+    corrupted = dataclasses.replace(FORMATS[suffix], write=lambda program, file, about: file.write_bytes(before))
+    monkeypatch.setitem(FORMATS, suffix, corrupted)
+    network = small_network()
+    network[0].inserted.gate.data.mul_(0.99)
+    (tmp_path / f"net{suffix}").write_bytes(b"old")
+    with pytest.raises(ExportError, match=r"has a different output in .* \d\.\de-\d\d, "):
+        va.export_model(network, tmp_path / f"net{suffix}")
+    assert sorted(tmp_path.iterdir()) == sorted([path.parent, tmp_path / f"net{suffix}"])
+    assert (tmp_path / f"net{suffix}").read_bytes() == b"old"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [suffix for suffix in FORMATS if suffix not in (".onnx", ".pt2")])
+def test_other_runtimes_reproduce_the_network(tmp_path, suffix):
+    form = FORMATS[suffix]
+    if missing := [name for name in form.packages if find_spec(name) is None]:
+        pytest.skip(f"{form.runtime} needs {' and '.join(missing)}")
+    path, network, pixels = tmp_path / f"net{suffix}", small_network(), torch.rand(4, 3, 20, 28)
+    with torch.no_grad():
+        expected = network(normalize_images(pixels, MEAN, STD))
+    for dynamic, size in (((), 1), (form.dynamic, 4 if "batch" in form.dynamic else 1)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings of the runtimes
+            va.export_model(
+                network, path, example_input=(1, 3, *((16, 24) if "size" in dynamic else (20, 28))), dynamic=dynamic
+            )
+            outputs = torch.cat([*map(form.open(path), pixels.split(size))])
+        torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+        assert about(path) == {**ABOUT, "input_size": [3, 16, 24] if "size" in dynamic else [3, 20, 28]}
+        assert {file.name for file in tmp_path.iterdir()} == {f"net{suffix}"}
+
+
+@pytest.mark.slow
+def test_only_dynamic_dimensions_can_vary(tmp_path):
+    images = {"batch": torch.rand(3, 3, 16, 24), "size": torch.rand(1, 3, 21, 37), None: torch.rand(1, 3, 16, 24)}
+    for dynamic in ((), ("batch",), ("size",), ("batch", "size")):
+        path = va.export_model(small_network(), tmp_path / "net.pt2", dynamic=dynamic).file
+        for name, batch in images.items():
+            if name is None or name in dynamic:
+                assert_computes(path, small_network(), batch)
+            else:
+                with pytest.raises(AssertionError, match="Guard failed"):
+                    run(path, batch)
+
+
+@pytest.mark.slow
+def test_attention_that_a_runtime_does_not_support_is_exported_as_matrix_products(tmp_path, monkeypatch):
+    form = FORMATS[".pt2"]
+
+    def write(program, path, about):
+        if "scaled_dot_product_attention" in str(program.graph):
+            raise NotImplementedError("scaled_dot_product_attention")
+        form.write(program, path, about)
+
+    monkeypatch.setitem(FORMATS, ".pt2", dataclasses.replace(form, write=write))
+    report = va.export_model(small_network(), tmp_path / "net.pt2")
+    assert "impl='bmm', because with 'sdpa' the network cannot be exported for torch.export (NotImpl" in str(report)
+    assert_computes(report.file, small_network(), torch.rand(3, 3, 16, 24))
+
+
+def test_int8_images_are_spread_over_the_data(image_folder, monkeypatch):
+    monkeypatch.setattr(export, "CALIBRATION", 7)
+    monkeypatch.setattr(export, "EVALUATION", 4)
+    metadata = export.make_metadata(small_network(), (1, 3, 32, 32), False) | {"classes": ["red", "green", "blue"]}
+    for train, folder, expected in ((True, "train", [2, 2, 2, 1, 1, 0, 0]), (False, "val", [2, 2, 1, 0])):
+        images, labels = export.load_labeled(image_folder, metadata, train=train)
+        assert labels.tolist() == expected
+        files = sorted((image_folder / folder).glob("*/*.png"))
+        for image, file in ((images[0], files[0]), (images[-1], files[-1])):
+            pixels = torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) / 255
+            torch.testing.assert_close(image[0], normalize_images(pixels[None], MEAN, STD)[0])
+
+
+@pytest.mark.slow
+def test_the_reported_int8_accuracy_is_that_of_the_file(tmp_path, image_folder):
+    model, path = small_network(), tmp_path / "net.onnx"
+    model.classes = ("red", "blue", "green")  # in another order than the folders
+    files = sorted((image_folder / "val").glob("*/*.png"))
+    images = torch.stack([torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) / 255 for file in files])
+    labels = torch.tensor([model.classes.index(file.parent.name) for file in files])
+    with torch.no_grad():  # fits the classifier to labels in which green images are red
+        features = model[:-1](normalize_images(images, MEAN, STD))
+        model[-1] = nn.Linear(8, 3, bias=False)
+        model[-1].weight[:] = torch.linalg.lstsq(features, torch.eye(3)[labels % 2]).solution.mT
+    report = va.export_model(model, path, int8=image_folder, example_input=(1, 3, 32, 32))
+    with torch.no_grad():
+        exact = model(normalize_images(images, MEAN, STD))
+    rounded = run(path, images)
+    assert 0 < (rounded - exact).abs().max() < 0.05 * exact.abs().max()
+    assert (exact.argmax(1) == labels).float().mean() == pytest.approx(2 / 3)
+    before, after = (100 * (logits.argmax(1) == labels).float().mean() for logits in (exact, rounded))
+    note = f"with 72 images: accuracy {before:.2f} % before and {after:.2f} % after, on 24 images"
+    assert note in str(report)
+    assert {node.op_type for node in onnx.load(path).graph.node} >= {"QuantizeLinear", "DequantizeLinear", "Softmax"}
+    assert about(path)["classes"] == ["red", "blue", "green"]
+    model.classes = ("red", "blue", "yellow")
+    with pytest.raises(DataError, match="the class 'green', which is not a class of the network"):
+        va.export_model(model, path, int8=image_folder, example_input=(1, 3, 32, 32))
+    with pytest.raises(DataError, match="nothing: no such folder"):
+        va.export_model(model, path, int8=tmp_path / "nothing", example_input=(1, 3, 32, 32))
+    model.classes = ()
+    with pytest.raises(DataError, match="which is not a class of the network"):
+        va.export_model(model, path, int8=image_folder, example_input=(1, 3, 32, 32))
+    assert run(path, images).equal(rounded)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "net.pte",
+            {"dynamic": ["batch", "size"]},
+            "dynamic: ExecuTorch does not support a dynamic size. Remove 'size'",
+        ),
+        ("net.tflite", {"dynamic": ["batch"]}, "dynamic: LiteRT does not support a dynamic batch. Remove 'batch'"),
+        ("net.pt2", {"dynamic": ["width"]}, r"dynamic: torch\.export does not support a dynamic width"),
+        ("net.pt2", {"int8": "images"}, r"int8 requires an \.onnx file.*got 'net\.pt2'"),
+        ("net.onnx", {"example_input": (3, 8, 8)}, r"example_input must be .* got \(3, 8, 8\)"),
+        ("net.onnx", {"example_input": (1, 3, 8, 8, 8)}, r"example_input must be images \(b, c, h, w\)"),
+    ],
+)
+def test_unsupported_options_of_a_format_raise_errors(tmp_path, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        va.export_model(small_network(), tmp_path / name, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "bias", "error", "message"),
+    [
+        ("net.pth", 0.0, ValueError, r"\.tflite, \.pte, got 'net\.pth'"),
+        ("net.pt2", torch.nan, ExportError, "not finite"),
+        ("net.pt2", 0.0, ExportError, "RuntimeError: data-dependent control flow"),
+    ],
+)
+def test_a_failed_export_keeps_an_existing_file(tmp_path, monkeypatch, name, bias, error, message):
+    def fail(program, path, about):
+        raise RuntimeError("data-dependent control flow")
+
+    monkeypatch.setitem(FORMATS, ".pt2", dataclasses.replace(FORMATS[".pt2"], write=fail))
+    (tmp_path / name).write_bytes(b"old")
+    network = small_network()
+    nn.init.constant_(network[-1].bias, bias)
+    with pytest.raises(error, match=message):
+        va.export_model(network, tmp_path / name)
+    assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [(name, b"old")]
+
+
+def test_a_network_that_cannot_process_its_images_is_rejected(tmp_path):
+    network = nn.Sequential(nn.Conv2d(3, 4, 9), nn.Flatten(), nn.LazyLinear(2)).eval()
+    with pytest.raises(ValueError, match=r"^example_input is required for a model without pretrained_cfg, such as \(1"):
+        va.export_model(network, tmp_path / "net.pt2")
+    network.pretrained_cfg = {"input_size": (3, 16, 16), "mean": MEAN, "std": STD}
+    network(torch.zeros(1, 3, 16, 16))
+    for options in ({"example_input": (1, 3, 8, 8)}, {"dynamic": ["size"]}):
+        with pytest.raises(ExportError, match=r"cannot process images of 3×.*RuntimeError"):
+            va.export_model(network, tmp_path / "net.pt2", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_network_without_a_configuration_is_exported_with_an_example_input(tmp_path):
+    network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()  # a segmentation model
+    va.insert_(network, names="0", num_heads=2, gate_init=0.5, example_input=(1, 1, 12, 20))
+    report = va.export_model(network, tmp_path / "net.onnx", example_input=torch.rand(2, 1, 12, 20))
+    assert "input (batch, 1, 12, 20), pixels in the range of the network" in str(report)
+    assert_computes(report.file, network, torch.rand(3, 1, 12, 20), normalize=False)
+    found = about(report.file)
+    assert (found["classes"], found["mean"], found["inserted"]) == ([], None, ["0"])
+    with pytest.raises(ValueError, match=r"normalize requires model\.pretrained_cfg"):
+        va.export_model(network, tmp_path / "net.onnx", example_input=(1, 1, 12, 20), normalize=True)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+def test_a_full_disk_is_named_with_the_file_and_a_remedy(tmp_path, monkeypatch, capsys):
+    def write(program, file, about):
+        Path("/dev/full").write_bytes(b"weights")
+
+    monkeypatch.setitem(FORMATS, ".pt2", dataclasses.replace(FORMATS[".pt2"], write=write))
+    monkeypatch.chdir(tmp_path)
+    va.save_model(create_model("tiny"), tmp_path / "run")
+    assert cli.main(["export", "run", "-o", "net.pt2"]) == 1
+    error = capsys.readouterr().err
+    expected = "No space left on device: 'net.pt2'. Free disk space, or write to another disk"
+    assert error == f"vision-attn: error: {expected}\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_wrapped_half_precision_network_is_exported_in_float32_and_unchanged(tmp_path):
+    half, path = small_network().bfloat16(), tmp_path / "net.pt2"
+    va.set_impl_(half, "einx")  # traces static shapes
+    va.freeze_backbone_(half.train(), also_train="3.*")
+    modes = [module.training for module in half.modules()]
+    assert "pixels in 0…1, then (pixels - mean) / std" in str(
+        va.export_model(nn.DataParallel(half), path, normalize=False)
+    )
+    assert about(path)["pixels"] == "0…1, then (pixels - mean) / std"
+    assert (half[3].weight.dtype, half[0].inserted.attn.impl) == (torch.bfloat16, "einx")
+    assert [module.training for module in half.modules()] == modes
+    assert_computes(path, half.float().eval(), torch.randn(4, 3, 16, 24), normalize=False)
+
+
+@pytest.mark.parametrize("classes", [2, {"cat": 0}, [0, 1]], ids=str)
+def test_classes_that_are_not_names_are_not_exported(classes):
+    network = small_network()
+    network.classes = classes
+    assert export.make_metadata(network, None, True)["classes"] == []
+
+
+def test_a_loaded_network_has_its_classes_statistics_and_crop(tmp_path):
+    model = create_model("tiny", num_classes=2)
+    va.insert_(model, names="layer2", num_heads=4, gate_init=0.5, example_input=(1, 3, 32, 32))
+    crop = {"crop_pct": 0.9, "crop_mode": "squash", "interpolation": "bicubic"}
+    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, 32, 32), "mean": MEAN, "std": STD, **crop}
+    loaded = va.load_model(va.save_model(model, tmp_path / "net", classes=["cat", "dog"]))
+    report = va.export_model(loaded, tmp_path / "net.PT2")
+    found = about(report.file)
+    assert (found["classes"], found["mean"], found["architecture"]) == (["cat", "dog"], list(MEAN), "tiny")
+    assert {name: found[name] for name in crop} == crop
+    assert_computes(report.file, model.eval(), torch.rand(2, 3, 32, 32))
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("net.onnx", "onnxscript"), ("net.onnx", "onnxruntime"), ("net.tflite", "litert_torch")]
+)
+def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf'requires the package {package}. Install it: pip install "\.\['):
+        va.export_model(small_network(), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_documented_counter_counts_all_operations():
+    (b, c, h, w), heads = (2, 32, 6, 5), 4
+    network = nn.Sequential(va.Attention2d(c, heads), nn.Conv2d(c, 7, 1)).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, va.use_impl(network, "bmm"):
+        network(torch.rand(b, c, h, w))
+    tokens = h * w
+    macs = b * (4 * c * c * tokens + 2 * c * tokens * tokens + 7 * c * tokens)
+    assert counter.get_total_flops() == 2 * macs

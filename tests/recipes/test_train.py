@@ -1,0 +1,473 @@
+"""Training: settings, networks, training steps, and the folder of a run."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from small_networks import assert_same
+from timm.utils import ModelEmaV3
+
+import vision_attn as va
+from vision_attn.errors import DataError
+from vision_attn.networks.models import create_model
+from vision_attn.recipes import train as module
+from vision_attn.recipes.runs import read_settings
+from vision_attn.recipes.settings import Evaluation, Settings, check
+from vision_attn.recipes.train import build_network, evaluate, make_accelerator, make_transforms
+
+OURS = "vision_attn.attention.blocks:AttentionBlock2d"
+CLASSES = ("blue", "green", "red")
+
+
+@pytest.fixture
+def base(image_folder, tmp_path):
+    """Return settings for a short run of a small network with four steps per epoch."""
+    return Settings(
+        data=image_folder, model="tiny", img_size=16, names=("layer1",), epochs=3, batch_size=16, lr=0.05,
+        clip_grad=5.0, device="cpu", workers=0, output=tmp_path / "run",
+    )  # fmt: skip
+
+
+def quiet(line):
+    pass
+
+
+def changed_keys(state, other):
+    return {key for key, value in state.items() if not torch.equal(other[key], value)}
+
+
+def test_settings_are_restored_from_their_file_except_call_settings(base, tmp_path):
+    file = tmp_path / "settings.json"
+    settings = replace(base, seed=3, amp="no")
+    file.write_text(json.dumps(asdict(settings), default=str))
+    assert read_settings(tmp_path, ()) == replace(settings, output=None)
+    file.write_text(json.dumps({"lr": 1e-3, "epochs": 5, "names": ["layer3"]}))
+    assert read_settings(file, ()) == Settings(lr=0.001, epochs=5, names=("layer3",))
+    file.write_text(json.dumps({"block": OURS, "names": ["layer3"], "download": True}))
+    found = read_settings(tmp_path, ("--block", OURS))  # code only if the caller passes it too
+    assert (found.block, found.download) == (OURS, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"epoch": 3}', "unknown settings epoch"),
+        ("lr", "does not contain settings"),
+        ("[1]", "does not contain settings"),
+        ('{"dataset": "hfds/someone/photos"}', "--dataset hfds/someone/photos"),
+        ('{"block": "os:system"}', "--block os:system"),
+    ],
+)
+def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_path):
+    (tmp_path / "settings.json").write_text(text)
+    with pytest.raises(ValueError, match=f"settings.json.*{message}"):
+        read_settings(tmp_path, ())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup_epochs": 3}, "--warmup-epochs must be less than --epochs 3, got 3"),
+        ({"weights": "a.pth", "pretrained": True}, "--weights cannot be combined with --pretrained"),
+        ({"stages": (1,)}, "--stages cannot be combined with --names"),
+        ({"lr": math.nan}, "--lr must be at least 1e-12, got nan"),
+        ({"lr": 1e9}, r"--lr must be at most 1000, got 1e\+?09|--lr must be at most 1000, got 1000000000.0"),
+        ({"epochs": 0}, "--epochs must be at least 1, got 0"),
+        ({"hflip": -0.5}, r"--hflip must be at least 0, got -0\.5"),
+        ({"reprob": 1.5}, r"--reprob must be at most 1, got 1\.5"),
+        ({"model": "resnet21"}, r"model: 'resnet21' does not exist\. Did you mean .*resnet20"),
+        ({"model": "vit_tiny_patch16_224", "names": (), "img_size": 64}, "64×64.* needs --img-size 224"),
+        ({"block_options": ("pos=Rope()",)}, "--block-options do not match --block attention: .*'pos'"),
+        ({"block_options": ("num_heads=4", "num_heads=2")}, "--block-options .*'num_heads=2'"),
+        ({"block": "vision_attn:Nothing"}, "--block .*MODULE:CLASS, got 'vision_attn:Nothing'"),
+        ({"names": ("layer9",)}, "^names: no module matches 'layer9'"),
+        ({"pattern": "row"}, "pattern .*got 'row'. Did you mean 'rows'"),
+        ({"pattern": "Windo(7)"}, r"expected one of .*Window.* got Windo\(7\)"),
+        ({"batch_size": 100}, "--batch-size .* 72, .* got 100"),
+        ({"batch_size": 15, "mixup": 1.0}, "--batch-size .* 2, got 15"),
+        ({"weights": "x.pth", "rename": "efficientnet"}, "--rename .*efficientnet-pytorch, got 'efficientnet'"),
+        ({"rename": "efficientnet-pytorch"}, "--rename requires --weights"),
+        ({"names": (), "attention_lr": 0.1}, "--attention-lr requires --stages or --names"),
+        ({"opt": "lion", "lr": None}, "--lr is required for --opt lion"),
+        ({"opt": "adamww"}, "--opt: timm has no optimizer 'adamww'. Did you mean .*'adamw'"),
+        ({"device": "cuda"}, "--device cuda requires a CUDA device"),
+        ({"device": "tpu"}, "--device must be cpu or cuda, got 'tpu'"),
+        ({"amp": "float16"}, "--amp float16 requires a CUDA device"),
+        ({"freeze_backbone": True}, "--freeze-backbone requires --weights or --pretrained"),
+        ({"aa": "rand-x9"}, "--aa .*rand-m9-mstd0.5, got 'rand-x9'"),
+        ({"resume": "nothing"}, "--output .* --resume nothing, got .*run"),
+        ({"resume": "nothing", "output": None}, "nothing: no such run"),
+        ({"model": None}, "--model is required: .*--model resnet18 --pretrained"),
+        ({"data": None}, "--data is required: a folder of images"),
+        ({"dataset": "mnist"}, "--dataset must be folder, .*, got mnist"),
+        ({"log_with": ("wandb",)}, "--log-with wandb is not installed. Install it: pip install wandb"),
+    ],
+    ids=str,
+)
+def test_invalid_settings_are_one_line_errors(base, options, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises((ValueError, DataError), match=message) as caught:
+        module.train(replace(base, **options))
+    assert "\n" not in str(caught.value)
+    assert not base.output.exists()
+
+
+def test_a_run_learns_and_writes_its_folder(base, image_folder):
+    lines, folder = [], base.output
+    history = module.train(replace(base, log_with=("tensorboard",)), log=lines.append)
+    best = module.best_epoch(history)
+    assert best["eval_top1"] > 90
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".lock", "logs", "metrics.csv", "model", "settings.json", "state",
+    ]  # fmt: skip
+    with open(folder / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+    assert rows[-1] == {key: str(value) for key, value in history[-1].items()}
+    assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
+    for row in history:
+        assert row["images_per_second"] * row["seconds"] == pytest.approx(4 * base.batch_size, rel=0.01)
+    assert lines[0].startswith("1 block inserted")
+    assert lines[1] == "tiny: 1,779 parameters, input 3×16×16, 3 classes, 72 training and 24 validation images"
+    assert list((folder / "logs").rglob("events.out.tfevents*"))
+    assert lines[-1] == f"vision-attn compare --config {folder} --output {folder / 'compare'}"
+
+    # The saved network has the scores in the log, with and without blocks.
+    model, plain = va.load_model(folder), va.load_model(folder)
+    assert model.classes == CLASSES
+    for block in va.inserted_blocks(plain).values():
+        torch.nn.init.zeros_(block.gate)
+    images = [Image.open(path) for path in sorted((image_folder / "val").glob("*/*.png"))]
+    images, labels = torch.stack([*map(model.transform, images)]), torch.arange(3).repeat_interleave(8)
+    scores, others = model(images), plain(images)
+    at = lines.index(f"best epoch, {best['epoch']}, in {folder / 'model'}:")
+    top1, without = (100 * float((x.argmax(1) == labels).float().mean()) for x in (scores, others))
+    losses = [float(F.cross_entropy(x, labels).detach()) for x in (scores, others)]
+    assert lines[at + 1] == f"top-1 {top1:.2f} %, loss {losses[0]:.4f}"
+    assert best["eval_top1"] == pytest.approx(top1)
+    changed = int((scores.argmax(1) != others.argmax(1)).sum())
+    assert lines[at + 2] == (
+        f"ablation, with the blocks disabled: top-1 {without:.2f} %, loss {losses[1]:.4f} "
+        f"(top-1 {without - top1:+.2f}); {changed} of 24 predictions change"
+    )
+    told = []
+    assert evaluate(Evaluation(run=str(folder), device="cpu"), log=told.append)["loss"] == best["eval_loss"]
+    assert told[1:] == lines[at + 1 : at + 3]
+    with pytest.raises(ValueError, match=f"{folder} .*--resume {folder}"):
+        module.train(replace(base, seed=1), log=quiet)
+
+
+def test_of_equal_accuracies_the_epoch_with_the_lower_loss_is_saved():
+    rows = [{"eval_top1": top1, "eval_loss": loss} for top1, loss in ((80, 0.5), (90, 0.9), (90, 0.4), (90, 0.4))]
+    assert module.best_epoch(rows) is rows[2]
+
+
+def test_a_resumed_run_keeps_its_settings(base, capsys):
+    module.train(replace(base, epochs=1), log=quiet)
+    from vision_attn import cli
+
+    assert cli.main(["train", "--resume", str(base.output), "--epochs", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "resumed at epoch 2, step 0" in out
+    assert "epoch 2/2" in out
+    assert read_settings(base.output, ()) == replace(base, epochs=2, output=None, opt="sgd")
+
+
+def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train-7", "train-old"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"batch-size must be at most 72, the number of training images, .*got 100"):
+        module.train(replace(base, output=None, batch_size=100), log=quiet)
+    assert not (tmp_path / "runs" / "train-8").exists(), "an invalid run does not use a number"
+    module.train(replace(base, output=None, epochs=1, batch_size=36), log=quiet)
+    assert (tmp_path / "runs" / "train-8" / "settings.json").exists()
+
+
+def test_the_batch_size_has_at_least_eight_steps_per_epoch(base):
+    lines = []
+    module.train(replace(base, batch_size=None, epochs=1), log=lines.append)
+    assert any(line.startswith("1 epochs of 9 steps of 8 images") for line in lines)
+
+
+def spy(monkeypatch, name):
+    """Record the results of a function of the recipe."""
+    made, original = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given, **how: made.append(original(*given, **how)) or made[-1])
+    return made
+
+
+def test_the_optimizer_has_the_name_and_numbers_of_the_settings(base, monkeypatch):
+    made = spy(monkeypatch, "create_optimizer_v2")
+    module.train(replace(base, opt="adamw", lr=0.003, weight_decay=0.02, epochs=1), log=quiet)
+    assert isinstance(made[0], torch.optim.AdamW)
+    assert {group["weight_decay"] for group in made[0].param_groups} == {0.02, 0.0}
+    module.train(replace(base, output=base.output.with_name("sgd"), epochs=1), log=quiet)
+    assert {(group["momentum"], group["nesterov"]) for group in made[1].param_groups} == {(0.9, True)}
+    plain = Settings(data=Path("x"), model="tiny")
+    found = [check(replace(plain, **of)).lr for of in ({}, {"weights": "a.pth"}, {"opt": "adamw"}, {"lr": 3.0})]
+    assert found == [0.1, 0.01, 0.001, 3.0]
+    frozen = check(replace(plain, pretrained=True, freeze_backbone=True))  # only new parameters are trained
+    assert (frozen.opt, frozen.lr) == ("adamw", 0.001)
+
+
+def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base, monkeypatch):
+    made, rates = spy(monkeypatch, "create_optimizer_v2"), []
+    seed_all = module.seed_all
+
+    def seed(*numbers):
+        if len(numbers) == 4 and numbers[1:3] != (0, 0):  # the rates of the step before
+            rates.append({group["name"]: group["lr"] for group in made[0].param_groups})
+        seed_all(*numbers)
+
+    monkeypatch.setattr(module, "seed_all", seed)
+    options = {"model": "test_resnet", "warmup_epochs": 1, "attention_lr": 0.2, "layer_decay": 0.5, "img_size": 32}
+    history = module.train(replace(base, **options), log=quiet)
+    for done, found in enumerate(rates):
+        warming = 0.0005 + done / 4 * (0.05 - 0.0005)  # starts at 1/100 of the learning rate
+        cosine = 0.05 / 2 * (1 + math.cos(math.pi * (done - 4) / 8))
+        lr = warming if done < 4 else cosine
+        assert found["attention, decay"] == found["attention, no decay"] == pytest.approx(4 * lr)
+        layers = sorted({rate for name, rate in found.items() if name.startswith("backbone")}, reverse=True)
+        assert layers == pytest.approx([lr / 2**depth for depth in range(len(layers))])
+        assert len(layers) > 3
+    assert history[1]["lr"] == pytest.approx(0.05 / 2 * (1 + math.cos(math.pi * 3 / 8)))
+
+
+def test_a_step_clips_gradients_and_smooths_labels(base, monkeypatch):
+    networks, made, losses = spy(monkeypatch, "build_network"), spy(monkeypatch, "create_optimizer_v2"), []
+    cross_entropy = F.cross_entropy
+
+    def record(logits, labels, **options):
+        losses.append(options)
+        return cross_entropy(logits, labels, **options)
+
+    monkeypatch.setattr(module.F, "cross_entropy", record)
+    options = {"weight_decay": 0.0, "clip_grad": 1e-3, "label_smoothing": 0.3, "batch_size": 72, "epochs": 1}
+    starts = []
+    seed_all = module.seed_all
+
+    def seed(*numbers):
+        if len(numbers) == 4:
+            starts.append(torch.nn.utils.parameters_to_vector(networks[0][0].parameters()).detach().clone())
+        seed_all(*numbers)
+
+    monkeypatch.setattr(module, "seed_all", seed)
+    module.train(replace(base, **options), log=quiet)
+    assert losses[0] == {"label_smoothing": 0.3}
+    # The first step with Nesterov momentum is 1.9 times the gradient, whose norm is at most 1e-3.
+    end = torch.nn.utils.parameters_to_vector(networks[0][0].parameters())
+    assert (end - starts[0]).norm().item() == pytest.approx(0.05 * 1.9 * 1e-3, rel=2e-3)
+    assert len(made) == 1
+
+
+def test_accumulated_gradients_are_those_of_the_complete_batch(base, monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "100")  # the settings take precedence
+    found = []
+    for parts in (1, 4):
+        # No batch norms, whose statistics depend on the micro-batch.
+        options = {"model": "test_efficientnet_gn", "names": ("blocks.1",), "grad_accum_steps": parts, "epochs": 1}
+        run = replace(base, output=tmp_path / str(parts), lr=0.01, clip_grad=None, **options)
+        found.append((module.train(run, log=quiet)[0]["train_loss"], va.load_model(run.output).state_dict()))
+    (loss, one), (other, four) = found
+    assert loss == pytest.approx(other, rel=1e-4)
+    torch.testing.assert_close(four, one, rtol=1e-3, atol=1e-4)
+
+
+def test_random_numbers_differ_between_seeds_epochs_steps_and_processes(base, monkeypatch, tmp_path):
+    seeds = []
+    monkeypatch.setattr(module, "seed_all", lambda *numbers: len(numbers) == 4 and seeds.append(numbers))
+    module.train(replace(base, epochs=2), log=quiet)
+    assert seeds == [(0, epoch, step, 0) for epoch in range(2) for step in range(4)]
+    from vision_attn.recipes.data import seed_all
+
+    found = set()
+    for numbers in ((0, 1, 2, 0), (1, 1, 2, 0), (0, 2, 1, 0), (0, 1, 2, 1)):
+        seed_all(*numbers)
+        found.add((torch.initial_seed(), np.random.rand()))
+    assert len(found) == 4
+
+
+def test_the_moving_average_is_evaluated_and_saved(base, monkeypatch):
+    made, built = spy(monkeypatch, "ModelEmaV3"), spy(monkeypatch, "build_network")
+    module.train(replace(base, ema=0.999, epochs=1), log=quiet)
+    assert isinstance(made[0], ModelEmaV3)
+    assert made[0].get_decay(10**6) == 0.999
+    saved = va.load_model(base.output).state_dict()
+    assert_same(saved, made[0].module.state_dict())
+    assert changed_keys(saved, built[0][0].state_dict())
+
+
+def test_images_are_mixed_by_timm_and_erased(base, monkeypatch):
+    made, seen, cross_entropy = [], [], F.cross_entropy
+
+    class Recorded(module.Mixup):
+        def __call__(self, x, target):
+            made.append(super().__call__(x, target))
+            return made[-1]
+
+    def record(logits, labels, **options):
+        seen.append(labels)
+        return cross_entropy(logits, labels, **options)
+
+    monkeypatch.setattr(module, "Mixup", Recorded)
+    monkeypatch.setattr(module.F, "cross_entropy", record)
+    module.train(replace(base, mixup=0.4, cutmix=1.0, epochs=1), log=quiet)
+    mixed = [labels for labels in seen if labels.dim() == 2]
+    assert [tuple(labels.shape) for labels in mixed] == [(16, 3)] * 4
+    assert all(torch.equal(labels, found) for labels, (_, found) in zip(mixed, made, strict=True))
+    config = create_model("tiny").pretrained_cfg | {"input_size": (3, 16, 16)}
+    image = Image.new("RGB", (16, 16), (200, 100, 50))
+    train, evaluation = make_transforms(replace(base, reprob=1.0, crop_scale=1.0, hflip=0.0), config)
+    assert not torch.equal(train(image), evaluation(image))
+
+
+def test_mixed_precision_saves_a_plain_network(base, monkeypatch):
+    built, seen = module.build_network, []
+
+    def build(*given, **options):
+        model, new = built(*given, **options)
+        model.layer1.register_forward_hook(lambda module, args, output: seen.extend([*args, output]))
+        return model, new
+
+    monkeypatch.setattr(module, "build_network", build)
+    module.train(replace(base, amp="bfloat16", channels_last=True, epochs=1), log=quiet)
+    maps = [x for x in seen if len(x) == 16]
+    assert maps[0].is_contiguous(memory_format=torch.channels_last)
+    assert maps[1].dtype == torch.bfloat16
+    assert {value.dtype for value in va.load_model(base.output).parameters()} == {torch.float32}
+    assert make_accelerator(replace(base, amp=None)).mixed_precision == "no", "by default on the CPU"
+
+
+@pytest.mark.slow
+def test_a_compiled_run_has_the_same_results(base, tmp_path):
+    plain = module.train(replace(base, output=tmp_path / "plain"), log=quiet)
+    compiled = module.train(replace(base, compile=True), log=quiet)
+    assert compiled[-1]["eval_loss"] == pytest.approx(plain[-1]["eval_loss"], abs=0.05)
+
+
+def build(settings, side=16, log=quiet):
+    return build_network(settings, CLASSES, side, log, resumed=False)[0]
+
+
+def test_blocks_are_inserted_from_the_settings(base):
+    def block(**options):
+        (found,) = va.inserted_blocks(build(replace(base, **options))).values()
+        return found
+
+    found = block(block_options=("num_heads=2", "position=Rope()"), pattern="rows").attn
+    assert (found.num_heads, type(found.position).__name__, found.pattern) == (2, "RotaryEncoding", "rows")
+    assert block(pattern="Window(4)").attn.pattern == va.Window(4)
+    assert block(block=OURS, block_options=("num_heads=4",)).attn.num_heads == 4
+    lines = []
+    build(replace(base, at="before", model="resnet20"), log=lines.append)
+    assert "layer1.0  Att" in lines[0]
+    by_index = build(replace(base, names=(), stages=(1,)))
+    assert [site.partition(".")[0] for site in va.inserted_blocks(by_index)] == ["layer2"]
+    assert not va.inserted_blocks(build(replace(base, names=())))
+
+
+def test_a_network_has_the_size_of_the_data_and_no_crop_for_small_images(base):
+    plain = replace(base, model="test_resnet", names=(), img_size=None, drop_path=0.3)
+    for side, fraction in ((16, 1.0), (72, 0.95)):
+        model = build(plain, side)
+        config = model.pretrained_cfg
+        assert (config["input_size"], config["crop_pct"]) == ((3, side, side), fraction)
+        assert max(getattr(one, "drop_prob", 0.0) or 0.0 for one in model.modules()) == pytest.approx(0.3)
+
+
+def test_a_frozen_backbone_is_unchanged_and_its_adapter_restores_the_network(base, tmp_path):
+    torch.manual_seed(5)
+    given, file = create_model(base.model, num_classes=7).state_dict(), tmp_path / "base.pth"
+    torch.save(given, file)
+    settings = replace(base, epochs=2, weights=str(file), reset_head=True, freeze_backbone=True, ema=0.5)
+    module.train(replace(settings, amp="bfloat16"), log=quiet)
+    found = va.load_model(base.output).state_dict()
+    assert changed_keys(given, found) == {"fc.weight", "fc.bias"}
+    # The adapter of the best epoch requires only the initial checkpoint.
+    model = create_model(base.model, num_classes=3)
+    va.load_checkpoint_(model, file, skip=["fc.*"])
+    va.load_adapter_(model, base.output / "adapter.safetensors")
+    assert_same(model.state_dict(), found)
+    module.train(replace(settings, names=(), output=tmp_path / "plain"), log=quiet)
+    assert changed_keys(given, va.load_model(tmp_path / "plain").state_dict()) == {"fc.weight", "fc.bias"}
+    assert not (tmp_path / "plain" / "adapter.safetensors").exists()
+    torch.save(create_model(base.model, num_classes=3).state_dict(), file)
+    with pytest.raises(ValueError, match="--freeze-backbone leaves nothing to train"):
+        module.train(replace(settings, names=(), reset_head=False, output=tmp_path / "none"), log=quiet)
+
+
+def test_pretrained_weights_for_other_classes_have_a_new_head(base, monkeypatch):
+    monkeypatch.setattr(module, "create_model", lambda name, pretrained, **how: create_model(name, **how))
+    settings = replace(base, model="resnet20", pretrained=True, freeze_backbone=True, names=("layer3",))
+    model, new = build_network(settings, CLASSES, 32, quiet, resumed=False)
+    assert new == ["fc.*"]
+    assert not any(parameter.any() for parameter in model.fc.parameters())
+    assert all(parameter.any() for name, parameter in model.named_parameters() if name.endswith("conv1.weight"))
+
+
+def test_a_trained_network_is_evaluated_with_its_size_and_classes(base, image_folder, tmp_path):
+    best = module.best_epoch(module.train(replace(base, epochs=1), log=quiet))
+
+    def score(folder=base.output, **options):
+        return evaluate(Evaluation(run=str(folder), device="cpu", batch_size=16, **options), log=quiet)["loss"]
+
+    assert score() == best["eval_loss"]
+    assert score(base.output / "model", data=image_folder) == best["eval_loss"]
+    assert score(img_size=32) != best["eval_loss"]
+    for old, new in (("blue", "zebra"), ("green", "green"), ("red", "red")):
+        (tmp_path / "renamed" / "val").mkdir(parents=True, exist_ok=True)
+        os.symlink(image_folder / "val" / old, tmp_path / "renamed" / "val" / new)
+    with pytest.raises(ValueError, match=r"the classes of .*, blue, green, red, got green, red, zebra"):
+        score(data=tmp_path / "renamed")
+    os.symlink(image_folder / "train", tmp_path / "renamed" / "train")
+    with pytest.raises(DataError, match=r"^classes of training and validation images differ: blue, zebra "):
+        module.train(Settings(model="tiny", data=tmp_path / "renamed", device="cpu", output=tmp_path / "x"), log=quiet)
+
+
+@pytest.mark.slow
+def test_a_copy_of_the_recipe_with_a_few_changed_lines_trains_resumes_and_is_used(image_folder, tmp_path):
+    """As documented: copy the file, change the loss and the augmentation, train, resume and predict."""
+    source = Path(module.__file__).read_text()
+    changes = {
+        "loss = F.cross_entropy(forward(x).float(), y, label_smoothing=s.label_smoothing)": (
+            "loss = F.binary_cross_entropy_with_logits(forward(x).float(), F.one_hot(y, len(classes)).float())"
+        ),
+        "v2.RandomHorizontalFlip(s.hflip)])": "v2.RandomVerticalFlip(s.hflip)])",
+    }
+    for old, new in changes.items():
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (tmp_path / "my_train.py").write_text(source)
+    words = f"--data {image_folder} --model resnet20 --names layer3 --batch-size 24 --device cpu --workers 0 -o run"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run(*line):
+        done = subprocess.run([sys.executable, *line], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    assert "epoch 1/1" in run("my_train.py", *words.split(), "--epochs", "1")
+    assert "resumed at epoch 2" in run("my_train.py", "--resume", "run", "--epochs", "2")
+    image = str(image_folder / "val" / "red" / "0.png")
+    assert run("-m", "vision_attn", "predict", "run", image).count("%") == 3
+    assert "largest difference" in run("-m", "vision_attn", "export", "run", "-o", "net.pt2")
+
+
+def test_every_setting_has_a_help_text():
+    names = [field.name for field in fields(Settings)]
+    source = Path(check.__code__.co_filename).read_text()
+    body = source[source.index("class Settings") : source.index("class Comparison")].splitlines()
+    for name in names:
+        (at,) = (at for at, line in enumerate(body) if line.strip().startswith(f"{name}: "))
+        assert "  # " in body[at] or body[at - 1].strip().startswith("# "), f"{name} has no help"

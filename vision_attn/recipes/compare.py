@@ -1,0 +1,415 @@
+"""Compare blocks over several seeds, with paired confidence intervals.
+
+    vision-attn compare --data flowers --model resnet18 --pretrained --stages -2 --freeze-backbone
+    vision-attn compare --config runs/train-1 --variants plain cbam 'cbam=attention --block cbam'
+
+Each run is a run of ``train.py`` in the folder ``VARIANT-SEED``. Run the same command again to resume a comparison:
+complete runs are kept. Runs are started by joblib, with local processes or with a registered backend such as Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import vision_attn as va
+from vision_attn import cli
+from vision_attn.errors import Interrupted, TrainingError
+from vision_attn.recipes.runs import (
+    describe_environment,
+    from_json,
+    import_block,
+    newest_state,
+    refuse_other_folder,
+    write_file,
+)
+from vision_attn.recipes.settings import CALL, MACHINE, Comparison, Settings, check, flag
+from vision_attn.recipes.train import train
+
+#: Variants: flags that change the common flags; None for the network without a block.
+VARIANTS: dict[str, str | None] = {
+    "plain": None, "convolution": "--block vision_attn.recipes.compare:ConvBlock", "se": "--block se",
+    "averaging": "--block-options scale=0", "attention": "",
+}  # fmt: skip
+#: Settings of blocks, which the plain network does not have.
+BLOCK_SETTINGS = ("stages", "names", "at", "block", "pattern", "block_options", "attention_lr")
+#: Number of decimals by the unit at the end of the name of a measurement. Others are integers and are not compared.
+DECIMALS = {"%": 1, "dB": 2, "px": 2, "steps": 0}
+LEGEND = """\
+The 95 % intervals are paired t intervals over seeds, because all variants of a seed are trained and evaluated on the
+same data, and are corrected for the number of differences in the table (Bonferroni), as is p. A verdict is better or
+worse if the interval does not contain zero. If all variants are equal, at most one table in 20 has a wrong verdict."""
+UNKNOWN = "Intervals require at least two seeds per variant and differences that vary. Use more seeds."
+
+Metrics = dict[str, float]
+
+
+class ConvBlock(nn.Module):
+    """Residual branch with a depthwise convolution and about as many parameters as attention, the usual control."""
+
+    def __init__(self, channels: int, kernel_size: int = 3) -> None:
+        super().__init__()
+        hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + kernel_size**2 + 2)))
+        self.norm = nn.BatchNorm2d(channels)
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, hidden, 1), nn.Conv2d(hidden, hidden, kernel_size, padding="same", groups=hidden),
+            nn.GELU(), nn.Conv2d(hidden, channels, 1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference between the means of two variants, with a 95 % interval that is simultaneous for its table."""
+
+    variants: tuple[str, str]
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    lower_is_better: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """Verdict on the first variant, compared with the second.
+
+        >>> Difference(("attention", "plain"), 2.0, 0.5, 3.5).verdict, Difference(("a", "b"), 2.0, -1.0, 5.0).verdict
+        ('better', 'no significant difference')
+        """
+        if self.low is None or self.high is None:
+            return "no verdict"
+        if self.low <= 0 <= self.high:
+            return "no significant difference"
+        return "better" if (self.low > 0) is not self.lower_is_better else "worse"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a dictionary for JSON."""
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def compare_scores(scores: Mapping[str, Mapping[str, float]], *, lower_is_better: bool = False) -> list[Difference]:
+    """Return the differences between the last variant and each of the other variants, from scores by seed.
+
+    Variants with the same seeds are compared by a paired t interval, others by Welch's interval.
+    With ``m`` differences, the confidence of each interval is ``1 - 0.05 / m``, and p values are multiplied by
+    ``m`` (Bonferroni).
+
+    Source: Dunn, *Multiple Comparisons Among Means*, 1961, https://doi.org/10.1080/01621459.1961.10482090
+
+    >>> plain, attention = {"0": 43.1, "1": 44.6, "2": 42.8}, {"0": 45.4, "1": 46.2, "2": 45.2}
+    >>> found, = compare_scores({"plain": plain, "attention": attention})
+    >>> print(f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f}), p = {found.p:.3f}: {found.verdict}")
+    2.10 (1.02 to 3.18), p = 0.014: better
+    """
+    *others, last = scores
+    found = []
+    for other in others:
+        paired = scores[last].keys() == scores[other].keys()
+        first, second = (
+            [*scores[last].values()],
+            [scores[other][seed] for seed in (scores[last] if paired else scores[other])],
+        )
+        samples = [np.subtract(first, second)] if paired else [np.array(first), np.array(second)]
+        low = high = p = None
+        # Intervals are not defined if nothing varies, up to the rounding of scores such as 60.1 - 50.1.
+        if min(map(len, samples)) > 1 and not all(np.allclose(sample, sample[0]) for sample in samples):
+            result = stats.ttest_rel(first, second) if paired else stats.ttest_ind(first, second, equal_var=False)
+            low, high = map(float, result.confidence_interval(1 - 0.05 / len(others)))
+            p = min(1.0, len(others) * float(result.pvalue))
+        mean = float(np.mean(first) - np.mean(second))
+        found.append(Difference((last, other), mean, low, high, p, lower_is_better))
+    return found
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows of cells, the header first, as a Markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    align = [f"{'>' if column else '<'}{width}" for column, width in enumerate(widths)]
+    line = ["-" * (width - 1) + ("-" if not column else ":") for column, width in enumerate(widths)]
+    lines = [" | ".join(map(format, row, align)) for row in (rows[0], line, *rows[1:])]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def format_values(name: str, values: Sequence[float]) -> str:
+    """Format the mean of a measurement, and its standard deviation if it varies."""
+    digits = next((digits for unit, digits in DECIMALS.items() if name.endswith(unit)), 0)
+    spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(set(values)) > 1 else ""
+    return f"{np.mean(values):,.{digits}f}{spread}" if values else "—"
+
+
+def difference_table(found: Sequence[Difference]) -> str:
+    """Format differences as a Markdown table."""
+    rows = [["difference", "mean", "95 % interval", "p", "verdict"]]
+    for one in found:
+        interval = "—" if one.low is None else f"{one.low:+.2f} to {one.high:+.2f}"
+        p = "—" if one.p is None else "< 0.001" if one.p < 0.0005 else f"{one.p:.3f}"
+        rows.append([" − ".join(one.variants), f"{one.mean:+.2f}", interval, p, one.verdict])
+    return table(rows)
+
+
+def report(runs: Mapping[str, Mapping[str, Metrics]], note: str = "") -> tuple[str, dict[str, list[Difference]]]:
+    """Return tables of the measurements and of the differences between the last variant and the others."""
+    every = [one for by_seed in runs.values() for one in by_seed.values()]
+    names = list(dict.fromkeys(name for one in every for name in one))
+    rows = [["variant", *names, "runs"]]
+    for variant, by_seed in runs.items():
+        cells = [format_values(name, [one[name] for one in by_seed.values() if name in one]) for name in names]
+        rows.append([variant, *cells, str(len(by_seed))])
+    parts, differences = [table(rows), *([note] if note else [])], {}
+    for name in (name for name in names if name.endswith(tuple(DECIMALS)) and len(runs) > 1):
+        scores = {
+            variant: {seed: one[name] for seed, one in found.items() if name in one} for variant, found in runs.items()
+        }
+        if (
+            all(map(len, scores.values()))
+            and len({*map(len, scores.values())}) == 1
+            and len({one.get(name) for one in every}) > 1
+        ):
+            found = differences[name] = compare_scores(scores, lower_is_better=not name.endswith(("%", "dB")))
+            parts += [f"Differences in {name}:", difference_table(found)]
+    known = [one.low is not None for found in differences.values() for one in found]
+    notes = [LEGEND] * any(known) + [UNKNOWN] * (not all(known))
+    return "\n\n".join(parts + notes), differences
+
+
+def plot(differences: Mapping[str, Sequence[Difference]], file: Path) -> None:
+    """Plot the differences and their intervals, with one panel per measurement."""
+    from matplotlib.figure import Figure
+
+    rows = sum(map(len, differences.values()))
+    figure = Figure(figsize=(7, 1.2 * len(differences) + 0.35 * rows), layout="constrained")
+    for axis, (name, found) in zip(
+        figure.subplots(len(differences), squeeze=False)[:, 0], differences.items(), strict=True
+    ):
+        for row, one in enumerate(found):
+            color = "tab:blue" if one.verdict in ("better", "worse") else "tab:gray"
+            axis.plot([one.mean if end is None else end for end in (one.low, one.high)], [row, row], color=color)
+            axis.plot(one.mean, row, "o", color=color)
+        axis.axvline(0, color="black", linewidth=0.7)
+        axis.set_yticks(range(len(found)), [" − ".join(one.variants) for one in found])
+        axis.set(xlabel=f"difference in {name}, 95 % interval", ylim=(len(found) - 0.5, -0.5))
+    figure.savefig(file, dpi=150)
+
+
+def trials(
+    run: Callable[..., Metrics], variants: Sequence[str] | Mapping[str, Mapping[str, Any]], *, seeds: Sequence[int],
+    output: str | Path, jobs: int | None = None, backend: str = "loky", gpu: bool = False, note: str = "",
+    may_change: Sequence[str] = (),
+    **options: Any,
+) -> dict[str, dict[str, Metrics]]:  # fmt: skip
+    """Run each variant with each seed, compare the measurements, and write ``runs.json`` and ``comparison.md``.
+
+    The result of each run is saved in ``VARIANT-SEED/run.json``. The same call resumes or extends a comparison.
+
+    Args:
+        run: function ``run(variant, seed, **options)`` that trains and returns measurements by name. Measurements are
+            compared if their name ends in ``%`` or ``dB`` (higher is better), or in ``px`` or ``steps`` (lower is
+            better).
+        variants: names of variants, optionally with additional options for ``run``.
+        seeds: random seeds of each variant.
+        output: folder for the results.
+        jobs: number of runs in parallel; the number of GPUs or cores by default. A single job uses this process.
+        backend: name of a joblib backend.
+        gpu: assign a GPU to each run if GPUs are available.
+        note: text below the table.
+        may_change: names of options that may differ when a comparison is resumed or extended, such as the device.
+        **options: options for ``run``: numbers, strings and lists.
+    """
+    if not seeds or len({*seeds}) < len(seeds) or (jobs is not None and jobs < 1):
+        raise ValueError(f"--seeds must be distinct, and --jobs at least 1, got {list(seeds)} and {jobs}")
+    folder = Path(output).resolve()
+    refuse_other_folder(folder, "runs.json")
+    custom = variants if isinstance(variants, Mapping) else {variant: {} for variant in variants}
+    settings = json.loads(json.dumps({variant: {**options, **custom[variant]} for variant in custom}, default=str))
+    # Runs are ordered by seed, so that an interrupted comparison has a similar number of runs for each variant.
+    files = {(variant, seed): folder / f"{variant}-{seed}" / "run.json" for seed in seeds for variant in custom}
+    for (variant, _), file in files.items():
+        for known in filter(Path.exists, (file, file.with_name("settings.json"))):
+            before = json.loads(known.read_text())
+            before, now = before.get("settings", before), settings[variant]
+            if other := [name for name in before.keys() & now if name not in may_change and before[name] != now[name]]:
+                what = (
+                    f"--output: {folder} has a comparison with other settings ({', '.join(map(flag, sorted(other)))})"
+                )
+                raise ValueError(f"{what}. Choose another folder")
+    todo = [key for key, file in files.items() if not file.exists()]
+    gpus = torch.cuda.device_count() if gpu else 0
+    jobs = max(1, min(jobs or gpus or min(joblib.cpu_count(), 16), len(todo)))
+    print(f"{len(files)} runs, {len(files) - len(todo)} of them complete, {jobs} in parallel", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "runs.json").touch()
+    if backend == "ray":
+        from ray.util.joblib import register_ray
+
+        register_ray()
+    calls = [
+        joblib.delayed(make_run)(run, *key, settings[key[0]], files[key], os.getpid(), at if gpus else None)
+        for at, key in enumerate(todo)
+    ]
+    try:
+        with joblib.parallel_config(backend=backend):
+            joblib.Parallel(jobs, batch_size=1, pre_dispatch=jobs)(calls)
+    except BrokenProcessPool as error:
+        remedy = "usually because memory ran out. Use fewer --jobs, and run the same command again"
+        raise TrainingError(f"a process of the comparison was ended by the system, {remedy}") from error
+    records = {key: json.loads(file.read_text()) for key, file in files.items()}
+    found = {variant: {str(seed): records[variant, seed]["measured"] for seed in seeds} for variant in custom}
+    text, differences = report(found, note)
+    environments = [record["environment"] for record in records.values()]
+    distinct = [one for at, one in enumerate(environments) if one not in environments[:at]]
+    rows = {name: [one.as_dict() for one in found] for name, found in differences.items()}
+    summary = {"options": options, "environments": distinct, "runs": found, "differences": rows}
+    write_file(folder / "runs.json", json.dumps(summary, indent=1, default=str))
+    write_file(folder / "comparison.md", f"{text}\n")
+    print(f"{text}\n\nTables: {folder / 'comparison.md'}")
+    if differences:
+        plot(differences, folder / "comparison.png")
+        print(f"Plot of the differences and their intervals: {folder / 'comparison.png'}")
+    return found
+
+
+def make_run(
+    run: Callable[..., Metrics],
+    variant: str,
+    seed: int,
+    settings: dict[str, Any],
+    file: Path,
+    parent: int,
+    gpu: int | None,
+) -> None:
+    """Make one run and save its measurements. A local process ends with the main process, and saves its run."""
+    local = os.getppid() == parent
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+        os._exit(1)
+
+    if local:
+        threading.Thread(target=end_with_parent, daemon=True).start()
+        # Loky's start method, which its processes inherit, cannot start the processes of a DataLoader.
+        multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+        if gpu is not None:
+            torch.cuda.set_device(gpu % torch.cuda.device_count())
+    print(f"{variant}, seed {seed}: started", flush=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        measured = run(variant, seed, **settings)
+    except Exception as error:
+        raise TrainingError(f"{variant}, seed {seed} failed: {type(error).__name__}: {error}") from error
+    except Interrupted:
+        if local and os.getppid() != parent:
+            os._exit(1)
+        raise
+    record = {"settings": settings, "environment": describe_environment(), "measured": measured}
+    write_file(file, json.dumps(record, indent=1))
+    values = ", ".join(f"{name} {format_values(name, [value])}" for name, value in measured.items())
+    print(f"{variant}, seed {seed}: {values}", flush=True)
+
+
+def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> Metrics:
+    """Train a variant with a seed, or resume its run, and measure the network of the last epoch.
+
+    The best epoch is not reported, because it is selected with the validation images.
+    """
+    folder, shown = output / f"{variant}-{seed}", [time.monotonic()]
+    s: Settings = from_json(settings, seed=seed, output=folder, resume="auto")
+
+    def log(line: str) -> None:
+        print(line, file=file, flush=True)
+        if line.startswith("epoch ") and time.monotonic() - shown[0] > 10:
+            shown[0] = time.monotonic()
+            print(f"{variant}, seed {seed}: {line}", flush=True)
+
+    with open(folder / "log.txt", "a") as file:
+        history = train(s, log=log)
+    model: Any = va.load_model(folder, block=import_block(s.block) if ":" in s.block else None)
+    va.set_impl_(model, "bmm")
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, *model.pretrained_cfg["input_size"]))
+    batch = json.loads((Path(str(newest_state(folder))) / "progress.json").read_text())["batch"]
+    speed = float(np.median([row["images_per_second"] for row in history]))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"parameters": parameters, "MACs": counter.get_total_flops() // 2, "ms per step": 1000 * batch / speed,
+            "top-1 %": history[-1]["eval_top1"]}  # fmt: skip
+
+
+def settings_for_variant(word: str, common: Settings) -> tuple[str, Settings]:
+    """Return the name of a variant and its settings: common settings, those of its base, and its own flags."""
+    name, sign, text = word.partition("=")
+    flags = shlex.split(text)
+    base = flags.pop(0) if flags and not flags[0].startswith("-") else "attention" if sign else name
+    if base not in VARIANTS or not name or "/" in name:
+        expected = f"{', '.join(VARIANTS)} or NAME=VARIANT FLAGS"
+        raise ValueError(f"--variants: expected {expected}, got {word!r}.{cli.did_you_mean(base, VARIANTS)}")
+    if (given := VARIANTS[base]) is None:
+        frozen = common.freeze_backbone and (common.reset_head or common.pretrained)  # a new classifier is trained
+        defaults: Any = {field.name: field.default for field in fields(Settings) if field.name in BLOCK_SETTINGS}
+        return name, cli.parse(Settings, flags, "compare", default=replace(common, **defaults, freeze_backbone=frozen))
+    words = [*shlex.split(given), *flags]
+    start = common if common.stages or common.names else replace(common, stages=(-1,))
+    if "--block" in words:  # the common options are those of attention
+        start = replace(start, block_options=(), pattern=None)
+    s = cli.parse(Settings, words, "compare", default=start)
+    options = {word.partition("=")[0]: word for word in (*start.block_options, *s.block_options)}
+    moved = {"stages": ()} if s.names != start.names else {"names": ()} if s.stages != start.stages else {}
+    return name, replace(s, block_options=tuple(options.values()), **moved)
+
+
+def compare(c: Comparison) -> dict[str, dict[str, Metrics]]:
+    """Train each variant with each seed, and compare the top-1 accuracy after the last epoch."""
+    common = Settings(**{field.name: getattr(c, field.name) for field in fields(Settings)})
+    for name in ("block", "resume", "seed"):
+        if getattr(c, name) != getattr(Settings(), name):
+            raise ValueError(
+                f"{flag(name)}: not available in a comparison. Pass --variants 'NAME=--block …' or --seeds"
+            )
+    settings = dict(settings_for_variant(word, common) for word in c.variants)
+    if len(settings) < max(2, len(c.variants)):
+        raise ValueError(f"--variants: expected at least 2 distinct names, got {' '.join(c.variants)}")
+    command = shlex.join(["vision-attn", *sys.argv[1:]])
+    output = c.output or Path("runs/compare")
+    return compare_settings(settings, seeds=c.seeds, output=output, jobs=c.jobs, backend=c.backend, command=command)
+
+
+def compare_settings(
+    settings: Mapping[str, Settings], *, seeds: Sequence[int], output: str | Path, command: str, **options: Any
+) -> dict[str, dict[str, Metrics]]:
+    """Train the network of each variant, given by its settings, with each seed; ``options`` are those of ``trials``."""
+    values = {
+        name: {k: x for k, x in asdict(check(s)).items() if k not in {*CALL, "seed"}} for name, s in settings.items()
+    }
+    first = next(iter(settings.values()))
+    images = "held-out training images" if first.val_fraction else "the validation images"
+    versions = f"torch {torch.__version__} and vision_attn {va.__version__}"
+    note = f"Top-1 accuracy after the last epoch on {images}, with {versions}. Command: `{command}`"
+    print(f"comparing {', '.join(settings)} with the seeds {' '.join(map(str, seeds))}", flush=True)
+    run, options["gpu"] = partial(train_variant, output=Path(output).resolve()), first.device != "cpu"
+    return trials(run, values, seeds=list(seeds), output=output, note=note, may_change=[*MACHINE], **options)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program("compare", lambda: cli.run_command("compare", sys.argv[1:], compare)))

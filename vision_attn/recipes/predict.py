@@ -1,0 +1,57 @@
+"""Classify images with a trained network.
+
+vision-attn predict runs/train-1 photo.jpg more-photos --top 3 --output found.csv
+python my_predict.py runs/train-1 photo.jpg        # a copy of this file with your changes
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from vision_attn import cli
+from vision_attn.recipes.data import find_images, load_images
+from vision_attn.recipes.runs import check_writable, load_run, write_csv
+from vision_attn.recipes.settings import Prediction
+
+
+def predict(p: Prediction) -> list[list[Any]]:
+    """Print the most probable classes of each image; return the file, and the classes and their probabilities."""
+    device = p.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_run(p.run, p.block, "predict RUN IMAGE").to(device)
+    if p.output:
+        check_writable(p.output)
+    names = model.classes or tuple(map(str, range(model.num_classes)))
+    files, top = find_images(p.images), min(p.top, len(names))
+    rows: list[list[Any]] = []
+    batch: list[Any] = []
+
+    def classify() -> None:
+        with torch.inference_mode():
+            images = torch.stack([image for _, image in batch]).to(device)
+            scores, labels = model(images).float().softmax(1).topk(top)
+        for (file, _), found in zip(batch, zip(scores.tolist(), labels.tolist(), strict=True), strict=True):
+            best = [(names[label], score) for score, label in zip(*found, strict=True)]
+            tqdm.write(cli.escape(f"{file}: {', '.join(f'{name} {100 * score:.1f} %' for name, score in best)}"))
+            rows.append([file, *(cell for name, score in best for cell in (name, f"{score:.6f}"))])
+        batch.clear()
+
+    try:
+        for loaded in tqdm(load_images(files, model.transform), "predict", len(files), leave=False, disable=None):
+            batch.append(loaded)
+            if len(batch) == p.batch_size:
+                classify()
+    finally:  # damaged images raise an error after the last image
+        if batch:
+            classify()
+        if p.output:
+            columns = [f"{what}_{rank}" for rank in range(1, top + 1) for what in ("class", "probability")]
+            write_csv(p.output, [["image", *columns], *rows])
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program("predict", lambda: cli.run_command("predict", sys.argv[1:], predict)))

@@ -1,0 +1,217 @@
+"""Folders of runs: their settings, locks and states. Files are written completely or not at all."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import io
+import json
+import os
+import pkgutil
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import vision_attn as va
+from vision_attn.errors import CheckpointError, DataError, TrainingError
+from vision_attn.recipes.data import is_image
+from vision_attn.recipes.settings import CALL, MACHINE, Settings, check, flag
+
+#: Seconds to wait for the lock on a folder, which worker processes of a killed run hold for a moment.
+LOCK_TIMEOUT = 5.0
+#: Files of folders that the recipes write.
+MARKS = {"settings.json": "a run", "runs.json": "a comparison", "demo.json": "a demo", "config.json": "a network"}
+
+
+def require_run(name: str | Path, order: str) -> Path:
+    """Return the folder of a run or of ``va.save_model``, or ``hf-hub:OWNER/NAME``; raise an error for another path."""
+    folder = Path(name)
+    marks = ("settings.json", "config.json", "model/config.json")
+    if str(name).startswith("hf-hub:") or any((folder / mark).is_file() for mark in marks):
+        return folder
+    if not folder.exists():
+        raise DataError(f"{name}: no such run")
+    if folder.is_file() or any(map(is_image, folder.rglob("*"))):
+        what = "a file" if folder.is_file() else "a folder of images"
+        raise ValueError(f"{name} is {what}, not the folder of a run. The order is {order}")
+    raise ValueError(f"{name} is not the folder of a run: it has no config.json. Pass a folder such as runs/train-1")
+
+
+def load_run(name: str | Path, block: str | None, order: str) -> Any:
+    """Load the network of a run, with blocks of the class ``MODULE:CLASS`` if there is one."""
+    folder = require_run(name, order)
+    return va.load_model(folder, block=import_block(block) if block and ":" in block else None)
+
+
+def import_block(name: str) -> Any:
+    """Import the class ``MODULE:CLASS`` of a block; return another name unchanged."""
+    if ":" not in name:
+        return name
+    sys.path.append(os.getcwd())  # as with python -m, but last, so that no other module is hidden
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--block must be a name or a class MODULE:CLASS, got {name!r} ({error})") from error
+
+
+def read_settings(path: Path, words: Sequence[str], kind: type[Any] = Settings) -> Any:
+    """Read the settings of another run. Those that download or run code are used only if they are typed as well."""
+    file = require_run(path, "--config RUN, --resume RUN") / "settings.json" if not path.is_file() else path
+    try:
+        values = {name: x for name, x in json.loads(file.read_bytes()).items() if name not in CALL | {"download"}}
+        if unknown := values.keys() - {field.name for field in fields(kind)}:
+            raise ValueError(f"unknown settings {', '.join(sorted(unknown))}")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} does not contain settings of a run: {error}") from error
+    for name, mark in (("dataset", "hfds/"), ("block", ":")):
+        if mark in str(values.get(name)) and flag(name) not in words:
+            reason = f"{file} contains {flag(name)} {values[name]}, which can download or run code"
+            raise ValueError(f"{reason}: pass {flag(name)} {values[name]} if you trust it")
+    return from_json(values, kind)
+
+
+def from_json(values: dict[str, Any], kind: type[Any] = Settings, **others: Any) -> Any:
+    """Return settings from values of JSON, in which tuples are lists and paths are text."""
+    kept = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+    return kind(**{**kept, "data": values.get("data") and Path(values["data"]), **others})
+
+
+def refuse_other_folder(folder: Path, mark: str) -> None:
+    """Raise an error for an output folder with images or other results; ``mark`` is a file of folders of this kind."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output: {folder} is a file. Pass a folder")
+    for file, kind in MARKS.items():
+        if file != mark and (folder / file).is_file():
+            raise ValueError(f"--output: {folder} is the folder of {kind}. Choose another folder")
+    if not (folder / mark).exists() and any(map(is_image, [*folder.glob("*"), *folder.glob("*/*")])):
+        raise ValueError(f"--output: {folder} is a folder of images. Choose another folder")
+
+
+def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None]:
+    """Lock the folder of the run; return it, and the state from which to resume or None."""
+    resumed = None if s.resume in (None, "auto") else Path(str(s.resume))
+    if resumed and s.output not in (None, resumed):
+        raise ValueError(f"--output must be the folder of --resume {resumed}, got {s.output}")
+    taken = [int(path.name[6:]) for path in Path("runs").glob("train-*") if path.name[6:].isdecimal()]
+    folder = resumed or s.output or Path("runs", f"train-{max(taken, default=0) + 1}")
+    refuse_other_folder(require_run(folder, "--resume RUN") if resumed else folder, "settings.json")
+    if not folder.exists():  # a run that fails before its first state leaves no folder
+        stack.callback(lambda: None if newest_state(folder) else shutil.rmtree(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    from filelock import FileLock, Timeout
+
+    try:
+        stack.enter_context(FileLock(folder / ".lock", timeout=LOCK_TIMEOUT))
+    except Timeout:
+        raise TrainingError(f"another process is training in {folder}. Wait for it, or pass another --output") from None
+    check_writable(folder / "metrics.csv")
+    state = newest_state(folder)  # after the lock: another process may have completed a run
+    if state is None and resumed:
+        raise ValueError(f"--resume: {folder} contains no state of a run. Train again with another --output")
+    if state is not None:
+        if s.resume is None:
+            raise ValueError(f"--output: {folder} already contains a run. Pass another folder or --resume {folder}")
+        before: Settings = check(read_settings(folder, ("--dataset", "--block")))
+        now = replace(s, batch_size=s.batch_size or before.batch_size)
+        differing = {name for name, value in vars(before).items() if getattr(now, name) != value} - MACHINE - CALL
+        if differing := differing - ({"epochs"} if s.epochs > before.epochs else set()):
+            names = ", ".join(map(flag, sorted(differing)))
+            raise ValueError(f"--resume: these settings differ from {folder}: {names}. Pass the same values")
+    return folder, state
+
+
+def newest_state(folder: Path) -> Path | None:
+    """Return the folder of the newest complete state, ``state/EPOCH-STEP``."""
+    return max((folder / "state").glob("[0-9]*-[0-9]*"), default=None)
+
+
+def read_progress(state: Path, data: dict[str, Any], processes: int, log: Callable[[str], None]) -> dict[str, Any]:
+    """Read the progress of a run, and compare its data and its number of processes with the present ones."""
+    try:
+        progress: dict[str, Any] = json.loads((state / "progress.json").read_bytes())
+        before = progress["data"]
+    except Exception as error:  # a damaged state can cause any error
+        raise CheckpointError(f"{state} is damaged, so the run cannot be resumed: {error}") from error
+    if before["classes"] != data["classes"]:
+        old, new = (", ".join(one["classes"][:6]) for one in (before, data))
+        raise DataError(f"the classes differ from those of the run: expected {old}, got {new}. Restore --data")
+    if before["digests"] != data["digests"]:
+        numbers = f"{data['images']} training and validation images, {before['images']} before"
+        warnings.warn(f"the images changed since the run was started ({numbers}): results may differ", stacklevel=2)
+    if progress["processes"] != processes:
+        log(f"resumed by {processes} processes instead of {progress['processes']}: the result depends on their number")
+    return progress
+
+
+@contextmanager
+def catch_signals() -> Iterator[list[int]]:
+    """Collect Ctrl-C, SIGTERM and SIGHUP, so that training stops after a step; ignored signals stay ignored."""
+    received: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()  # required to handle signals
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
+    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, lambda number, frame: received.append(number))
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def check_writable(path: Path) -> None:
+    """Raise an error unless a file can be written; call this before a long computation."""
+    try:
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY))
+        else:
+            tempfile.TemporaryDirectory(dir=path.parent).cleanup()
+    except OSError as error:  # can name a temporary file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a complete file or none; a pipe or device such as ``/dev/stdout`` is written to directly."""
+    content = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    new = path.with_name(f".{path.name}.new")
+    new.write_bytes(content)
+    os.replace(new, path)
+
+
+def write_csv(path: Path, lines: Iterable[Iterable[object]]) -> None:
+    """Write a CSV file."""
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows(lines)
+    write_file(path, table.getvalue())
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return the versions of the software, the commit of a checkout, and the device."""
+    import torch
+
+    root, info = Path(__file__).parents[2], Path("/proc/cpuinfo")  # contains the name of the processor on Linux
+    names = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    has_git = (root / ".git").exists() and shutil.which("git")
+    commit = has_git and subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    packages = ("torchvision", "timm", "einx", "numpy")
+    return {
+        "vision_attn": va.__version__, "commit": commit or os.environ.get("GIT_COMMIT"), "torch": torch.__version__,
+        **{name: importlib.metadata.version(name) for name in packages}, "python": platform.python_version(),
+        "os": platform.platform(), "cpu": (names or [platform.machine()])[0],
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "threads": torch.get_num_threads(),
+    }  # fmt: skip

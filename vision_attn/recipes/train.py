@@ -1,0 +1,431 @@
+"""Train an image classifier, with or without inserted attention, on one process or several, and resume it.
+
+    vision-attn train --data flowers --model resnet18 --pretrained --stages -2 --freeze-backbone
+    torchrun --standalone --nproc-per-node 4 -m vision_attn train …  # or accelerate launch -m vision_attn train …
+    python my_train.py --data flowers --model resnet18 …              # a copy of this file with your changes
+
+The flags are in ``settings.py``. Data sets, augmentation, optimizers, schedules and the moving average are timm's;
+processes, precision and states are Accelerate's. All randomness follows from the seed, the epoch, the step or the
+image, and the process, and the learning rate from the number of the step. An interrupted and resumed run is therefore
+bitwise identical to an uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, skip_first_batches
+from accelerate.state import AcceleratorState
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import GradientAccumulationPlugin, broadcast, broadcast_object_list, gather_object
+from safetensors import SafetensorError
+from timm.data import Mixup, create_transform, resolve_data_config
+from timm.optim import create_optimizer_v2, list_optimizers
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torchvision.transforms import v2
+from tqdm import tqdm
+
+import vision_attn as va
+from vision_attn import cli
+from vision_attn.errors import CheckpointError, DataError, Interrupted, TrainingError
+from vision_attn.networks.models import create_model
+from vision_attn.recipes.data import (
+    make_loader,
+    open_data,
+    parse_option,
+    parse_options,
+    require_readable,
+    seed_all,
+)
+from vision_attn.recipes.runs import (
+    catch_signals,
+    claim_folder,
+    import_block,
+    load_run,
+    newest_state,
+    read_progress,
+    read_settings,
+    require_run,
+    write_csv,
+    write_file,
+)
+from vision_attn.recipes.settings import Evaluation, Settings, check, flag
+
+#: Largest side of images that are padded and cropped for training. Larger images are photographs.
+MAX_PAD_SIDE = 64
+#: Steps between two checks of the loss and of signals on CUDA, where each check waits for the device.
+CHECK_EVERY = 10
+
+Log = Callable[[str], None]
+
+
+def build_network(
+    s: Settings, classes: Sequence[str], side: int | None, log: Log, resumed: bool
+) -> tuple[Any, list[str]]:
+    """Create the network with its blocks and weights; return it, and globs on the keys of a new classifier."""
+    name, count = str(s.model), len(classes)
+    drop_path: Any = {"drop_path_rate": s.drop_path} if s.drop_path else {}
+    try:
+        if name.startswith("hf-hub:"):
+            if not s.pretrained or s.drop_path:
+                raise ValueError(f"model: {name} requires --pretrained and no --drop-path")
+            model: Any = va.load_model(name).train()
+            if model.num_classes != count:
+                model.reset_classifier(count)
+        else:
+            model = create_model(name, num_classes=count, pretrained=s.pretrained and not resumed, **drop_path)
+    except ValueError as error:  # "model: …"
+        if isinstance(error.__cause__, FileNotFoundError):
+            remedy = "Check the connection, or pass a downloaded file as --weights instead of --pretrained"
+            raise CheckpointError(f"the pretrained weights of {name} cannot be downloaded. {remedy}") from error
+        raise
+    config = {"interpolation": "bilinear", **model.pretrained_cfg}
+    native, classifier = config["input_size"], config["classifier"]
+    config["input_size"] = (3, *([s.img_size or side] * 2 if s.img_size or side else native[1:]))
+    if max(config["input_size"][1:]) <= MAX_PAD_SIDE:  # small images are padded for training, and not cropped
+        config |= {"crop_pct": 1.0, "crop_mode": "center"}
+    model.pretrained_cfg, example = config, (1, *config["input_size"])
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model).eval()(torch.zeros(example))
+    except Exception as error:  # networks raise many types of errors
+        what = f"--img-size: {s.model} cannot process images of {example[2]}×{example[3]} ({error})"
+        raise ValueError(f"{what}. This model needs --img-size {native[1]}") from error
+    new = [f"{part}.*" for part in ([classifier] if isinstance(classifier, str) else classifier)]
+    new = new if s.reset_head or (s.pretrained and config["num_classes"] != len(classes)) else []
+    if s.stages or s.names:
+        options = parse_options(s.block_options) | ({"pattern": parse_option(s.pattern)} if s.pattern else {})
+        where: Any = {"stages": s.stages or None, "names": s.names or None, "at": s.at, "example_input": example}
+        try:
+            log(str(va.insert_(model, import_block(s.block), **where, **options)))
+        except TypeError as error:  # an argument that the block does not accept
+            raise ValueError(f"--block-options do not match --block {s.block}: {error}") from error
+    if s.weights and not resumed:  # after the insertion, because the file may contain weights of the blocks
+        log(str(va.load_checkpoint_(model, s.weights, skip=new, rename=s.rename or ())))
+    for layer in (model.get_submodule(glob.removesuffix(".*")) for glob in new):
+        # All classes are equally probable at first: https://arxiv.org/abs/2010.11929, section 3.2.
+        for parameter in layer.parameters() if isinstance(layer, nn.Linear | nn.Conv2d) else ():
+            nn.init.zeros_(parameter)
+    if s.freeze_backbone:
+        if not (s.stages or s.names or new):
+            raise ValueError("--freeze-backbone leaves nothing to train. Pass --stages or --names, or --reset-head")
+        log(f"frozen backbone: {va.freeze_backbone_(model, also_train=new):,} parameters are trained")
+    return model, new
+
+
+def make_transforms(s: Settings, config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return timm's transforms for training and for evaluation, from Pillow images to the input of the network."""
+    found = resolve_data_config(pretrained_cfg=config)
+    evaluation, size = create_transform(**found), found["input_size"][1:]
+    random = {"scale": (s.crop_scale, 1.0), "hflip": s.hflip, "auto_augment": s.aa, "color_jitter": None}
+    random |= {"re_prob": s.reprob, "re_mode": "pixel", "is_training": True, "separate": True}
+    try:
+        crop, *others = create_transform(**found, **random)
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"--aa must be a policy of timm such as rand-m9-mstd0.5, got {s.aa!r} ({error})") from error
+    if max(size) <= MAX_PAD_SIDE:
+        shift = [v2.RandomCrop(size, 4)] if s.crop_scale < 1 else []
+        crop = v2.Compose([*evaluation.transforms[:-2], *shift, v2.RandomHorizontalFlip(s.hflip)])
+    return v2.Compose([crop, *others]), evaluation
+
+
+def make_accelerator(s: Any) -> Accelerator:
+    """Create the accelerator; mixed precision is the default on CUDA only."""
+    on_cpu, logs = s.device == "cpu" or not torch.cuda.is_available(), [*s.log_with]
+    for name, value in (("device", "cuda"), ("amp", "float16")):  # the gradients of float16 are scaled on CUDA only
+        if on_cpu and getattr(s, name) == value:
+            raise ValueError(f"{flag(name)} {value} requires a CUDA device, and none is available")
+    if missing := {*logs} - {one.value for one in get_available_trackers()}:
+        raise ValueError(f"--log-with {min(missing)} is not installed. Install it: pip install {min(missing)}")
+    default = "no" if on_cpu else "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    # Several runs in one process may have different precisions, but Accelerate keeps the first one.
+    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
+    plugin = GradientAccumulationPlugin(s.grad_accum_steps, sync_with_dataloader=False)
+    amp = {None: default, "no": "no", "bfloat16": "bf16", "float16": "fp16"}[s.amp]
+    return Accelerator(cpu=on_cpu, mixed_precision=amp, gradient_accumulation_plugin=plugin, dynamo_backend="no",
+                       log_with=logs or None, project_dir="logs")  # fmt: skip
+
+
+def score(network: nn.Module, loader: Any, acc: Accelerator) -> tuple[dict[str, float], Tensor]:
+    """Return the mean loss and the top-1 and top-5 accuracy in percent over all images, and all predictions."""
+    if acc.num_processes > 1:  # the statistics of batch norms differ between processes: use those of the first
+        for buffer in network.buffers():
+            broadcast(buffer)
+    found = []
+    network.eval()
+    for images, labels in tqdm(loader, "evaluate", leave=False, disable=None if acc.is_main_process else True):
+        with torch.no_grad(), acc.autocast():
+            logits = network(images).float()
+        logits, labels = acc.gather_for_metrics((logits, labels))  # every image once
+        top = logits.topk(min(5, logits.shape[1])).indices
+        loss = F.cross_entropy(logits, labels, reduction="none").double()
+        found.append(torch.stack([loss, top[:, 0] == labels, (top == labels[:, None]).any(1), top[:, 0]], 1))
+    table = torch.cat(found)
+    loss, *top = table.mean(0).tolist()
+    ranks = (1, 5) if logits.shape[1] > 5 else (1,)
+    return {"loss": loss, **{f"top{rank}": 100 * x for rank, x in zip(ranks, top, strict=False)}}, table[:, 3]
+
+
+def describe(scores: dict[str, float]) -> str:
+    tops = "".join(f"top-{rank} {scores[f'top{rank}']:.2f} %, " for rank in (1, 5) if f"top{rank}" in scores)
+    return f"{tops}loss {scores['loss']:.4f}"
+
+
+def score_blocks(network: nn.Module, loader: Any, acc: Accelerator, log: Log) -> dict[str, float]:
+    """Evaluate a network, and log its scores with and without its blocks."""
+    scores, predictions = score(network, loader, acc)
+    log(describe(scores))
+    if va.inserted_blocks(network):
+        with va.disabled(network):
+            without, others = score(network, loader, acc)
+        changed = f"{int((predictions != others).sum())} of {len(others)} predictions change"
+        difference = f"{without['top1'] - scores['top1']:+.2f}"
+        log(f"ablation, with the blocks disabled: {describe(without)} (top-1 {difference}); {changed}")
+    return scores
+
+
+def best_epoch(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of the first epoch with the highest accuracy, and the lowest loss among these."""
+    return max(history, key=lambda row: (row["eval_top1"], -row["eval_loss"]))
+
+
+def require_everywhere(path: Path) -> None:
+    """Raise an error in all processes unless all of them see a file or folder."""
+    if not all(gather_object([path.exists()])):
+        raise DataError(f"{path} does not exist on every machine. All machines must share the folder of --output")
+
+
+def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
+    """Train a network, save the run in a folder, and return the rows of ``metrics.csv``."""
+    s = check(s)
+    if s.opt not in list_optimizers():
+        raise ValueError(f"--opt: timm has no optimizer {s.opt!r}.{cli.did_you_mean(str(s.opt), list_optimizers())}")
+    if s.lr is None:
+        raise ValueError(f"--lr is required for --opt {s.opt}: only sgd and adamw have a default")
+    acc = make_accelerator(s)
+    main, device = acc.is_main_process, acc.device
+    log = log if main else (lambda line: None)
+    with ExitStack() as stack:
+        # The main process decides on the folder, and is the first to read data and weights: downloads occur once.
+        folder, state = broadcast_object_list([claim_folder(s, stack) if main else None])[0]
+        require_everywhere(state or Path())
+        with acc.main_process_first(), nullcontext() if main else warnings.catch_warnings(action="ignore"):
+            classes, train_set, val_set = open_data(s)
+            side = getattr(getattr(train_set.source, "data", None), "shape", (0, None))[1]
+            seed_all(s.seed)
+            model, new_head = build_network(s, classes, side, log, resumed=state is not None)
+        data = {"classes": classes, "images": [len(train_set), len(val_set)],
+                "digests": [train_set.digest(), val_set.digest()]}  # fmt: skip
+        if any(other != data for other in gather_object([data])):
+            found = f"{data['images']} training and validation images of {', '.join(classes[:6])}"
+            raise DataError(f"the data differs between machines: one has {found}. Copy the same --data to all")
+        progress: dict[str, Any] = {"epoch": 0, "step": 0, "loss": 0.0, "seconds": 0.0, "history": []}
+        if state is not None:
+            progress = read_progress(state, data, acc.num_processes, log)
+        elif main:
+            require_readable([train_set, val_set])
+        parts = acc.num_processes * math.lcm(s.grad_accum_steps, 2 if s.mixup or s.cutmix else 1)
+        fitting = 2 ** int(math.log2(min(128, max(2, len(train_set) // 8))))  # at least eight steps per epoch
+        batch = s.batch_size or progress.get("batch") or max(parts, fitting // parts * parts)
+        if batch > len(train_set) or batch % parts:
+            limit = f"at most {len(train_set)}, the number of training images, and a multiple of {parts}"
+            raise ValueError(f"--batch-size must be {limit}, got {batch}")
+        progress |= {"data": data, "processes": acc.num_processes, "batch": batch}
+        (train_set.transform, val_set.transform), train_set.seed = make_transforms(s, model.pretrained_cfg), s.seed
+        loader = make_loader(acc, train_set, batch, s.workers, train=True)
+        val_loader, steps = make_loader(acc, val_set, batch, s.workers), len(loader)
+        for images in (train_set, val_set):
+            stack.callback(images.epoch.fill_, -1)  # worker processes may end
+
+        plain = copy.deepcopy(model).eval()  # for saving, without the wrappers for mixed precision and processes
+        layout = torch.channels_last if s.channels_last else torch.contiguous_format
+        model.to(device, memory_format=layout)
+        # timm's schedules compute one learning rate for all groups, and multiply it by the lr_scale of each group.
+        rates: Any = {"weight_decay": s.weight_decay, "attention_lr": s.attention_lr, "layer_decay": s.layer_decay}
+        groups = [{**g, "lr": s.lr, "lr_scale": g["lr"] / s.lr} for g in va.parameter_groups(model, s.lr, **rates)]
+        optimizer = create_optimizer_v2(groups, opt=str(s.opt), lr=s.lr)
+        warmup = round(s.warmup_epochs * steps)
+        schedule: Any = create_scheduler_v2(
+            optimizer, "cosine", num_epochs=max(1, s.epochs * steps - warmup), warmup_epochs=warmup,
+            warmup_lr=s.lr / 100, warmup_prefix=True, step_on_epochs=False, updates_per_epoch=1,
+        )[0]  # fmt: skip
+        ema = None if s.ema is None else ModelEmaV3(model, s.ema, use_warmup=True)
+        network: Any = model if ema is None else ema.module  # to evaluate and save
+        wrapped, optimizer = acc.prepare(model, optimizer)
+        forward = torch.compile(wrapped) if s.compile else wrapped
+        if ema is not None:
+            acc.prepare_model(ema.module, evaluation_mode=True)  # so that its state is saved
+        mix = Mixup(s.mixup, s.cutmix, label_smoothing=0.0, num_classes=len(classes)) if s.mixup or s.cutmix else None
+
+        def fail(what: str) -> TrainingError:
+            at = f"step {progress['step']} of {steps} of epoch {progress['epoch'] + 1}, with --lr {s.lr:.3g}"
+            remedy = "Use a lower --lr, more --warmup-epochs or --clip-grad"
+            return TrainingError(f"{what} is not finite at {at}. {remedy}. The last valid state is in {folder}")
+
+        def save() -> None:
+            """Write the complete state to a temporary folder, rename it, and remove older states."""
+            path = folder.resolve() / "state" / f"{progress['epoch']:05}-{progress['step']:07}"
+            new = path.with_name(f".{path.name}.new")  # the same name in every process and after a restart
+            try:
+                acc.save_state(str(new))
+                acc.wait_for_everyone()
+                if main:
+                    write_file(new / "progress.json", json.dumps(progress))
+                    os.replace(new, path)
+                    for old in {*path.parent.glob("[0-9]*-[0-9]*"), *path.parent.glob(".*-*.new")} - {path}:
+                        shutil.rmtree(old)
+            except Exception as error:
+                shutil.rmtree(new, ignore_errors=True)
+                if not isinstance(error, OSError | SafetensorError) and "inline_container" not in str(
+                    error
+                ):  # not of torch.save
+                    raise
+                reason = f"cannot write to {folder} ({' '.join(str(error).split())})"
+                raise TrainingError(f"{reason}. Check the disk, and continue with --resume {folder}") from error
+            acc.wait_for_everyone()
+
+        if main:
+            write_file(folder / "settings.json", json.dumps(asdict(s), indent=1, default=str))
+        if state is None:
+            save()
+            require_everywhere(folder / "state" / "00000-0000000" / "progress.json")
+        else:
+            try:
+                acc.load_state(str(state))
+            except Exception as error:  # a damaged state can cause any error; no code in it is run
+                raise CheckpointError(f"{state} is damaged, so the run cannot be resumed: {error}") from error
+            log(f"resumed at epoch {progress['epoch'] + 1}, step {progress['step']}, from {state}")
+        size, (c, h, w) = sum(p.numel() for p in model.parameters()), model.pretrained_cfg["input_size"]
+        log(f"{s.model}: {size:,} parameters, input {c}×{h}×{w}, {len(classes)} classes, {len(train_set):,} training "
+            f"and {len(val_set):,} validation images")  # fmt: skip
+        done = f"all {s.epochs} epochs are complete; a larger --epochs continues the run. " * (
+            progress["epoch"] >= s.epochs
+        )
+        log(f"{done}{s.epochs:,} epochs of {steps:,} steps of {batch} images on {device}, in {folder}")
+        acc.project_configuration.logging_dir = str(folder / "logs")
+        acc.init_trackers("vision_attn", config={key: str(value) for key, value in asdict(s).items()})
+        received = stack.enter_context(catch_signals())
+
+        for epoch in range(progress["epoch"], s.epochs):
+            first, total = progress["step"], torch.tensor(progress["loss"], device=device)
+            begin = time.perf_counter() - progress["seconds"]
+            train_set.epoch.fill_(epoch)
+            loader.set_epoch(epoch)
+            batches, hidden = skip_first_batches(loader, first) if first else loader, None if main else True
+            bar = tqdm(batches, f"epoch {epoch + 1}/{s.epochs}", steps, initial=first, leave=False, disable=hidden)
+            model.train()
+            for step, (images, labels) in enumerate(bar, first):
+                seed_all(s.seed, epoch, step, acc.process_index)  # a resumed step is the same
+                schedule.step_update(epoch * steps + step)
+                if mix:
+                    images, labels = mix(images, labels)
+                images = images.contiguous(memory_format=layout)
+                for x, y in zip(images.chunk(s.grad_accum_steps), labels.chunk(s.grad_accum_steps), strict=True):
+                    with acc.accumulate(wrapped):  # gradients are averaged over the chunks
+                        loss = F.cross_entropy(forward(x).float(), y, label_smoothing=s.label_smoothing)
+                        acc.backward(loss)
+                        if acc.sync_gradients and s.clip_grad:
+                            acc.clip_grad_norm_(model.parameters(), s.clip_grad)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    total += loss.detach() / s.grad_accum_steps
+                if ema is not None:
+                    ema.update(model, step=epoch * steps + step)
+                if device.type == "cpu" or step + 1 == steps or (step + 1) % CHECK_EVERY == 0:
+                    progress |= {"step": step + 1, "seconds": time.perf_counter() - begin}
+                    bar.set_postfix(loss=f"{total.item() / (step + 1):.4f}", refresh=False)
+                    flags = torch.stack([total.new_tensor(len(received)), (~total.isfinite()).float()])
+                    stop, broken = acc.reduce(flags).tolist()
+                    if broken:
+                        raise fail("the loss")
+                    if stop or step + 1 == steps:
+                        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
+                            raise fail("a weight")
+                        progress["loss"] = acc.reduce(total, "mean").item()
+                    if stop:
+                        save()
+                        what = f"interrupted; saved after step {step + 1} of {steps} of epoch {epoch + 1}."
+                        number = received[0] if received else signal.SIGTERM
+                        raise Interrupted(number, f"{what} Continue with --resume {folder}" if main else "")
+            scores, _ = score(network, val_loader, acc)
+            speed, rate = steps * batch / max(progress["seconds"], 1e-9), optimizer.param_groups[0]
+            row = {"epoch": epoch + 1, "lr": rate["lr"] / rate["lr_scale"], "train_loss": progress["loss"] / steps}
+            row |= {f"eval_{key}": value for key, value in scores.items()}
+            row |= {"seconds": progress["seconds"], "images_per_second": round(speed)}
+            history = [*progress["history"], row]
+            progress |= {"epoch": epoch + 1, "step": 0, "loss": 0.0, "seconds": 0.0, "history": history}
+            log(f"epoch {epoch + 1}/{s.epochs}: train loss {row['train_loss']:.4f}, {describe(scores)}, "
+                f"{row['seconds']:.0f} s, {speed:.0f} images/s")  # fmt: skip
+            acc.log(row, step=epoch + 1)
+            plain.load_state_dict(network.state_dict())
+            if main and best_epoch(history) is row:
+                va.save_model(plain, folder / "model", classes=classes)
+                if s.freeze_backbone and va.inserted_blocks(plain):
+                    details = {key: plain.pretrained_cfg[key] for key in ("input_size", "mean", "std")}
+                    adapter: Any = {"also": new_head, "metadata": {**details, "classes": classes}}
+                    va.save_adapter(plain, folder / "adapter.safetensors", **adapter)
+            if main:
+                write_csv(folder / "metrics.csv", [list(row), *(list(one.values()) for one in history)])
+            save()
+        for tracker in acc.trackers:
+            tracker.finish()
+
+        # One network has one score: that of the best epoch, which is saved.
+        va.load_checkpoint_(plain, folder / "model" / "model.safetensors")
+        log(f"best epoch, {best_epoch(progress['history'])['epoch']}, in {folder / 'model'}:")
+        score_blocks(plain.to(device, memory_format=layout), val_loader, acc, log)
+        if s.stages or s.names:
+            log("Do the blocks help? The ablation shows how much the network relies on them. Train with and without:")
+            log(f"vision-attn compare --config {folder} --output {folder / 'compare'}")
+    return progress["history"]
+
+
+def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
+    """Evaluate the network of a run on its validation images, or on other images that it was not trained on."""
+    run = require_run(e.run, "evaluate RUN")
+    given = {name: value for name, value in vars(e).items() if value is not None and name != "run"}
+    own = read_settings(run, [*map(flag, given)]) if (run / "settings.json").is_file() else Settings()
+    s = replace(own, **given)
+    if s.data is None and not s.dataset.startswith("hfds/"):
+        raise ValueError("--data is required: a folder of images. Example: --data flowers")
+    sources = [(one.dataset, one.data and one.data.expanduser().resolve()) for one in (s, own)]
+    same = sources[0] == sources[1]  # otherwise, the run held out none of the images
+    acc = make_accelerator(s)
+    log = log if acc.is_main_process else (lambda line: None)
+    classes, train_set, val_set = open_data(s if same else replace(s, val_fraction=None), 0.1 if same else None)
+    if (state := newest_state(run)) is not None:
+        trained, _ = json.loads((state / "progress.json").read_bytes())["data"]["digests"]
+        if val_set.digest() == trained or (same and train_set.digest() != trained):
+            warnings.warn(
+                f"the run was trained on some of the images of {s.data}: its scores are too high", stacklevel=2
+            )
+    model = load_run(e.run, s.block, "evaluate RUN")
+    if model.classes and list(model.classes) != classes:
+        expected, got = (", ".join(names[:6]) for names in (model.classes, classes))
+        raise ValueError(f"--data: expected the classes of {run}, {expected}, got {got}. Rename the folders")
+    if e.img_size:
+        model.pretrained_cfg |= {"input_size": (3, e.img_size, e.img_size)}
+    val_set.transform = make_transforms(s, model.pretrained_cfg)[1]
+    log(f"{len(val_set):,} images of {len(classes)} classes on {acc.device}")
+    return score_blocks(model.to(acc.device), make_loader(acc, val_set, s.batch_size or 128, s.workers), acc, log)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program("train", lambda: cli.run_command("train", sys.argv[1:], train)))

@@ -1,1 +1,0 @@
-"""Comparison of networks with different blocks over several seeds, with confidence intervals."""

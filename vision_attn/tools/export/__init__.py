@@ -1,1 +1,0 @@
-"""Export of trained networks to other runtimes."""
