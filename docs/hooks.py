@@ -19,6 +19,9 @@ SHOWN = (
     *(
         "examples/*.md",
         "examples/*.py",
+        "examples/experiments/*.py",
+        "examples/experiments/*/*.png",
+        "examples/experiments/*/*.md",
         "examples/*/*.png",
         "examples/experiments/results/*.json",
         "examples/notebooks/*.ipynb",

@@ -45,7 +45,6 @@ from vision_attn import cli
 from vision_attn.checks import check_above
 from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.networks.models import create_model
-from vision_attn.networks.inspection.network import quiet_eval
 
 SIDE, LABELS, WIDTH, IGNORED, NEAREST = 5, 5, 64, -100, "nearest-neighbor"
 BATCH, MOSAICS, THAWED_BATCH, THAWED_LEARNING_RATE = 64, 512, 16, 1e-3

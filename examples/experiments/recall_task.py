@@ -21,8 +21,8 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 import vision_attn as va
-from vision_attn.networks.models.registry import StagedNetwork, make_cfg, register_network
 from vision_attn.networks.inspection.network import quiet_eval
+from vision_attn.networks.models.registry import StagedNetwork, make_cfg, register_network
 
 __all__ = ["RecallNet"]  # timm adds the names of the networks
 

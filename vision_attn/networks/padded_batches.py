@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.scopes import DependsOnPass, scope
 from vision_attn.networks.insertion.second_map import blocks_with_context
 from vision_attn.networks.inspection.example import Example
-from vision_attn.networks.inspection.network import CALLS, record_calls, unwrap_model
+from vision_attn.networks.inspection.network import running_calls, unwrap_model
 
 
 def padded(
@@ -65,14 +65,7 @@ def padded(
     values: dict[nn.Module, ValidPixels] = dict.fromkeys(blocks, pixels)
     for block in blocks_with_context(network):  # features from outside are not part of the images
         values |= dict.fromkeys(block.modules(), replace(pixels, in_context=False))
-    return in_calls(network, scope(network, "valid", values))
-
-
-@contextmanager
-def in_calls(network: nn.Module, values: AbstractContextManager[None]) -> Iterator[None]:
-    """Enter the scope of values that depend on the running call of a network."""
-    with record_calls([network]), values:
-        yield
+    return scope(network, "valid", values)
 
 
 @dataclass(frozen=True)
@@ -110,7 +103,7 @@ class ValidPixels(DependsOnPass):
 
 def size_of_call(model: nn.Module) -> Sequence[int] | None:
     """Return the size of the images with which the model is called; None outside its forward pass."""
-    for module, args, kwargs in CALLS.get():
+    for module, args, kwargs in running_calls():
         if module is model:
             example = Example(args, kwargs)
             return None if example.count else example.size

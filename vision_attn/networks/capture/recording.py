@@ -25,7 +25,7 @@ from vision_attn.networks.capture.token_positions import TokenPositions, locate_
 from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention, outer_paths
 from vision_attn.networks.convert.window_layers import PaddedAttention
 from vision_attn.networks.inspection.example import Example
-from vision_attn.networks.inspection.network import CALLS, Call, record_calls, unwrap_model
+from vision_attn.networks.inspection.network import Call, running_calls, unwrap_model
 from vision_attn.networks.inspection.selection import Names, select_inside
 from vision_attn.text import shorten
 
@@ -104,16 +104,14 @@ def capture(
     kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
     limit = math.inf if allow_large else MAX_BYTES
     recording = Recording(network, points, max(ranks or kernels or [0]), reduction, limit, others)
-    named, hooks, recorded = dict(network.named_modules()), dict[nn.Module, Any](), {network: None}
+    named, hooks = dict(network.named_modules()), dict[nn.Module, Any]()
     for path, (block, swap) in modules.items():
         parents = [named[outer] for outer in (path, *reversed(outer_paths(path)))]
         indices = check_indices("heads", heads, block.num_heads)
         hooks[block] = partial(recording.record, path, block, swap, parents, indices)
         if swap is not None:
             hooks[named[path]] = partial(recording.explain, path)
-        if swap is not None or isinstance(block, PaddedAttention):
-            recorded |= dict.fromkeys((block, *parents))
-    with record_calls(recorded), scope(model, "attention", hooks):
+    with scope(model, "attention", hooks):
         yield recording.maps
     reasons = {path or "the model": why for path, why in recording.maps.reasons.items() if path not in recording.others}
     if reasons and not recording.maps:
@@ -159,7 +157,7 @@ class Recording:
 
     def running_calls(self) -> list[Call]:
         """Return the running calls up to the model, innermost first; start the recording of a new forward pass."""
-        calls = list(CALLS.get())
+        calls = list(running_calls())
         depth = next((number for number, (caller, *_) in enumerate(calls) if caller is self.model), None)
         if depth is not None:
             *_, (_, args, kwargs) = calls = calls[: depth + 1]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -23,9 +23,6 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 #: A running call of a module: the module, its arguments and its keyword arguments.
 Call: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-
-#: The running calls of this thread or task that :func:`record_calls` records, innermost first.
-CALLS: ContextVar[tuple[Call, ...]] = ContextVar("CALLS", default=())
 
 #: Class names of wrappers that register the parameters when they are created. Importing the classes would be slow.
 SYNCHRONIZED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -78,32 +75,18 @@ def synchronizer(model: nn.Module) -> str | None:
     return next((type(x).__name__ for x in modules if is_synchronized(x)), None)
 
 
-@contextmanager
-def record_calls(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Record the running calls of modules inside a ``with`` block, for each thread and task separately.
+def running_calls() -> Iterator[Call]:
+    """Yield the running calls of modules in this thread, starting with the innermost.
 
-    The hooks are functions of this module, so that copies and pickles of a module that have them stay ordinary modules.
+    The calls are read from the stack: hooks would also run in other threads, and torch does not support that one thread
+    removes a hook while another one calls the module.
     """
-    before, handles = CALLS.get(), list[Any]()
-    for module in modules:
-        handles.append(module.register_forward_pre_hook(start_call, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(end_call, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        CALLS.set(before)
-
-
-def start_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    CALLS.set(((module, args, kwargs), *CALLS.get()))
-
-
-def end_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    calls = CALLS.get()
-    if calls and calls[0][0] is module:  # the call may have started before the with block
-        CALLS.set(calls[1:])
+    frame, code = inspect.currentframe(), nn.Module.__call__.__code__
+    while frame is not None:
+        if frame.f_code is code:
+            (module,), args, kwargs, values = inspect.getargvalues(frame)
+            yield values[module], values[str(args)], values[str(kwargs)]
+        frame = frame.f_back
 
 
 @contextmanager
