@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, fields, replace
@@ -347,7 +348,8 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     with open(folder / "log.txt", "a") as file:
         history = train(s, log=log)
     model: Any = va.load_model(folder, block=import_block(s.block) if ":" in s.block else None)
-    va.set_impl_(model, "bmm")
+    with warnings.catch_warnings(action="ignore"):  # a network can have attention of another library only
+        va.set_impl_(model, "bmm")
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, *model.pretrained_cfg["input_size"]))
     batch = json.loads((Path(str(newest_state(folder))) / "progress.json").read_text())["batch"]

@@ -53,10 +53,19 @@ def dinov2_of_authors(state):
     return {**state, "mask_token": torch.zeros(1, 24)}
 
 
+def deit3(**options):
+    return make("deit3_small_patch16_224", depth=2, embed_dim=24, num_heads=2, img_size=64, **options)
+
+
+def deit3_of_authors(state):
+    return {re.sub(r"ls(\d)\.gamma", r"gamma_\1", key): x for key, x in state.items()}
+
+
 AUTHORS = {
     "Swin": (lambda: swin(), swin_of_authors, 224),
     "ConvNeXt": (lambda: convnext(), convnext_of_authors, 96),
     "DINOv2": (lambda: dinov2(img_size=56), dinov2_of_authors, 56),
+    "DeiT III": (lambda: deit3(), deit3_of_authors, 64),
 }
 
 
@@ -73,6 +82,8 @@ def test_keys_of_the_authors_are_converted_by_timm(name, inserted, tmp_path):
     assert report.timm_filter == f"{type(net).__module__}.checkpoint_filter_fn"
     assert "converted by timm.models." in str(report)
     assert report.entry == "model"
+    # A tensor under another key, such as the downsampling of Swin, was not resized.
+    assert list(report.converted) == (["pos_embed"] if name == "DINOv2" else [])
 
 
 SIZES = {

@@ -26,6 +26,7 @@ from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
 import vision_attn as va
 from vision_attn.networks.convert.swap import Swapped
+from vision_attn.networks.inspection.macs import count_macs
 
 
 def maxxvit(name, size=64, **options):
@@ -196,6 +197,33 @@ def test_swapped_modules_support_implementations_and_capture():
     total = maps["features.1.0.attn"].weights.sum((-2, -1)).unflatten(2, (9, 10))
     torch.testing.assert_close(total[:, :, :8, :8], torch.ones_like(total[:, :, :8, :8]))
     assert (total[:, :, 8:] < 0.9).all()
+
+
+def test_attention_that_an_implementation_does_not_reach_is_named():
+    model = timm.create_model("test_vit").eval()
+    count_macs(model, (1, 3, 160, 160))  # internal uses do not warn
+    library = (
+        r"^impl='bmm' has no effect on attention of another library \(blocks\.0\.attn, .*Call va\.swap_\(model\) first$"
+    )
+    with pytest.warns(UserWarning, match=library) as found:
+        assert va.set_impl_(model, "bmm") == 0
+    assert [warning.filename for warning in found] == [__file__]
+    with pytest.warns(UserWarning, match=library) as found, va.use_impl(model, "bmm"):
+        pass
+    assert [warning.filename for warning in found] == [__file__]
+    va.swap_(model)
+    assert va.set_impl_(model, "bmm") == 6
+    hook = model.blocks[1].attn.qkv.register_forward_hook(lambda *_: None)
+    reason = r"^impl='einx' has no effect on blocks\.1\.attn, which runs its original code, because 'qkv' has a hook$"
+    with pytest.warns(UserWarning, match=reason):
+        assert va.set_impl_(model, "einx") == 6
+    with pytest.warns(UserWarning, match=reason), va.use_impl(model, "einx"):
+        pass
+    count_macs(model, (1, 3, 160, 160))
+    hook.remove()
+    with va.use_impl(model, "bmm"):
+        assert va.set_impl_(nn.Sequential(model, nn.MultiheadAttention(8, 2)), "bmm") == 6
+    assert va.set_impl_(timm.create_model("resnet10t"), "bmm") == 0  # no attention
 
 
 @pytest.mark.parametrize("block", [pytest.param("0", marks=pytest.mark.slow), "1"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from vision_attn.attention.fixed_options import FixedOptions
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.scopes import scope, scoped_values
 from vision_attn.checks import check_choice
+from vision_attn.text import shorten
 
 #: The entry of a block in the metadata of a state dict, next to torch's own ``version``.
 CONFIG_KEY = "block"
@@ -74,10 +76,37 @@ def blocks_for_impl(model: nn.Module, impl: str) -> Iterable[Any]:
     return blocks.values()
 
 
+def is_attention(module: nn.Module) -> bool:
+    """Return True for a module of another library with parameters and with names that are typical of attention."""
+    kind = type(module)
+    projections = ("qkv", "qkvs", "qk", "to_qkv", "q_proj", "query", "query_conv", "theta")
+    similar = any(word in kind.__name__.lower().replace("_", "") for word in ("attention", "attn", "nonlocal"))
+    similar = similar or any(hasattr(module, name) for name in projections)
+    return similar and not kind.__module__.startswith("vision_attn.") and any(True for _ in module.parameters())
+
+
+def warn_unreached(model: nn.Module, impl: str, level: int) -> None:
+    """Warn about attention that an implementation does not reach; ``level`` is the number of frames to the caller.
+
+    The attribute ``bypass_reason`` of a module is the reason why it does not run its ``running_block``.
+    """
+    modules = {path or "the model": module for path, module in model.named_modules()}
+    reasons = {path: getattr(module, "bypass_reason", "") for path, module in modules.items()}
+    lines = [f"{path}, which runs its original code, because {reason}" for path, reason in reasons.items() if reason]
+    others = [path for path, module in modules.items() if is_attention(module)]
+    if others and not blocks_with_impl(model):
+        lines = [f"attention of another library ({shorten(others)}). Call va.swap_(model) first"]
+    if lines:
+        warnings.warn(f"impl={impl!r} has no effect on {shorten(lines, 3)}", stacklevel=level)
+
+
 def set_impl_(model: nn.Module, impl: str) -> int:
     """Set the implementation of every attention block in a model; the weights stay the same.
 
     Inside a :func:`use_impl` context, whose choice takes precedence, the new setting applies after the context ends.
+    Attention of another library is reached after :func:`vision_attn.swap_`, except in calls that run its original code:
+    ``maps.reasons`` of :func:`vision_attn.capture` lists them. A warning names swapped modules that were changed since,
+    and all attention of a model without blocks.
 
     Args:
         model: any module.
@@ -94,6 +123,7 @@ def set_impl_(model: nn.Module, impl: str) -> int:
     1
     """
     changed = [block for block in blocks_for_impl(model, impl) if block._impl != impl]
+    warn_unreached(model, impl, level=3)
     for block in changed:
         block.impl = impl
     return len(changed)
@@ -104,7 +134,8 @@ def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
     """Run another implementation inside a ``with`` block, in the current thread or task only.
 
     The model is not modified: other threads, including threads started inside the ``with`` block, and copies of the
-    model keep their implementation. A compiled model runs eagerly inside the block.
+    model keep their implementation. A compiled model runs eagerly inside the block. A warning names attention that is
+    not reached, as in :func:`set_impl_`.
 
     Args:
         model: any module.
@@ -125,5 +156,6 @@ def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
     >>> block.impl
     'auto'
     """
+    warn_unreached(model, impl, level=4)
     with scope(model, "impl", dict.fromkeys(blocks_for_impl(model, impl), impl)):
         yield model

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,9 @@ def load_file_(
         attempts.append(prepare(filtered, f"{type(model).__module__}.checkpoint_filter_fn"))
     report, saved, converted = min(attempts, key=lambda attempt: count_differences(attempt[0]))
     if report.timm_filter:
-        report = replace(report, converted={**compare_shapes(filtered, tensors), **report.converted})
+        renamed = set(map(id, tensors.values()))
+        resized = compare_shapes({key: x for key, x in filtered.items() if id(x) not in renamed}, tensors)
+        report = replace(report, converted={**resized, **report.converted})
     fitting = (*report.loaded, *report.replaced)
     if not fitting or (strict and (count_differences(report) or report.config_mismatches)):
         raise explain_refusal(report, model, target, tensors)
@@ -145,8 +148,10 @@ def filter_by_timm(model: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
     family = sys.modules[type(model).__module__]
     if not family.__name__.startswith("timm.models.") or not hasattr(family, "checkpoint_filter_fn"):
         return {}
+    # DeiT III has the filter of other ViTs, with an option for its keys.
+    names = signature(family.checkpoint_filter_fn).parameters.keys() & {"adapt_layer_scale"}
     try:
-        found = family.checkpoint_filter_fn({**tensors}, model)
+        found = family.checkpoint_filter_fn({**tensors}, model, **dict.fromkeys(names, True))
     except Exception:  # the tensors of another network can cause any exception
         return {}
     return {key: value for key, value in found.items() if isinstance(value, Tensor)}

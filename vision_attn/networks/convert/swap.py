@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.attention.blocks import Attention
+from vision_attn.attention.blocks.config import is_attention
 from vision_attn.attention.scopes import ORIGINAL, scoped_values
 from vision_attn.errors import SiteError
 from vision_attn.networks.convert.conversion import (
@@ -152,15 +153,6 @@ def outer_paths(name: str) -> list[str]:
     return ["", *ancestor_paths(name)] if name else []
 
 
-def is_attention(module: nn.Module) -> bool:
-    """Return True for a module of another library with parameters and with names that are typical of attention."""
-    kind = type(module)
-    projections = ("qkv", "qkvs", "qk", "to_qkv", "q_proj", "query", "query_conv", "theta")
-    similar = any(word in kind.__name__.lower().replace("_", "") for word in ("attention", "attn", "nonlocal"))
-    similar = similar or any(hasattr(module, name) for name in projections)
-    return similar and not kind.__module__.startswith("vision_attn.") and any(True for _ in module.parameters())
-
-
 def make_swap(module: nn.Module) -> Swap:
     """Create the block for a module and compare both; raise an error for an unsupported module."""
     if isinstance(module, (Swapped, Attention)):
@@ -258,6 +250,12 @@ class Swapped(nn.Module):
     def running_block(self) -> Attention:
         """Return the block of the module; it is not a child of the module."""
         return self.swapped.block
+
+    @property
+    def bypass_reason(self) -> str:
+        """Return why every call runs the original code; empty if only calls that the block does not support do."""
+        traits = self.swapped.traits
+        return "" if read_traits(self, traits[-1]) == traits else explain_change(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         proxy: Any = next((x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)), None)

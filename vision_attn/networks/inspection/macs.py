@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vision_attn.attention.blocks import attention_modules, use_impl
+from vision_attn.attention.blocks import attention_modules
+from vision_attn.attention.blocks.config import blocks_for_impl
+from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
 from vision_attn.networks.inspection.network import quiet_eval
 
@@ -96,7 +98,8 @@ def run_on_meta(module: nn.Module, shape: Sequence[int], context: Sequence[int] 
         return (maps.pop("x"),), maps
 
     # All products of the implementation "bmm" are matrix products, which the counter supports.
-    with use_impl(module, "bmm"), quiet_eval(module):
+    bmm = dict.fromkeys(blocks_for_impl(module, "bmm"), "bmm")
+    with scope(module, "impl", bmm), quiet_eval(module):
         try:
             with count_flops() as counter:
                 output = functional_call(module, state, *inputs("meta"))
