@@ -151,7 +151,7 @@ def insert_everywhere(model, row, shape):
         try:
             row.sites += len(va.insert_(model, block, names=[stage], example_input=shape).blocks)
         except va.errors.SiteError as error:
-            row.notes.append(str(error).split(": choose")[0])
+            row.notes.append(str(error).partition(". Choose")[0])
 
 
 @torch.no_grad()

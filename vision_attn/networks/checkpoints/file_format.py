@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks import use_impl
+from vision_attn.attention.blocks.config import blocks_with_impl
 from vision_attn.errors import CheckpointError
 from vision_attn.networks import insertion
 from vision_attn.networks.block_factories import BLOCKS, TIMM_BLOCKS, get_block_factory, make_block
@@ -228,7 +230,7 @@ def explain_change(record: InsertedBlock, block: nn.Module) -> str:
 
 def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:
     """Return class and options of each module of a block, independent of compilation and sharding."""
-    with use_impl(block, "bmm"):
+    with use_impl(block, "bmm") if blocks_with_impl(block) else nullcontext():
         modules = {unwrap_key(path): module for path, module in block.named_modules()}
         return {
             path: (module._get_name().removeprefix("FSDP"), module.extra_repr()) for path, module in modules.items()
