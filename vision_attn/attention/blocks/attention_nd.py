@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ class Attention(ConfigurableImpl):
     q_norm: nn.Module | None
     k_norm: nn.Module | None
 
-    fixed = (*OPTIONS, "pattern", "position")
+    fixed: ClassVar[Collection[str]] = (*OPTIONS, "pattern", "position")
 
     def __init__(
         self,

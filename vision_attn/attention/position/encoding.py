@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -51,7 +52,7 @@ class AnyPosition(Protocol):
 class PositionEncoding(FixedOptions):
     """Base class of position encodings, an identity; subclasses override :meth:`add_to_map` or :meth:`forward`."""
 
-    fixed = ("config",)
+    fixed: ClassVar[Collection[str]] = ("config",)
     #: True if relative positions are encoded: queries and keys must come from the same feature map.
     is_relative = False
     #: True if the parameters are tables whose shapes depend on the size of the feature map.
