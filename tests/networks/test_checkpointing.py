@@ -164,7 +164,7 @@ CELLS += [(kind, run) for kind in sorted(OPTIONAL) for run in WITH_ORDINARY_PASS
 
 
 def two_padded_sizes(net, other, enter):
-    """Multi-scale training: the sizes of the images are those of the smaller scale."""
+    """Multi-scale training: one ``va.padded`` for batches of two sizes."""
     with va.padded(net, [(32, 32), (20, 12)]):
         y, z = net(image(1)), net(image(2, 64))
     (loss(y) + loss(z)).backward()

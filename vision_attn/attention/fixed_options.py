@@ -11,7 +11,7 @@ from torch import nn
 class FixedOptions(nn.Module):
     """A module with options that cannot change after it was built, because an assignment would have no effect."""
 
-    #: The names of these options; those of a child module are the options in its ``config``.
+    #: The names of these options. A child module may be replaced by one with an equal ``config``.
     fixed: ClassVar[Collection[str]] = ()
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -51,6 +51,7 @@ class Kind(NamedTuple):
 
     kernel: Kernel
     shape: torch.Size
+    #: True if the feature map is in channels-last memory format, and not contiguous as well.
     channels_last: bool
     dtype: torch.dtype
     device: torch.device
@@ -62,6 +63,7 @@ class Kind(NamedTuple):
     causal: bool
     #: The dropout probability of the weights; zero in evaluation mode.
     dropout: float
+    #: True if gradients are enabled.
     trained: bool
     #: True if autocast is on, which computes the logits in half precision unless it is turned off.
     autocast: bool

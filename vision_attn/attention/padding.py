@@ -43,6 +43,13 @@ def mask_padding(
     return x, allowed if mask is None else combine_masks(broadcast_mask(mask), allowed), context, [valid, keys]
 
 
+def latest_pixels(values: Sequence[Any], graph: bool) -> Any:
+    """Return the value of the innermost ``va.padded``, or None outside; raise while a graph is traced or exported."""
+    if values and graph:
+        raise ValueError("va.padded must not be part of a graph that is traced or exported. Pass mask= to the blocks")
+    return values[-1] if values else None
+
+
 def refuse_scaled_positions(block: Any, pixels: Any) -> None:
     """Raise if rotary positions depend on the size of the padded feature map."""
     rope = block.position.config if block.position is not None else None

@@ -22,7 +22,7 @@ from vision_attn.attention.inputs import AttentionInputs, PositionBias
 from vision_attn.attention.kernels import TO_FIRST, TO_LAST, to_groups, to_map
 from vision_attn.attention.kind import AttentionConfig, Kind, pooled_size, read_input, shape_error
 from vision_attn.attention.masks import upcast
-from vision_attn.attention.padding import mask_padding
+from vision_attn.attention.padding import latest_pixels, mask_padding
 from vision_attn.attention.patterns import AnyPattern, resolve_pattern
 from vision_attn.attention.plan import Plan, PlanCache
 from vision_attn.attention.position import AnyPosition, AttentionShape, PositionEncoding, new_encoding
@@ -175,12 +175,10 @@ class Attention(ConfigurableImpl):
         graph, impl, valid = in_graph(x), self._impl, None
         hooks: Sequence[Any] = ()
         if in_scope() if graph else SCOPES.get() or graph_task_id() != -1:
-            impls, hooks, pixels = scoped_values(self, "impl", "attention", "valid")
+            impls, hooks, padded = scoped_values(self, "impl", "attention", "valid")
             impl = [impl, *impls][-1]
-            if pixels and graph:
-                raise ValueError("va.padded must not be part of a graph that is traced or exported. Pass mask=")
-            if pixels:
-                x, mask, context, valid = mask_padding(self, pixels[-1], x, mask, context)
+            if (pixels := latest_pixels(padded, graph)) is not None:
+                x, mask, context, valid = mask_padding(self, pixels, x, mask, context)
         dropout, scale, device = self.attn_drop, self.scale, x.device
         if isinstance(scale, Tensor):  # the keys are multiplied by a learned scale
             if scale.numel() != 1:

@@ -27,7 +27,7 @@ from vision_attn.attention.dispatch import without_autocast
 from vision_attn.attention.graphs import in_graph
 from vision_attn.attention.kernels import BMM, EINX, channels_last
 from vision_attn.attention.masks import broadcast_mask, check_mask, unmask_empty_rows, upcast
-from vision_attn.attention.padding import valid_positions
+from vision_attn.attention.padding import latest_pixels, valid_positions
 from vision_attn.attention.recomputation import graph_task_id
 from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
 from vision_attn.checks import check_choice, check_divides
@@ -190,14 +190,12 @@ class LinearAttention2d(ConfigurableImpl):
             mask = broadcast_mask(mask).mT
         if 0 in x.shape:  # einx does not support empty tensors
             return self.proj(torch.zeros_like(x))
-        impl = self._impl
-        if in_scope() if in_graph(x) else SCOPES.get() or graph_task_id() != -1:
-            impls, pixels = scoped_values(self, "impl", "valid")
+        graph, impl = in_graph(x), self._impl
+        if in_scope() if graph else SCOPES.get() or graph_task_id() != -1:
+            impls, padded = scoped_values(self, "impl", "valid")
             impl = [impl, *impls][-1]
-            if pixels and in_graph(x):
-                raise ValueError("va.padded must not be part of a graph that is traced or exported. Pass mask=")
-            if pixels:
-                valid = valid_positions(pixels[-1], x)
+            if (pixels := latest_pixels(padded, graph)) is not None:
+                valid = valid_positions(pixels, x)
                 x = x.masked_fill(valid.logical_not(), 0.0)
                 keys = valid.flatten(1)[:, None, :, None]
                 mask = keys if mask is None else torch.logical_and(mask, keys)
