@@ -26,8 +26,8 @@ BLOCKS = {
     "attention": lambda: va.Attention2d(16, 2, position=va.RelPosTable((5, 7)), qk_norm=True, proj_drop=0.1),
     "rotary": lambda: va.AttentionBlock2d(16, 2, position=va.Rope(), kv_stride=2, gate_init=1.0),
     "window": lambda: va.Attention2d(16, 2, pattern=va.Window(3, shift=1), position=va.RelPosDecomposed()),
-    "linear": lambda: va.LinearAttention2d(16, 2),
-    "transformer": lambda: va.TransformerBlock2d(16, 2),
+    "linear": lambda: va.blocks.LinearAttention2d(16, 2),
+    "transformer": lambda: va.blocks.TransformerBlock2d(16, 2),
 }
 
 

@@ -377,7 +377,7 @@ sys.exit(main())
 @pytest.mark.parametrize(
     ("missing", "words", "needed"),
     [
-        ("matplotlib", "demo", "viz"),
+        ("matplotlib", "demo", "train,export"),
         ("accelerate,joblib,matplotlib,sklearn,scipy", "explore RUN IMAGE -o page.html", None),
         ("accelerate,joblib,matplotlib,sklearn,scipy", "predict RUN IMAGE", None),
         ("onnxruntime", "export RUN -o net.onnx", "export"),

@@ -66,7 +66,7 @@ PLACES = {
     "instead": lambda model: va.replace_(model, names="layer[23].0.conv2", num_heads=2, example_input=IMAGES),
     "several at once": lambda model: (
         va.replace_(model, names="layer4.0.conv1", num_heads=4, example_input=IMAGES),
-        va.insert_(model, va.TransformerBlock2d, names=["layer1", "layer3"], num_heads=2, example_input=IMAGES),
+        va.insert_(model, va.blocks.TransformerBlock2d, names=["layer1", "layer3"], num_heads=2, example_input=IMAGES),
         va.insert_(model, names="layer2", num_heads=1, gate_init=0.5, example_input=(2, 3, 64, 32)),
         va.insert_(model, names="conv1", pattern=va.Window(2), position=va.RelPosTable(), example_input=IMAGES),
     ),
