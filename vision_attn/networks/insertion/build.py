@@ -103,8 +103,9 @@ def rebuild(model: nn.Module, record: InsertedBlock, factories: Mapping[str, Blo
     site = record.target
     block = build_block(model, site.path, site.at, factories[record.block], site.channels, record.options)
     target = require_module(model, site.path)
+    name = record.block if record.block in block_factories.TIMM_BLOCKS else type(block).__name__
     block = wrap_exactly(block, site.channels, like_parameters(target, model), record.identity[1])
-    return set_record_(block, replace(record, replaced=(target,) if site.at == "replace" else ()))
+    return set_record_(block, replace(record, block=name, replaced=(target,) if site.at == "replace" else ()))
 
 
 def build_block(
