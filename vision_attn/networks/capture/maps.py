@@ -187,7 +187,7 @@ class AttentionMaps(dict[str, AttentionMap]):
 
     >>> AttentionMaps()["layer4"]
     Traceback (most recent call last):
-    KeyError: "there is no attention map of 'layer4' (captured: none): the module did not run in the forward pass"
+    KeyError: "there is no attention map of 'layer4' (captured: none): no attention with this path has run"
     """
 
     def __init__(self, *items: Any) -> None:
@@ -197,7 +197,9 @@ class AttentionMaps(dict[str, AttentionMap]):
 
     def __missing__(self, path: str) -> AttentionMap:
         captured = ", ".join(map(repr, self)) or "none"
-        reason = self.reasons.get(path, "the module did not run in the forward pass")
+        inside = any(name.startswith(f"{path}.") for name in self)
+        default = "it is not attention, but contains attention" if inside else "no attention with this path has run"
+        reason = self.reasons.get(path, default)
         raise KeyError(f"there is no attention map of {path!r} (captured: {captured}): {reason}")
 
     def rollout(self, *, residual: float = 0.5) -> AttentionMaps:

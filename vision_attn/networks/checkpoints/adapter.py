@@ -152,7 +152,7 @@ def load_adapter_(
         if wrong := shapes ^ {(key, value.shape) for key, value in adapter.tensors.items() if key not in adapter.also}:
             raise CheckpointError(f"created and saved blocks differ in {shorten(sorted(dict(wrong)))}")
         refuse_read_only({key: state[key] for key in adapter.tensors})
-        report = InsertionReport(records(model))
+        report = InsertionReport(records(model), "loaded")
     except BaseException as error:
         if inserted_blocks(model):
             remove_(model)

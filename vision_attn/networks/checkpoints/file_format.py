@@ -289,8 +289,9 @@ def match_classes(saved: Saved, path: Path, block: Any) -> Classes:
         what = f"{path} contains {listed}, which {'are' if several else 'is'} not of this library{got}"
         argument = f"the classes: block=[{listed}]" if several else f"the class: block={listed}"
         flags = " ".join(f"--block MODULE:{name}" for name in foreign)
-        renamed = f". For a class with a new name: block={{{foreign[0]!r}: {next(iter(classes))}}}" if classes else ""
-        raise CheckpointError(f"{what}. Pass {argument}, or {flags} on the command line{renamed}")
+        if len(foreign) == len(classes) == 1:
+            argument += f", or block={{{foreign[0]!r}: {next(iter(classes))}}} if its name has changed"
+        raise CheckpointError(f"{what}. Pass {argument}, or {flags} on the command line")
     return classes
 
 
