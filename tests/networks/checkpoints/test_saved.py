@@ -91,6 +91,8 @@ def test_blocks_are_restored_and_completely_removed(place, tmp_path):
     assert records(other) == records(model)
     assert set(report.loaded) == inserted_keys(model)
     assert not report.changed_tensors
+    assert "loaded, for an input of" in str(report)
+    assert not re.search("optimizers now|set to zero|before inserting", str(report))  # the blocks are trained
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(other(x), model(x))
     assert not torch.equal(other(x), small_network()(x))
