@@ -96,8 +96,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "Rope": {"position": va.Rope()},
     "ConditionalPos": {"position": va.ConditionalPos(3)},
     "SinCos": {"position": va.SinCos()},
-    "TransformerBlock2d": {"block": va.TransformerBlock2d},
-    "LinearAttention2d": {"block": va.LinearAttention2d, "scale": 3.0},
+    "TransformerBlock2d": {"block": va.blocks.TransformerBlock2d},
+    "LinearAttention2d": {"block": va.blocks.LinearAttention2d, "scale": 3.0},
 }
 CIFAR = partial(create_model, "resnet20_attention", pretrained=True)
 NETWORKS: dict[str, Network] = {

@@ -270,7 +270,7 @@ with torch.no_grad():
     assert_close(einx_block.proj(fused), expected["output"])
     block = va.Attention2d(c, n)
     block.load_state_dict(einx_block.state_dict(), strict=True)
-    impls = [impl for impl in va.IMPLS if impl != "flex"]
+    impls = [impl for impl in va.implementations.IMPLS if impl != "flex"]
     for impl in impls:
         with va.use_impl(block, impl):
             assert_close(block(x), expected["output"])
@@ -560,17 +560,17 @@ PAIRS = {
     "full": (einx_full, bmm_full, va.Attention2d(c, n)),
     "windows": (partial(einx_window, side=7), partial(bmm_window, side=7), va.Attention2d(c, n, pattern=va.Window(7))),
     "grids": (partial(einx_grid, side=7), partial(bmm_grid, side=7), va.Attention2d(c, n, pattern=va.Grid(7))),
-    "volumes": (einx_volume, bmm_volume, va.Attention3d(c, n)),
+    "volumes": (einx_volume, bmm_volume, va.blocks.Attention3d(c, n)),
     "windows in volumes": (
         partial(einx_volume_window, side=2),
         partial(bmm_volume_window, side=2),
-        va.Attention3d(c, n, pattern=va.Window(2)),
+        va.blocks.Attention3d(c, n, pattern=va.Window(2)),
     ),
 }
 
 with torch.no_grad():
     for with_einx, with_bmm, library_block in PAIRS.values():
-        volume = isinstance(library_block, va.Attention3d)
+        volume = isinstance(library_block, va.blocks.Attention3d)
         library_block.load_state_dict(state_3d if volume else state, strict=True)
         x = map_3d if volume else map_2d
         expected = library_block(x)

@@ -62,7 +62,7 @@ def insert_blocks(net, options, from_outside):
     va.insert_(
         net, names="a", num_heads=2, pattern=pattern, position=rope(options["a"]), proj_drop=drop, example_input=x
     )
-    va.insert_(net, names="b", block=va.LinearAttention2d, num_heads=2, example_input=x)
+    va.insert_(net, names="b", block=va.blocks.LinearAttention2d, num_heads=2, example_input=x)
     second = {"context_channels": 8} if from_outside else {"context": "stem"}
     stride = options["c"]["kv_stride"]
     va.insert_(net, names="c", num_heads=2, kv_stride=stride, position=rope(options["c"]), example_input=x, **second)

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 Run = Annotated[Positional[str], arg(metavar="RUN")]
 Images = Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE")]
 Output = Annotated[Path, arg(aliases=["-o"])]
+Classes = UseAppendAction[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Evaluation:
     val_split: str | None = None  # Split of a timm data set.
     img_size: int | None = None  # Side of the images in pixels; by default the size of the network.
     batch_size: int | None = None  # Number of images per step.
-    block: str | None = None  # Class MODULE:CLASS of custom blocks.
+    block: Classes = ()  # Class MODULE:CLASS of custom blocks. Repeat the flag for several classes.
     device: str | None = None  # Device: cpu or cuda; by default cuda if available.
     workers: int | None = None  # Number of processes that decode images.
 
@@ -112,7 +113,7 @@ class Prediction:
     device: str | None = None  # Device: cpu or cuda; by default cuda if available.
     # CSV file to write, with the classes and probabilities of all images.
     output: Annotated[Path | None, arg(aliases=["-o"])] = None
-    block: str | None = None  # Class MODULE:CLASS of custom blocks.
+    block: Classes = ()  # Class MODULE:CLASS of custom blocks. Repeat the flag for several classes.
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Export:
     dynamic: tuple[str, ...] | None = None
     int8: Path | None = None  # Folder with train/CLASS/IMAGE and val/CLASS/IMAGE, for quantization to 8 bits.
     normalize: bool = True  # Include the normalization in the file, so that it accepts pixels in 0…1.
-    block: str | None = None  # Class MODULE:CLASS of custom blocks.
+    block: Classes = ()  # Class MODULE:CLASS of custom blocks. Repeat the flag for several classes.
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Exploration:
     names: tuple[str, ...] = ()  # Attention modules to show: names, or globs such as 'layer*.1'. The default is all.
     output: Output = Path("report.html")  # HTML file to write.
     top: int = 5  # Number of classes to show for each image.
-    block: str | None = None  # Class MODULE:CLASS of custom blocks.
+    block: Classes = ()  # Class MODULE:CLASS of custom blocks. Repeat the flag for several classes.
 
 
 @dataclass(frozen=True)
