@@ -7,7 +7,7 @@ belong to the autograd graph and are freed with it.
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class Segment(NamedTuple):
 
 def running_segments() -> Iterator[Segment]:
     """Yield the segments that are running in this thread, innermost first."""
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = inspect.currentframe()
     compiled = found = False
     while frame is not None:
         code, names = frame.f_code, frame.f_globals
