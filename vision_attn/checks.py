@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def check_divides(name: str, value: int, total_name: str, total: int) -> None:
@@ -55,3 +58,8 @@ def product(factors: Iterable[int]) -> int:
     for factor in factors:
         result = result * factor
     return result
+
+
+def get_version(x: Tensor) -> int:
+    """Return the number of changes in place of a tensor, from which torch's autograd also finds such changes."""
+    return x._version

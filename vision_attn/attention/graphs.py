@@ -14,18 +14,24 @@ from torch._C._functorch import peek_interpreter_stack
 T = TypeVar("T")
 
 
-#: Modules of torch with classes of tensors that are data, such as Parameter and DTensor.
+#: Modules of torch with classes of tensors that are data, such as Parameter and DTensor; it traces with all others.
 DATA = ("torch.nn.", "torch.distributed.")
 
 
 def in_graph(x: Tensor) -> bool:
     """Return True while a graph is traced or exported, where sizes may be symbolic.
 
-    Subclasses of tensors are data, such as the images of MONAI and fastai, except those of torch, with which it traces.
+    Subclasses of tensors are data, such as the images of MONAI and fastai, except those with which torch traces.
     """
-    if type(x) is not Tensor and (module := type(x).__module__).startswith("torch.") and not module.startswith(DATA):
+    if type(x) is not Tensor and is_symbolic(x):
         return True
     return torch.compiler.is_dynamo_compiling() or type(x.shape[0]) is not int  # a tensor in torch.jit.trace
+
+
+def is_symbolic(x: Tensor) -> bool:
+    """Return True for a tensor without values, of a class with which torch traces."""
+    module = type(x).__module__
+    return module.startswith("torch.") and not module.startswith(DATA)
 
 
 #: Return the active transform of ``torch.func``, whose tensors have no data pointer; None outside transforms.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.recomputation import backward_pass, running_segments
+from vision_attn.checks import get_version
 
 #: If a copy runs in place of a module, this attribute of the copy holds the module.
 ORIGINAL = "original"
@@ -129,7 +130,7 @@ def active_scopes(module: nn.Module | None = None) -> tuple[Values, ...]:
     for segment in running_segments():
         if segment.again:
             recorded = RECORDED.get(segment.identity, ())
-            if any(x._version != version for values in recorded for x, version in values.versions):
+            if any(get_version(x) != version for values in recorded for x, version in values.versions):
                 what = "the mask of va.padded or the features of va.context changed in place before the backward pass"
                 raise RuntimeError(f"{what}, so activation checkpointing would compute other values. Pass a copy")
             return (*recorded, *entered)
@@ -174,7 +175,7 @@ def fixed_values(values: Values) -> Values:
             fixed[key] = value.fixed()
         tensors += value.tensors() if isinstance(value, DependsOnPass) else [value]
     unique = {id(x): x for x in tensors if isinstance(x, Tensor) and not x.is_inference()}
-    fixed.versions = tuple((x, x._version) for x in unique.values())
+    fixed.versions = tuple((x, get_version(x)) for x in unique.values())
     return fixed
 
 

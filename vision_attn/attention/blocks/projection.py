@@ -14,8 +14,7 @@ from vision_attn.attention.dispatch import can_chunk
 from vision_attn.attention.kernels import TO_FIRST, TO_LAST, channels_first, channels_last
 from vision_attn.attention.kind import shape_error
 
-#: Convolutions on feature maps with any number of axes.
-CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+#: A convolution on feature maps with any number of axes.
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 

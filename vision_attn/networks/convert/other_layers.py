@@ -20,7 +20,7 @@ from vision_attn.networks.convert.conversion import (
     input_weights,
     named_weights,
 )
-from vision_attn.networks.convert.equivalence import random_map
+from vision_attn.networks.convert.equivalence import get_part, random_map
 from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
 from vision_attn.networks.convert.timm_layers import VIT, add_window_masks
 
@@ -29,6 +29,9 @@ def is_set(given: Any) -> bool:
     """Return True if an optional argument of a call is neither None nor False."""
     return given is not None and given is not False
 
+
+#: The implementation of a layer of transformers, which has no public name.
+ATTENTION = "config._attn_implementation"
 
 # --- torch ------------------------------------------------------------------------------------------------------------
 
@@ -76,7 +79,7 @@ CONVERSIONS["torch.nn.modules.activation.MultiheadAttention"] = LayerConversion(
 
 def needs_layer(layer: Any, *given: Any) -> bool:
     """Return True if a call requires attention weights or an option that torch's fused kernel does not support."""
-    fused = not hasattr(layer, "config") or layer.config._attn_implementation == "sdpa"
+    fused = get_part(layer, ATTENTION) in ("sdpa", None)
     return not fused or any(map(is_set, given))
 
 
@@ -141,7 +144,7 @@ TRANSFORMERS = LayerConversion(
     weights=named_weights("q_proj k_proj v_proj", "o_proj"),
     options={"num_heads": lambda layer: layer.q_proj.out_features // layer.head_dim},
     dropouts=("attention_dropout", ""),
-    unsupported={"config._attn_implementation": EAGER},
+    unsupported={ATTENTION: EAGER},
     swap_only=("relative_position_bias",),
     bias=transformers_bias,
     call=attend_transformers,

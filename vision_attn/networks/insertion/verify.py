@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.scopes import scope
+from vision_attn.checks import get_version
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.build import like_parameters
 from vision_attn.networks.insertion.record import get_record
@@ -67,7 +68,7 @@ def verify_training(dry_run: DryRun, blocks: Sequence[nn.Module]) -> str:
         return "the network does not run on the example in training mode, or runs other modules"
     if reason := why_incomparable(output):
         return reason
-    if all(x._version == version for x, version in maps):
+    if all(get_version(x) == version for x, version in maps):
         return ""  # The network changes no feature map in place, so that a copy makes no difference.
     return compare_copies(dry_run, blocks, output, training=True)
 
@@ -138,7 +139,7 @@ def run_with(
     def replace_output(block: nn.Module, args: tuple[Tensor, ...], kwargs: Any, output: Tensor) -> Tensor:
         calls.append(block)
         if maps is not None:
-            maps.append((args[0], args[0]._version))
+            maps.append((args[0], get_version(args[0])))
         if copies is None:
             return output
         return args[0].clone() if block in copies else args[0]

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from vision_attn.attention.graphs import is_symbolic
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.networks.inspection.example import Example
+from vision_attn.networks.inspection.example import Example, tree_leaves, tree_map_only
 from vision_attn.networks.inspection.layout import (
     Element,
     FeatureMap,
@@ -33,7 +32,7 @@ from vision_attn.networks.inspection.layout import (
 )
 from vision_attn.networks.inspection.macs import Cost, count_flops
 from vision_attn.networks.inspection.metadata import NetworkMetadata
-from vision_attn.networks.inspection.network import undisturbed
+from vision_attn.networks.inspection.network import hook_dicts, undisturbed
 
 #: Values of the argument ``layout``.
 LAYOUT = re.compile(r"b c (w|h w|t h w)|b (w|h w|t h w) c|b \((\d+ \+ )?h w\) c")
@@ -284,11 +283,11 @@ def is_used(feature_map: FeatureMap, gradient: Tensor | None) -> bool:
 
 
 def has_no_values(x: Tensor) -> bool:
-    return x.is_meta or isinstance(x, FakeTensor)
+    return x.is_meta or is_symbolic(x)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return any(hook_dicts(module)[:2])
 
 
 def get_tensors(value: object) -> list[Tensor]:
