@@ -107,7 +107,7 @@ def explore(
     if top < 1:
         raise ValueError(f"top must be at least 1, got {top}")
     check_writable(Path(output))
-    plain = getattr(model, "_orig_mod", getattr(model, "module", model))  # of torch.compile and data parallelism
+    plain = getattr(model, "module", model)  # of torch.compile and data parallelism
     rounded = (images.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
     titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
     weight, shown, modes = next(plain.parameters()), [], [(module, module.training) for module in plain.modules()]

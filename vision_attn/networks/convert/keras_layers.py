@@ -84,6 +84,7 @@ KERAS = LayerConversion(
     },
     axes="b ... c",
     dropouts=("", ""),
+    unsupported={"sliding_window": BAND},
     call=attend_keras,
     example=example_keras,
     make_copy=randomize_keras,

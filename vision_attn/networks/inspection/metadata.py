@@ -152,9 +152,11 @@ def get_feature_info(module: nn.Module) -> list[Mapping[str, Any]]:
 def get_stages(module: nn.Module) -> Any:
     """Return the entry of :data:`STAGES` for a module."""
     is_torchvision = any(kind.__module__.startswith("torchvision.models.") for kind in type(module).__mro__)
-    children = {name for name, _ in module.named_children()} if is_torchvision else set()
-    default = "features" if "features" in children else RESNET if "layer4" in children else None
-    return get_class_entry(STAGES, module) or default
+    if (found := get_class_entry(STAGES, module)) or not is_torchvision:
+        return found
+    if hasattr(module, "return_layers"):  # a backbone for detection or segmentation
+        return RESNET
+    return "features" if isinstance(getattr(module, "features", None), nn.Module) else None
 
 
 def get_class_entry(table: Mapping[str, Any], module: nn.Module) -> Any:

@@ -150,7 +150,8 @@ def kept_tensors(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[lis
     finally:
         for module, own, names in registered:
             # A buffer that did not exist is kept. A name that existed without a tensor becomes None again.
-            set_tensors_(module, {**{name: None for name in own_tensors(module) if name in names}, **own})
+            now = own_tensors(module)
+            set_tensors_(module, {name: own.get(name) for name in names if now.get(name) is not own.get(name)})
         with torch.no_grad():
             for x, version, value in values:
                 if get_version(x) != version:

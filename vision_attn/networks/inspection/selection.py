@@ -120,7 +120,7 @@ def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
         is_sequence = kind.forward is nn.Sequential.forward or isinstance(module, nn.ModuleList) or kind is nn.Module
         # The wrapper of torch.compile does not run hooks.
         children = list(own_children(module).items())
-        if not children or not (is_sequence or compiled_module(module)):
+        if not children or not (is_sequence or compiled_module(module) is not None):
             return name
         name, module = f"{name}.{children[index][0]}", children[index][1]
 
