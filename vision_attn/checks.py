@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 
 def check_divides(name: str, value: int, total_name: str, total: int) -> None:
@@ -60,6 +57,6 @@ def product(factors: Iterable[int]) -> int:
     return result
 
 
-def get_version(x: Tensor) -> int:
+def get_version(x: Any) -> int:
     """Return the number of changes in place of a tensor, from which torch's autograd also finds such changes."""
     return x._version

@@ -33,7 +33,7 @@ import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import DataError, ExportError
 from vision_attn.recipes.data import open_data
-from vision_attn.recipes.runs import check_writable, load_run, write_file
+from vision_attn.recipes.runs import check_writable, load_run, unwrap, write_file
 from vision_attn.recipes.settings import Export
 
 #: Largest allowed difference, which is attributed to rounding, as a fraction of the largest output.
@@ -247,7 +247,7 @@ def export_model(
     >>> report.difference < 1e-5
     True
     """
-    output, plain = Path(output), getattr(model, "module", model)
+    output, plain = Path(output), unwrap(model)
     suffix = next((suffix for suffix in FORMATS if output.name.lower().endswith(suffix)), None)
     if suffix is None:
         raise ValueError(f"output must end in {', '.join(FORMATS)}, got {output.name!r}")

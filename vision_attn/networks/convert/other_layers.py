@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from vision_attn.networks.convert.conversion import (
     input_weights,
     named_weights,
 )
-from vision_attn.networks.convert.equivalence import get_part, random_map
+from vision_attn.networks.convert.equivalence import random_map
 from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
 from vision_attn.networks.convert.timm_layers import VIT, add_window_masks
 
@@ -79,7 +80,7 @@ CONVERSIONS["torch.nn.modules.activation.MultiheadAttention"] = LayerConversion(
 
 def needs_layer(layer: Any, *given: Any) -> bool:
     """Return True if a call requires attention weights or an option that torch's fused kernel does not support."""
-    fused = get_part(layer, ATTENTION) in ("sdpa", None)
+    fused = not hasattr(layer, "config") or attrgetter(ATTENTION)(layer) == "sdpa"
     return not fused or any(map(is_set, given))
 
 

@@ -25,10 +25,7 @@ from vision_attn.networks.inspection.layout import apply_to_element, count_prefi
 from vision_attn.networks.inspection.network import CONVS, NORMS, hook_dicts
 
 #: Layers other than norms that graph transformations fuse or remove.
-FUSED = (
-    *(*CONVS, nn.Linear, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-)
+FUSED = (*CONVS, nn.Linear, nn.Dropout)
 
 
 class Contexts(threading.local):

@@ -23,14 +23,22 @@ class ChildError(SiteError):
     """Raised if modules cannot have a block as their child."""
 
 
-def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module]) -> tuple[float, str]:
+class ChangedOutputError(SiteError):
+    """Raised if blocks change the output of the network, and may not."""
+
+
+def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module], may_change: bool) -> tuple[float, str]:
     """Attach blocks and verify that the network's output changes only through the outputs of the blocks.
+
+    The blocks are detached if an error is raised.
 
     Returns:
         Relative change of the output that the blocks cause, and a sentence that states what was verified.
     """
     with attach_blocks_(dry_run.model, blocks):
         changed, reason = verify_evaluation(dry_run, blocks)
+        if changed and not may_change:
+            raise ChangedOutputError(f"{quote_sites(blocks)}: the output of the network changes")
         if reason:
             return changed, f"not verified: {reason}"
         reason = verify_training(dry_run, blocks)

@@ -111,8 +111,10 @@ class DryRun:
             with ExitStack() as stack:
                 changed = stack.enter_context(undisturbed(model, parameters, training, hooks=self.needs_hooks))
                 self.changed.setdefault(training, changed)
-                for path, hook in hooks:
-                    module = model.get_submodule(path)
+                # With hooks inside, a swapped module runs its original code: so do all runs, to have the same rounding.
+                swapped = [x for x in model.modules() if hasattr(x, "running_block")]
+                inside = [(child, lambda *call: None) for x in swapped for child in x.children()]
+                for module, hook in (*((model.get_submodule(path), hook) for path, hook in hooks), *inside):
                     register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
                     stack.callback(register(hook, with_kwargs=True, prepend=True).remove)
                 # A forward method may normalize an image in place, assign to a list or pop from a dictionary.

@@ -205,7 +205,8 @@ def is_library_hook(hook: Any) -> bool:
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
     """Return a context in which compiled models run in eager mode in this thread, because graphs do not run hooks."""
-    return scope(unwrap_model(model), "eager", {model: True})
+    network = unwrap_model(model)
+    return scope(network, "eager", {model: True})
 
 
 @contextmanager
