@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.state import AcceleratorState
 from PIL import Image
 from small_networks import assert_same
 from timm.utils import ModelEmaV3
@@ -36,6 +38,15 @@ def base(image_folder, tmp_path):
         data=image_folder, model="tiny", img_size=16, names=("layer1",), epochs=3, batch_size=16, lr=0.05,
         clip_grad=5.0, device="cpu", workers=0, output=tmp_path / "run",
     )  # fmt: skip
+
+
+@pytest.fixture
+def reset_accelerate():
+    """Reset the precision, which Accelerate keeps from the first training run of a process, before and after a test."""
+    reset = partial(AcceleratorState._reset_state, reset_partial_state=True)
+    reset()
+    yield reset
+    reset()
 
 
 def quiet(line):
@@ -332,7 +343,7 @@ def test_images_are_mixed_by_timm_and_erased(base, monkeypatch):
     assert not torch.equal(train(image), evaluation(image))
 
 
-def test_mixed_precision_saves_a_plain_network(base, monkeypatch):
+def test_mixed_precision_saves_a_plain_network(base, monkeypatch, reset_accelerate):
     built, seen = module.build_network, []
 
     def build(*given, **options):
@@ -346,6 +357,9 @@ def test_mixed_precision_saves_a_plain_network(base, monkeypatch):
     assert maps[0].is_contiguous(memory_format=torch.channels_last)
     assert maps[1].dtype == torch.bfloat16
     assert {value.dtype for value in va.load_model(base.output).parameters()} == {torch.float32}
+    with pytest.raises(ValueError, match="mixed_precision"):
+        make_accelerator(replace(base, amp=None))
+    reset_accelerate()
     assert make_accelerator(replace(base, amp=None)).mixed_precision == "no", "by default on the CPU"
 
 
@@ -391,7 +405,7 @@ def test_a_frozen_backbone_is_unchanged_and_its_adapter_restores_the_network(bas
     given, file = create_model(base.model, num_classes=7).state_dict(), tmp_path / "base.pth"
     torch.save(given, file)
     settings = replace(base, epochs=2, weights=str(file), reset_head=True, freeze_backbone=True, ema=0.5)
-    module.train(replace(settings, amp="bfloat16"), log=quiet)
+    module.train(settings, log=quiet)
     found = va.load_model(base.output).state_dict()
     assert changed_keys(given, found) == {"fc.weight", "fc.bias"}
     # The adapter of the best epoch requires only the initial checkpoint.

@@ -31,7 +31,7 @@ from vision_attn import cli
 from vision_attn.errors import DataError
 from vision_attn.networks.models import create_model
 from vision_attn.recipes.data import find_images, load_images, open_image
-from vision_attn.recipes.runs import check_writable, load_run, write_file
+from vision_attn.recipes.runs import check_writable, load_run, unwrap, write_file
 from vision_attn.recipes.settings import Exploration
 
 #: Largest height and width of a map on the page. Positions of larger maps are merged.
@@ -107,7 +107,7 @@ def explore(
     if top < 1:
         raise ValueError(f"top must be at least 1, got {top}")
     check_writable(Path(output))
-    plain = getattr(model, "_orig_mod", getattr(model, "module", model))  # of torch.compile and data parallelism
+    plain = unwrap(model)
     rounded = (images.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
     titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
     weight, shown, modes = next(plain.parameters()), [], [(module, module.training) for module in plain.modules()]

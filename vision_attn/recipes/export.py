@@ -33,7 +33,7 @@ import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import DataError, ExportError
 from vision_attn.recipes.data import open_data
-from vision_attn.recipes.runs import check_writable, load_run, write_file
+from vision_attn.recipes.runs import check_writable, load_run, unwrap, write_file
 from vision_attn.recipes.settings import Export
 
 #: Largest allowed difference, which is attributed to rounding, as a fraction of the largest output.
@@ -119,16 +119,16 @@ def open_program(path: Path) -> Run:
 
 
 def write_compiled(program: ExportedProgram, path: Path, metadata: str) -> None:
-    import torch._inductor
+    from torch._inductor import aoti_compile_and_package
 
     configs = {"aot_inductor.metadata": {ENTRY: metadata}}
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+    aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
 
 
 def open_compiled(path: Path) -> Run:
-    import torch._inductor
+    from torch._inductor import aoti_load_package
 
-    return torch._inductor.aoti_load_package(str(path))
+    return aoti_load_package(str(path))
 
 
 def write_tflite(program: ExportedProgram, path: Path, metadata: str) -> None:
@@ -247,7 +247,7 @@ def export_model(
     >>> report.difference < 1e-5
     True
     """
-    output, plain = Path(output), getattr(model, "_orig_mod", getattr(model, "module", model))
+    output, plain = Path(output), unwrap(model)
     suffix = next((suffix for suffix in FORMATS if output.name.lower().endswith(suffix)), None)
     if suffix is None:
         raise ValueError(f"output must end in {', '.join(FORMATS)}, got {output.name!r}")

@@ -170,6 +170,12 @@ def catch_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+def unwrap(model: Any) -> Any:
+    """Return the network inside the wrappers of torch.compile and of data parallelism, which is their only child."""
+    wrapped = type(model).__name__ in ("OptimizedModule", "DataParallel", "DistributedDataParallel")
+    return unwrap(next(model.children())) if wrapped else model
+
+
 def check_writable(path: Path) -> None:
     """Raise an error unless a file can be written; call this before a long computation."""
     try:

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, skip_first_batches
-from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, broadcast, broadcast_object_list, gather_object
 from safetensors import SafetensorError
@@ -155,8 +154,6 @@ def make_accelerator(s: Any) -> Accelerator:
     if missing := {*logs} - {one.value for one in get_available_trackers()}:
         raise ValueError(f"--log-with {min(missing)} is not installed. Install it: pip install {min(missing)}")
     default = "no" if on_cpu else "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    # Several runs in one process may have different precisions, but Accelerate keeps the first one.
-    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     plugin = GradientAccumulationPlugin(s.grad_accum_steps, sync_with_dataloader=False)
     amp = {None: default, "no": "no", "bfloat16": "bf16", "float16": "fp16"}[s.amp]
     return Accelerator(cpu=on_cpu, mixed_precision=amp, gradient_accumulation_plugin=plugin, dynamo_backend="no",

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -49,6 +50,7 @@ from vision_attn.networks.insertion import InsertedBlock
 from vision_attn.networks.insertion.build import replacement_options
 from vision_attn.networks.insertion.exact import unwrap_exact_block
 from vision_attn.networks.insertion.record import Measured, SecondMap, Site, replaced_module
+from vision_attn.networks.inspection.network import COMPILED
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
 from vision_attn.text import shorten
@@ -59,8 +61,8 @@ ENTRY = "vision_attn"
 #: The supported version of the format.
 FORMAT = 5
 
-#: Parts that torch.compile, activation checkpointing and FSDP add to the path of a wrapped layer.
-WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+#: A part that torch.compile, activation checkpointing or FSDP adds to the path of a wrapped layer.
+WRAPPER = re.compile(rf"{COMPILED}|_[a-z]+_wrapped_module")
 #: A class or function, several of them, or classes by name.
 BlockClasses = Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]]
 #: name -> (shape, dtype, first digits of the SHA-256 hash of the values)
@@ -80,13 +82,13 @@ class Saved:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-def unwrap_key(key: str, wrappers: Collection[str] = WRAPPERS) -> str:
-    """Return the path of a module or tensor in the network without wrappers.
+def unwrap_key(key: str, wrappers: Collection[str] = ()) -> str:
+    """Return the path of a module or tensor in the network without wrappers; ``wrappers`` are further parts.
 
     >>> unwrap_key("layer3._orig_mod.0.conv1.weight")
     'layer3.0.conv1.weight'
     """
-    return ".".join(part for part in key.split(".") if part not in wrappers)
+    return ".".join(part for part in key.split(".") if part not in wrappers and not WRAPPER.fullmatch(part))
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> Fingerprint:
@@ -249,7 +251,7 @@ def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:
     with use_impl(block, "bmm") if blocks_with_impl(block) else nullcontext():
         modules = {unwrap_key(path): module for path, module in block.named_modules()}
         return {
-            path: (module._get_name().removeprefix("FSDP"), module.extra_repr()) for path, module in modules.items()
+            path: (type(module).__name__.removeprefix("FSDP"), module.extra_repr()) for path, module in modules.items()
         }
 
 

@@ -26,10 +26,9 @@ from typing import Any
 import timm
 import torch
 from timm.data import create_transform, resolve_data_config
+from timm.models import filter_pretrained_cfg
 from timm.models._hub import save_config_for_hf
-from timm.models._pretrained import filter_pretrained_cfg
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torchvision.transforms import Compose
 from torchvision.transforms.v2 import RGB, Grayscale
 
@@ -40,7 +39,7 @@ from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.insertion import inserted_blocks, records, remove_
-from vision_attn.networks.inspection.example import float_tensors, make_example
+from vision_attn.networks.inspection.example import float_tensors, make_example, tree_leaves
 from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
 from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import read_file, write_atomically

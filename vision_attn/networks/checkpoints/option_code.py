@@ -14,6 +14,7 @@ from typing import Any
 from vision_attn.attention.blocks.config import CONFIG_KEY
 from vision_attn.attention.patterns import Grid, Halo, Neighborhood, Pattern, Window
 from vision_attn.attention.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope, SinCos
+from vision_attn.networks.safe.pickled import METADATA
 
 PATTERNS = (Window, Grid, Halo, Neighborhood, Pattern)
 POSITIONS = (RelPosDecomposed, RelPosTable, AbsPos, Rope, ConditionalPos, SinCos)
@@ -105,7 +106,7 @@ def get_arguments(state: object) -> Arguments:
     >>> get_arguments(Attention2d(8, 2, pattern=Window(7)).state_dict())
     {'': {'num_heads': '2', 'pattern': 'Window(size=7, shift=0)'}}
     """
-    metadata = getattr(state, "_metadata", None) or {}
+    metadata = getattr(state, METADATA, None) or {}
     return check_saved_arguments({path: entry[CONFIG_KEY] for path, entry in metadata.items() if CONFIG_KEY in entry})
 
 
