@@ -60,8 +60,8 @@ def get_block_factory(block: BlockFactory | str | None, axes: int = 2) -> BlockF
         expected = f"a class or function that returns a module, or one of {', '.join(names)}"
         if isinstance(block, str):
             raise ValueError(f"block must be {expected}, got {block!r}.{did_you_mean(block, names)}")
-        got = f"{type(block).__name__} object"
-        raise ValueError(f"block must be a class, or a function such as lambda channels: block, got a {got}")
+        expected = "a class, or a function such as lambda channels: block"
+        raise ValueError(f"block must be {expected}, got an instance of {type(block).__name__}")
     return block
 
 
@@ -167,7 +167,7 @@ def timm_layer(block: BlockFactory | None = None, **options: Any) -> BlockFactor
     >>> layer(64)(torch.randn(2, 64, 7, 7)).shape
     torch.Size([2, 64, 7, 7])
     """
-    return partial(build_timm_layer, AttentionBlock2d if block is None else block, options)
+    return partial(build_timm_layer, get_block_factory(block), options)
 
 
 def describe_error(error: BaseException) -> str:

@@ -187,7 +187,7 @@ class AttentionMaps(dict[str, AttentionMap]):
 
     >>> AttentionMaps()["layer4"]
     Traceback (most recent call last):
-    KeyError: "there is no attention map of 'layer4' (captured: none): no attention with this path has run"
+    KeyError: "there is no attention map of 'layer4' (captured: none): the model has not run inside the with block"
     """
 
     def __init__(self, *items: Any) -> None:
@@ -198,8 +198,8 @@ class AttentionMaps(dict[str, AttentionMap]):
     def __missing__(self, path: str) -> AttentionMap:
         captured = ", ".join(map(repr, self)) or "none"
         inside = any(name.startswith(f"{path}.") for name in self)
-        default = "it is not attention, but contains attention" if inside else "no attention with this path has run"
-        reason = self.reasons.get(path, default)
+        ran = "no attention with this path has run" if self else "the model has not run inside the with block"
+        reason = self.reasons.get(path, "it is not attention, but contains attention" if inside else ran)
         raise KeyError(f"there is no attention map of {path!r} (captured: {captured}): {reason}")
 
     def rollout(self, *, residual: float = 0.5) -> AttentionMaps:

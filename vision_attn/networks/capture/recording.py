@@ -257,9 +257,12 @@ def parse_points(queries: Iterable[Point] | str | None) -> list[Point] | None:
     """Return the query points, or None for all positions."""
     if queries is None or (isinstance(queries, str) and queries == "all"):
         return None
-    if isinstance(queries, str) or not (points := [tuple(map(float, point)) for point in queries]):
-        raise ValueError(f"queries must be points (y, x), or 'all' or None for all positions, got {queries!r}")
-    return points  # type: ignore[return-value]
+    try:
+        if points := [] if isinstance(queries, str) else [tuple(map(float, point)) for point in queries]:
+            return points  # type: ignore[return-value]
+    except TypeError:  # a single point
+        pass
+    raise ValueError(f"queries must be a list of points (y, x), or 'all' or None for all positions, got {queries!r}")
 
 
 def check_indices(name: str, value: int | Iterable[int] | None, count: int) -> list[int]:

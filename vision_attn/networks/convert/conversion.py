@@ -296,7 +296,7 @@ def find_conversion(module: nn.Module) -> tuple[str, Any, LayerConversion]:
     why = next((f": {reason}" for names, reason in UNSUPPORTED.items() if kind.__name__ in names.split()), "")
     linear = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("qkv", "proj"))
     if why or not linear or not isinstance(getattr(module, "num_heads", None), int):
-        raise ValueError(f"{path} is not supported{why}")
+        raise ValueError(f"{path} is not supported{why or '. Pass an attention layer; docs/convert.md lists them'}")
     for name in (name for name in (*vars(module), *own_children(module)) if "drop" in name):
         if name not in ("attn_drop", "proj_drop") and get_dropout(module, name):
             raise ValueError(f"{path} is not supported: it has another dropout, {name!r}")

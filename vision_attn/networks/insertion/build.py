@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vision_attn.attention.blocks import Attention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.attention.patterns import resolve_pattern
 from vision_attn.attention.position.relative_table import RelativePosition
@@ -33,6 +35,7 @@ from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.macs import count_attention_pairs
 from vision_attn.networks.inspection.selection import ancestor_paths
+from vision_attn.text import did_you_mean
 
 #: Modules that contain other modules and may loop over them.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -131,7 +134,10 @@ def build_block(
     except Exception as error:  # A custom block may raise any exception.
         kind = TypeError if isinstance(error, TypeError) else ValueError
         what = f"the block at {site!r} cannot be built for {channels} channels"
-        raise kind(f"{what}: {describe_error(error)}") from error
+        unknown = re.search("unexpected keyword argument '(.*?)'", str(error))
+        known = (name for maker in (make, Attention2d) for name in block_factories.get_arguments(maker))
+        guess = did_you_mean(unknown[1], known) if unknown else ""
+        raise kind(f"{what}: {describe_error(error)}{guess and '.'}{guess}") from error
     if not isinstance(block, nn.Module) or is_inserted(block):
         raise ValueError(f"block must return a new module for each site, got {type(block).__name__}")
     return block.train(target.training)

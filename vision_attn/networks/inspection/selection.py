@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -28,6 +29,17 @@ def first_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Return the first path of each module, without duplicates."""
     first = {id(module): name for name, module in model.named_modules()}
     return list(dict.fromkeys(first[id(model.get_submodule(name))] for name in names))
+
+
+def check_where(where: Callable[[str, nn.Module], bool] | None) -> None:
+    """Raise unless a function accepts the path of a module and the module."""
+    try:
+        if where is not None:
+            inspect.signature(where).bind("", None)
+    except TypeError as error:
+        raise ValueError(
+            f"where must be a function of path and module, such as lambda name, module: … ({error})"
+        ) from None
 
 
 def check_list(argument: str, value: Any, kinds: tuple[type, ...]) -> list[Any]:
@@ -64,6 +76,7 @@ def select_inside(
     """Return the paths at or in the modules that ``names`` and ``where`` select; all paths without either."""
     if names is None and where is None:
         return list(paths)
+    check_where(where)
     chosen = list(modules) if names is None else match_names(modules, names)
     chosen = [name for name in chosen if where is None or where(name, modules[name])]
     return [path for path in paths if any(not one or f"{path}.".startswith(f"{one}.") for one in chosen)]
