@@ -98,14 +98,14 @@ def default_widths(make: BlockFactory, channels: int, options: Mapping[str, Any]
     """
     default = getattr(get_arguments(make).get("num_heads"), "default", None)
     num_heads = options.get("num_heads", default)
-    found: dict[str, int] = {}
+    widths: dict[str, int] = {}
     if make in ATTENTION_BLOCKS.values() and channels > MAX_WIDTH and isinstance(num_heads, int) and num_heads > 0:
         width = MAX_WIDTH // num_heads
-        found = {name: max(width // 8 * 8, width % 8, 1) for name in ("key_dim", "value_dim") if name not in options}
-    shared = any({**options, **found}.get(name) is None for name in ("key_dim", "value_dim"))
+        widths = {name: max(width // 8 * 8, width % 8, 1) for name in ("key_dim", "value_dim") if name not in options}
+    shared = any({**options, **widths}.get(name) is None for name in ("key_dim", "value_dim"))
     if shared and "num_heads" not in options and isinstance(default, int) and channels % default:
-        found["num_heads"] = fitting_heads(channels, default)
-    return found
+        widths["num_heads"] = fitting_heads(channels, default)
+    return widths
 
 
 def fitting_heads(channels: int, most: int = 8) -> int:

@@ -82,10 +82,10 @@ class Attention(ConfigurableImpl):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        given = SimpleNamespace(**locals())
+        arguments = SimpleNamespace(**locals())
         super().__init__()
         self.check_impl(impl)
-        config = check_arguments(given, resolve_pattern(pattern).expand_to_rank(self.rank))
+        config = check_arguments(arguments, resolve_pattern(pattern).expand_to_rank(self.rank))
         for name in OPTIONS:
             setattr(self, name, getattr(config, name))
         n, m, d, e = num_heads, config.num_kv_heads, config.key_dim, config.value_dim
@@ -323,8 +323,8 @@ class Attention(ConfigurableImpl):
         # A learned scale is part of the state dict.
         scale = self.default_scale if isinstance(self.scale, Tensor) else self.scale
         values = {name: getattr(self, name) for name in defaults} | {"scale": scale}
-        found = {name: value for name, value in values.items() if value != defaults[name]}
-        return {**found, "qk_norm": "match"} if self.qk_norm == "match" else found
+        changed = {name: value for name, value in values.items() if value != defaults[name]}
+        return {**changed, "qk_norm": "match"} if self.qk_norm == "match" else changed
 
     def extra_repr(self) -> str:
         shown = [f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"]

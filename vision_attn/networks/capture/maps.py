@@ -128,8 +128,8 @@ class AttentionMap:
         weights, entropy = self.normalized_weights(), self.entropy()
         rows = []
         for head in range(weights.shape[1]):
-            both = torch.special.entr((weights + weights[:, [head]]) / 2).sum(3)
-            rows.append((both - (entropy + entropy[:, [head]]) / 2).mean(2))
+            mixture = torch.special.entr((weights + weights[:, [head]]) / 2).sum(3)
+            rows.append((mixture - (entropy + entropy[:, [head]]) / 2).mean(2))
         return 1 - torch.stack(rows, 1) / torch.tensor(2.0).log()
 
     def figure(
@@ -232,7 +232,7 @@ class AttentionMaps(dict[str, AttentionMap]):
         tensor([[0.6250, 0.1250],
                 [0.1250, 0.1250]])
         """
-        found = AttentionMaps()
+        rollouts = AttentionMaps()
         rolled: Tensor | None = None
         first: tuple[int, ...] = ()
         previous: tuple[int, ...] = ()
@@ -248,8 +248,8 @@ class AttentionMaps(dict[str, AttentionMap]):
                 step = step @ area_overlap(size, previous).to(device) @ rolled
             rolled, first, previous = step, first or size, size
             weights = rolled.unflatten(2, first)[:, None]
-            found[path] = AttentionMap(weights, attention.query_positions, attention.image_size, size, ("rollout",))
-        return found
+            rollouts[path] = AttentionMap(weights, attention.query_positions, attention.image_size, size, ("rollout",))
+        return rollouts
 
 
 def area_overlap(size: Sequence[int], other: Sequence[int]) -> Tensor:

@@ -91,8 +91,8 @@ def new_block(
         zeros = attempt.zeros and {*run.model.parameters()}.isdisjoint(new.parameters())
         identity = init_identity_(new, x.target, x.shape, test_spec, exact, zeros)
         new = wrap_exactly(new, channels, test_spec, identity[1]).to(spec.device)
-    second = None if context is None else SecondMap(context.target, context.layout, context.element, context.size)
-    shape, dtype = context_shape(options, second, x.size), like_parameters(new, run.model).dtype
+    second_map = None if context is None else SecondMap(context.target, context.layout, context.element, context.size)
+    shape, dtype = context_shape(options, second_map, x.size), like_parameters(new, run.model).dtype
     parameters, macs = measure_cost(new, x, y or x, shape)
     saved = count_saved_bytes(new, (1, channels, *x.size), dtype, shape) if dry_run else 0
     record = InsertedBlock(
@@ -100,7 +100,7 @@ def new_block(
         name,
         options,
         choose_block_path(run.model, x.target, attempt.inside) if y is None else x.target,
-        second,
+        second_map,
         identity,
         Measured(parameters, macs, count_attention_pairs(new, x.size), saved),
         () if y is None else (run.model.get_submodule(x.target),),
@@ -128,9 +128,9 @@ def build_block(
     target = require_module(model, site)
     if like is None:
         like = like_parameters(target, model)
-    own = replacement_options(target) if at == "replace" else {}
+    copied = replacement_options(target) if at == "replace" else {}
     try:
-        block = make_block(make, channels, device=like.device, dtype=like.dtype, **own, **options)
+        block = make_block(make, channels, device=like.device, dtype=like.dtype, **copied, **options)
     except Exception as error:  # A custom block may raise any exception.
         kind = TypeError if isinstance(error, TypeError) else ValueError
         what = f"the block at {site!r} cannot be built for {channels} channels"
