@@ -85,6 +85,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["hide"] = ["toc"]  # leaves room for two columns
         markdown = markdown.replace(table, columns(table))
     if page.file.src_uri == "README.md":
+        markdown = re.sub(r"^\[!\[CI\].*\n\n", "", markdown, flags=re.MULTILINE)  # works on GitHub and PyPI only
         markdown = markdown.replace("\n## ", f"\n{cards()}\n\n## ", 1)
     return markdown
 
