@@ -26,7 +26,7 @@ PAGES = {
     ),
     "blocks": (
         "Layers and blocks",
-        "Attention layers and blocks, their patterns and position encodings ([guide](../patterns.md)), and the "
+        "Attention layers and blocks, their patterns and position encodings ([guide](../implementations.md#patterns)), and the "
         "selection of the implementation ([guide](../implementations.md)).",
         """
         Attention2d blocks.Attention1d blocks.Attention3d AttentionBlock2d blocks.AttentionBlock1d

@@ -47,7 +47,7 @@ CARDS = (
         "docs/explorer/light.png",
     ),
     (
-        *("docs/patterns.md", "Patterns and positions"),
+        *("docs/implementations.md#patterns", "Patterns and positions"),
         "Full, axial, window, grid and neighborhood attention, or a custom einx expression.",
         "examples/pictures/einx_patterns.png",
     ),
