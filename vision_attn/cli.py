@@ -193,7 +193,9 @@ def describe_error(error: Exception) -> str | None:
     """Return the message of an error that a user can fix, or None for a bug."""
     # Only checkpoint errors have several lines, which are escaped.
     message = str(error) if isinstance(error, CheckpointError) else " ".join(map(escape, str(error).split("\n")))
-    message = re.sub(r"^(names|stages|model|block|pattern)(?=[: ])", r"--\1", message)  # of the library's arguments
+    message = re.sub(
+        r"^(names|stages|model|block|pattern|dynamic)(?=[: ])", r"--\1", message
+    )  # of the library's arguments
     if isinstance(error, OSError) and error.strerror and error.filename:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return f"{error.strerror}: {error.filename!r}{'. Free disk space, or write to another disk' * full}"

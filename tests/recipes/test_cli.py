@@ -224,16 +224,14 @@ def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, m
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [
-        (("-o", "net.pth"), 2, r"output must end in \.onnx, .* got 'net\.pth'"),
-        (("-o", "net.pte", "--dynamic", "size"), 2, "dynamic: ExecuTorch does not support a dynamic size"),
+        (("-o", "net.pth"), 2, r"output must end in \.onnx or \.pt2, got 'net\.pth'"),
+        (("-o", "net.pt2", "--dynamic", "width"), 2, "--dynamic must contain batch or size, got 'width'"),
         (("-o", "net.onnx", "--img-size", "0"), 2, "--img-size must be at least 1, got 0"),
-        (("-o", "net.pt2", "--int8", "EMPTY"), 2, r"int8 requires an \.onnx file"),
-        (("-o", "net.onnx", "--int8", "EMPTY"), 1, "EMPTY: expected CLASS/IMAGE .* got 0"),
-        (("-o", "file/net.onnx"), 1, "'file'"),
+        (("-o", "file/net.pt2"), 1, "'file'"),
         (
-            ("-o", "net.pte"),
+            ("-o", "net.onnx"),
             1,
-            r'ExecuTorch requires the package executorch. Install it: pip install "\.\[runtimes\]" in a clone ',
+            r'ONNX Runtime requires the package onnxscript. Install it: pip install "\.\[export\]" in a clone ',
         ),
     ],
 )
@@ -241,13 +239,12 @@ def test_unsupported_exports_are_one_line_errors_and_write_no_file(
     capsys, saved, tmp_path, monkeypatch, flags, status, message
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "executorch", None)
-    (tmp_path / "EMPTY").mkdir()
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
     (tmp_path / "file").write_text("old")
     code, out, err = run(capsys, "export", saved, *flags)
     assert (code, out, err.count("\n")) == (status, "", 1)
     assert re.match(f"vision-attn: error: .*{message}", err)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["EMPTY", "file"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file"]
 
 
 @pytest.mark.slow
@@ -350,16 +347,15 @@ def test_damaged_images_are_skipped_and_reported(capsys, image_folder, tmp_path)
     code, out, err = run(capsys, "predict", RUN, broken, good, "--batch-size", 3, "-o", tmp_path / "found.csv")
     assert (code, out.count("\n")) == (1, 8)
     assert err.splitlines()[0].startswith(f"vision-attn: warning: {broken} cannot be read as an image (")
-    assert err.splitlines()[1:] == ["vision-attn: error: 1 of 9 images cannot be read and were skipped"]
+    assert err.splitlines()[1:] == ["vision-attn: error: 1 of 9 images cannot be read"]
     assert run(capsys, "predict", RUN, good, "--batch-size", 1, "-o", tmp_path / "single.csv")[0] == 0
     tables = [list(csv.DictReader((tmp_path / name).read_text().splitlines())) for name in ("found.csv", "single.csv")]
     for one, other in zip(*tables, strict=True):
         assert (one["image"], one["class_1"]) == (other["image"], other["class_1"])
         assert float(one["probability_1"]) == pytest.approx(float(other["probability_1"]), abs=1e-5)
     explore = "explore", RUN, good / "0.png", broken, "-o", tmp_path / "page.html"
-    code, out, err = run(capsys, *explore)
-    assert (code, f"wrote {tmp_path / 'page.html'}" in out, err.count("\n")) == (1, True, 2)
-    assert run(capsys, "explore", RUN, broken)[0] == 1
+    code, _, err = run(capsys, *explore)
+    assert (code, err.count("\n"), (tmp_path / "page.html").exists()) == (1, 2, False)
 
 
 #: A program in which some packages are not installed.
@@ -487,7 +483,7 @@ def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
 def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path):
     images = [image_folder / "val" / name / "0.png" for name in ("red", "blue")]
     explore = "explore", RUN, *images, "-o", tmp_path / "page.html"
-    code, out, err = run(capsys, *explore, "--top", 3)
+    code, out, err = run(capsys, *explore)
     page = (tmp_path / "page.html").read_text()
     assert (code, err) == (0, "")
     assert f"wrote {tmp_path / 'page.html'} (" in out

@@ -75,7 +75,7 @@ def load_images(files: Sequence[Path], transform: Callable[[Image.Image], Tensor
             continue
         yield file, image
     if skipped:
-        raise DataError(f"{skipped} of {len(files)} images cannot be read and were skipped")
+        raise DataError(f"{skipped} of {len(files)} images cannot be read")
 
 
 class Folder:

@@ -120,12 +120,10 @@ class Export:
     """Flags of ``vision-attn export``."""
 
     run: Run  # Folder of a run, folder written by va.save_model, or hf-hub:OWNER/NAME.
-    # File to write: .onnx, .pt2 (torch.export), .aoti.pt2 (AOTInductor), .tflite (LiteRT) or .pte (ExecuTorch).
+    # File to write: .onnx, or .pt2 (torch.export).
     output: Annotated[Path | None, arg(aliases=["-o"])] = None
     img_size: tuple[int, ...] = ()  # Side, or height and width, of the input images; by default the size of the model.
-    # Dimensions of the input that may vary, batch and size; by default batch, and none for .tflite and .pte.
-    dynamic: tuple[str, ...] | None = None
-    int8: Path | None = None  # Folder with train/CLASS/IMAGE and val/CLASS/IMAGE, for quantization to 8 bits.
+    dynamic: tuple[str, ...] = ("batch",)  # Dimensions of the input that may vary: batch and size.
     normalize: bool = True  # Include the normalization in the file, so that it accepts pixels in 0…1.
     block: str | None = None  # Class MODULE:CLASS of custom blocks.
 
@@ -139,7 +137,6 @@ class Exploration:
     pretrained: bool = False  # Load the pretrained weights of the timm model.
     names: tuple[str, ...] = ()  # Attention modules to show: names, or globs such as 'layer*.1'. The default is all.
     output: Output = Path("report.html")  # HTML file to write.
-    top: int = 5  # Number of classes to show for each image.
     block: str | None = None  # Class MODULE:CLASS of custom blocks.
 
 
