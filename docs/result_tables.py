@@ -11,6 +11,7 @@ Run it after a change of the rule for intervals, or of a file.
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,7 @@ def recompute(file):
     for title in scores if isinstance(recorded["differences"], list) else recorded["differences"]:
         lower_is_better = title.endswith(("px", "steps"))
         differences = [
-            difference.as_dict()
+            asdict(difference)
             for family in families(file, scores[title])
             for difference in compare_scores(family, lower_is_better=lower_is_better)
         ]

@@ -416,7 +416,7 @@ def test_pretrained_weights_that_cannot_be_downloaded_name_the_alternative(capsy
     code, _, err = run(capsys, "train", "--data", image_folder, "--model", "resnet18", "--pretrained")
     assert (code, err.count("\n")) == (1, 1)
     assert "the pretrained weights of resnet18 cannot be downloaded. " in err
-    assert "pass a downloaded file as --weights instead of --pretrained" in err
+    assert "or load a downloaded file (--weights" in err
 
 
 def test_env_prints_versions_and_device_to_copy(capsys):
@@ -424,9 +424,7 @@ def test_env_prints_versions_and_device_to_copy(capsys):
     assert (code, err) == (0, "")
     found = dict(line.split(": ", 1) for line in out.splitlines())
     assert (found["vision_attn"], found["torch"], found["threads"]) == (va.__version__, torch.__version__, "1")
-    assert {"commit", "torchvision", "timm", "einx", "python", "os", "cpu", "gpu"} < found.keys()
-    info = Path("/proc/cpuinfo")  # not on other systems, and without a name on some processors
-    assert "model name" not in (text := info.read_text() if info.exists() else "") or found["cpu"] in text
+    assert {"torchvision", "timm", "einx", "python", "os", "cpu", "gpu"} < found.keys()
     issue = (Path(va.__file__).parents[1] / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
     assert "`vision-attn env`" in issue
 
@@ -462,7 +460,7 @@ def test_all_images_of_another_folder_are_evaluated(capsys, image_folder, tmp_pa
     settings = "--data", image_folder / "train", "--names", "layer2", "--val-fraction", 0.25
     code, out, _ = train(capsys, image_folder, tmp_path, *settings, model="tiny")
     assert (code, " and 18 validation images" in out) == (0, True)
-    logged = out.splitlines()[-4]
+    logged = out.splitlines()[-3]
     code, out, _ = run(capsys, "evaluate", tmp_path / "run")
     assert (code, "18 images of " in out, logged in out) == (0, True, True)
     assert "24 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", image_folder)[1]

@@ -19,7 +19,6 @@ from vision_attn import cli
 from vision_attn.errors import TrainingError
 from vision_attn.recipes import compare as module
 from vision_attn.recipes.compare import (
-    Difference,
     compare_scores,
     compare_settings,
     difference_table,
@@ -45,19 +44,12 @@ def test_the_last_variant_has_paired_intervals_with_bonferroni_correction():
             assert (one.p < 0.05) == (one.verdict != "no significant difference")
 
 
-def test_variants_with_other_seeds_have_the_intervals_of_games_and_howell_for_a_pair():
-    draw = np.random.default_rng(0).normal
-    scores = {"more seeds": dict(enumerate(draw(45, 2, 8))), "same": dict(enumerate(draw(45, 1, 5)))}
-    scores["block"] = dict(enumerate(draw(47, 1, 5)))
-    unpaired, paired = compare_scores(scores)
-    samples = [[*scores[name].values()] for name in unpaired.variants]
-    howell = stats.tukey_hsd(*samples, equal_var=False)
-    interval = howell.confidence_interval(1 - 0.05 / 2)
-    expected = (np.mean(samples[0]) - np.mean(samples[1]), interval.low[0, 1], interval.high[0, 1])
-    assert (unpaired.mean, unpaired.low, unpaired.high) == pytest.approx(expected, rel=1e-3)
-    assert unpaired.p == pytest.approx(2 * howell.pvalue[0, 1], rel=1e-3)
-    difference = np.subtract([*scores["block"].values()], [*scores["same"].values()])
-    assert paired.low == pytest.approx(stats.t.interval(0.975, 4, difference.mean(), stats.sem(difference))[0])
+def test_variants_with_other_seeds_are_paired_over_the_common_seeds():
+    scores = {"more": {0: 1.0, 1: 2.0, 2: 4.0, 3: 90.0}, "block": {3: 99.5, 9: 70.0, 1: 4.0, 0: 2.5}}
+    (found,) = compare_scores(scores)
+    difference = [99.5 - 90, 4.0 - 2.0, 2.5 - 1.0]
+    assert found.mean == pytest.approx(np.mean(difference))
+    assert found.low == pytest.approx(stats.t.interval(0.95, 2, np.mean(difference), stats.sem(difference))[0])
 
 
 def test_verdicts_respect_the_direction_and_p_is_printed():
@@ -72,7 +64,7 @@ def test_verdicts_respect_the_direction_and_p_is_printed():
     expected = 2 * stats.ttest_rel([10.3, 11.0, 12.1], [5.0, 6.1, 6.0]).pvalue
     assert 0.0005 < expected < 0.05
     assert (near.p, far.p) == (1, pytest.approx(expected))
-    table = difference_table([near, far, Difference(("a", "b"), 2.0, 1.0, 3.0, 0.0004)])
+    table = difference_table([near, far, replace(near, p=0.0004)])
     printed = re.findall(r"\| +(\S+ ?\S*) \| +(?:no significant difference|better) \|", table)
     assert printed == ["1.000", f"{expected:.3f}", "< 0.001"]
 
@@ -115,6 +107,12 @@ def test_block_settings_apply_to_the_variants_that_accept_them():
     assert custom.block_options == ("gate_init=1", "position=Rope()", "num_heads=4")
     with pytest.raises(ValueError, match=r"plain, convolution.*'convolutoin'\. Did you mean 'convolution'"):
         settings_for_variant("convolutoin", Settings())
+
+
+def test_the_precision_and_the_device_are_the_same_for_all_variants(base, tmp_path):
+    variants = {"one": base, "other": replace(base, amp="bfloat16")}
+    with pytest.raises(ValueError, match="--amp and --device must be the same for all variants"):
+        compare_settings(variants, seeds=[0], output=tmp_path / "c", command="", jobs=1)
 
 
 def test_a_convolution_has_as_many_parameters_as_attention():

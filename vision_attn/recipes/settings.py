@@ -34,7 +34,6 @@ class Settings:
     weights: str | None = None  # Checkpoint to start from: a file, a folder, or hf-hub:OWNER/NAME.
     rename: str | None = None  # Package whose parameter names the --weights file uses: efficientnet-pytorch.
     reset_head: bool = False  # Train a new classifier instead of loading it from --weights.
-    drop_path: float | None = None  # Stochastic depth rate of the last residual branch.
     stages: tuple[int | str, ...] = ()  # Stages after which to insert a block: indices such as -2, or names.
     names: tuple[str, ...] = ()  # Modules at which to insert a block: names, or globs such as 'layer*.1'.
     at: str = "after"  # Position of each block relative to its site: after or before.
@@ -171,7 +170,7 @@ LIMITS: tuple[tuple[float, float, str], ...] = (
     (1, 1_000_000, "epochs batch_size img_size grad_accum_steps jobs top steps num_heads"),
     (0, 2**32 - 1, "seed workers"), (1e-12, 1000, "lr attention_lr clip_grad"),
     (0, 1000, "weight_decay warmup_epochs mixup cutmix"), (0, 1, "hflip reprob label_smoothing ema"),
-    (1e-6, 1, "crop_scale"), (1e-6, 1 - 1e-6, "val_fraction layer_decay drop_path"),
+    (1e-6, 1, "crop_scale"), (1e-6, 1 - 1e-6, "val_fraction layer_decay"),
 )  # fmt: skip
 CHOICES = {
     "device": ("cpu", "cuda"), "amp": ("bfloat16", "float16", "no"), "at": ("after", "before"),
@@ -220,6 +219,8 @@ def check(s: Settings) -> Settings:
         raise ValueError(f"--warmup-epochs must be less than --epochs {s.epochs}, got {s.warmup_epochs:g}")
     opt = s.opt or ("adamw" if s.freeze_backbone else "sgd")  # with sgd, a new block on a frozen backbone trains slowly
     lr = {"sgd": 0.1, "adamw": 1e-3}.get(opt) if s.lr is None else s.lr
-    if s.lr is None and lr and (s.weights or s.pretrained) and not s.freeze_backbone:
+    if lr is None:
+        raise ValueError(f"--lr is required for --opt {opt}: only sgd and adamw have a default")
+    if s.lr is None and (s.weights or s.pretrained) and not s.freeze_backbone:
         lr /= 10
     return replace(s, opt=opt, lr=lr)
