@@ -143,7 +143,6 @@ def draw(name, compared):
     titles = {variant: label for label, variant in reversed(LABELS.items())}
     shown = []
     for recorded in json.loads((FOLDER / f"{name}.json").read_text())["differences"]:
-        del recorded["verdict"]  # a property
         other = recorded["variants"][1]
         shown.append(Difference(**{**recorded, "variants": (compared, titles.get(other, other))}))
     plot({"top-1 %": shown}, FOLDER / f"{name}.png")

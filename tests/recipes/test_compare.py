@@ -44,12 +44,19 @@ def test_the_last_variant_has_paired_intervals_with_bonferroni_correction():
             assert (one.p < 0.05) == (one.verdict != "no significant difference")
 
 
-def test_variants_with_other_seeds_are_paired_over_the_common_seeds():
-    scores = {"more": {0: 1.0, 1: 2.0, 2: 4.0, 3: 90.0}, "block": {3: 99.5, 9: 70.0, 1: 4.0, 0: 2.5}}
-    (found,) = compare_scores(scores)
-    difference = [99.5 - 90, 4.0 - 2.0, 2.5 - 1.0]
-    assert found.mean == pytest.approx(np.mean(difference))
-    assert found.low == pytest.approx(stats.t.interval(0.95, 2, np.mean(difference), stats.sem(difference))[0])
+def test_variants_with_other_seeds_have_the_intervals_of_games_and_howell_for_a_pair():
+    draw = np.random.default_rng(0).normal
+    scores = {"more seeds": dict(enumerate(draw(45, 2, 8))), "same": dict(enumerate(draw(45, 1, 5)))}
+    scores["block"] = dict(enumerate(draw(47, 1, 5)))
+    unpaired, paired = compare_scores(scores)
+    samples = [[*scores[name].values()] for name in unpaired.variants]
+    howell = stats.tukey_hsd(*samples, equal_var=False)
+    interval = howell.confidence_interval(1 - 0.05 / 2)
+    expected = (np.mean(samples[0]) - np.mean(samples[1]), interval.low[0, 1], interval.high[0, 1])
+    assert (unpaired.mean, unpaired.low, unpaired.high) == pytest.approx(expected, rel=1e-3)
+    assert unpaired.p == pytest.approx(2 * howell.pvalue[0, 1], rel=1e-3)
+    difference = np.subtract([*scores["block"].values()], [*scores["same"].values()])
+    assert paired.low == pytest.approx(stats.t.interval(0.975, 4, difference.mean(), stats.sem(difference))[0])
 
 
 def test_verdicts_respect_the_direction_and_p_is_printed():

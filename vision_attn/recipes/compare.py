@@ -89,7 +89,7 @@ class Difference:
 def compare_scores(scores: Mapping[str, Mapping[str, float]], *, lower_is_better: bool = False) -> list[Difference]:
     """Return the differences between the last variant and each of the other variants, from scores by seed.
 
-    Two variants are compared by a paired t interval over the seeds that both have. With ``m`` differences, the
+    Variants with the same seeds are compared by a paired t interval, others by Welch's. With ``m`` differences, the
     confidence of each interval is ``1 - 0.05 / m``, and p values are multiplied by ``m`` (Bonferroni).
 
     Source: Dunn, *Multiple Comparisons Among Means*, 1961, https://doi.org/10.1080/01621459.1961.10482090
@@ -102,17 +102,19 @@ def compare_scores(scores: Mapping[str, Mapping[str, float]], *, lower_is_better
     *others, last = scores
     found = []
     for other in others:
-        seeds = [seed for seed in scores[last] if seed in scores[other]]
-        first, second = ([scores[name][seed] for seed in seeds] for name in (last, other))
-        sample, low, high, p, verdict = np.subtract(first, second), None, None, None, "no verdict"
+        paired = scores[last].keys() == scores[other].keys()
+        first = [*scores[last].values()]
+        second = [scores[other][seed] for seed in scores[last if paired else other]]
+        mean, low, high, p, verdict = float(np.mean(first) - np.mean(second)), None, None, None, "no verdict"
         # Intervals are not defined if nothing varies, up to the rounding of scores such as 60.1 - 50.1.
-        if len(seeds) > 1 and not np.allclose(sample, sample[0]):
-            result = stats.ttest_rel(first, second)
+        samples = [np.subtract(first, second)] if paired else [np.array(first), np.array(second)]
+        if min(map(len, samples)) > 1 and not all(np.allclose(sample, sample[0]) for sample in samples):
+            result = stats.ttest_rel(first, second) if paired else stats.ttest_ind(first, second, equal_var=False)
             low, high = map(float, result.confidence_interval(1 - 0.05 / len(others)))
             p = min(1.0, len(others) * float(result.pvalue))
             better = "better" if (low > 0) is not lower_is_better else "worse"
             verdict = "no significant difference" if low <= 0 <= high else better
-        found.append(Difference((last, other), float(sample.mean()), low, high, p, lower_is_better, verdict))
+        found.append(Difference((last, other), mean, low, high, p, lower_is_better, verdict))
     return found
 
 
