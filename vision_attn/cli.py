@@ -209,7 +209,7 @@ def inspect(flags: Any) -> None:
     from torchvision.models import get_model, list_models
 
     from vision_attn.networks.models import create_model
-    from vision_attn.recipes.data import parse_option
+    from vision_attn.recipes.settings import parse_option
 
     library, _, name = flags.model.rpartition(":")
     if library == "torchvision" and name not in list_models():

@@ -76,7 +76,6 @@ def test_without_a_command_all_commands_are_listed(capsys):
     assert (code, err.splitlines()[-1]) == (2, "vision-attn: error: unknown command 'trian'. Did you mean 'train'?")
 
 
-@pytest.mark.filterwarnings("default:.*cannot be read as an image")
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -340,22 +339,25 @@ def test_predict_prints_class_names_in_the_order_of_the_network(capsys, image_fo
     assert [float(row[f"probability_{rank}"]) for rank in (1, 2, 3)] == pytest.approx([0.5, 0.3, 0.2], abs=1e-5)
 
 
-@pytest.mark.filterwarnings("default:.*cannot be read as an image")
-def test_damaged_images_are_skipped_and_reported(capsys, image_folder, tmp_path):
+def test_all_damaged_images_are_listed_before_the_network_runs(capsys, image_folder, tmp_path):
     good, broken = image_folder / "val" / "red", tmp_path / "broken.png"
     broken.write_bytes(b"no image")
-    code, out, err = run(capsys, "predict", RUN, broken, good, "--batch-size", 3, "-o", tmp_path / "found.csv")
-    assert (code, out.count("\n")) == (1, 8)
-    assert err.splitlines()[0].startswith(f"vision-attn: warning: {broken} cannot be read as an image (")
-    assert err.splitlines()[1:] == ["vision-attn: error: 1 of 9 images cannot be read"]
-    assert run(capsys, "predict", RUN, good, "--batch-size", 1, "-o", tmp_path / "single.csv")[0] == 0
-    tables = [list(csv.DictReader((tmp_path / name).read_text().splitlines())) for name in ("found.csv", "single.csv")]
+    for command in (["predict", RUN], ["explore", RUN, "-o", tmp_path / "page.html"]):
+        code, out, err = run(capsys, *command, broken, good)
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert err.startswith(f"vision-attn: error: 1 images cannot be read: {broken} (")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_predictions_do_not_depend_on_the_batch(capsys, image_folder, tmp_path):
+    tables = []
+    for size in (1, 3):
+        file = tmp_path / f"{size}.csv"
+        assert run(capsys, "predict", RUN, image_folder / "val" / "red", "--batch-size", size, "-o", file)[0] == 0
+        tables.append(list(csv.DictReader(file.read_text().splitlines())))
     for one, other in zip(*tables, strict=True):
         assert (one["image"], one["class_1"]) == (other["image"], other["class_1"])
         assert float(one["probability_1"]) == pytest.approx(float(other["probability_1"]), abs=1e-5)
-    explore = "explore", RUN, good / "0.png", broken, "-o", tmp_path / "page.html"
-    code, _, err = run(capsys, *explore)
-    assert (code, err.count("\n"), (tmp_path / "page.html").exists()) == (1, 2, False)
 
 
 #: A program in which some packages are not installed.

@@ -50,8 +50,8 @@ DECIMALS = {"%": 1, "dB": 2, "px": 2, "steps": 0}
 LEGEND = """\
 The 95 % intervals are paired t intervals over seeds, because all variants of a seed are trained and evaluated on the
 same data, and are corrected for the number of differences in the table (Bonferroni), as is p. A verdict is better or
-worse if the interval does not contain zero. If all variants are equal, at most one table in 20 has a wrong verdict."""
-UNKNOWN = "Intervals require at least two seeds per variant and differences that vary. Use more seeds."
+worse if the interval does not contain zero. If all variants are equal, at most one table in 20 has a wrong verdict.
+Without two seeds and differences that vary, there is no interval and no verdict."""
 
 Metrics = dict[str, float]
 
@@ -159,9 +159,7 @@ def report(measured: Mapping[str, Mapping[str, Metrics]], note: str = "") -> tup
             lower_is_better = not name.endswith(("%", "dB"))
             found = differences[name] = compare_scores(scores[name], lower_is_better=lower_is_better)
             parts += [f"Differences in {name}:", difference_table(found)]
-    known = [one.low is not None for found in differences.values() for one in found]
-    notes = [LEGEND] * any(known) + [UNKNOWN] * (not all(known))
-    return "\n\n".join(parts + notes), differences
+    return "\n\n".join([*parts, LEGEND]), differences
 
 
 def plot(differences: Mapping[str, Sequence[Difference]], file: Path) -> None:
@@ -285,9 +283,12 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     """
     folder = output / f"{variant}-{seed}"
     s: Settings = runs.from_json(settings, seed=seed, output=folder, resume="auto")
-    history = train(
-        s, log=lambda line: print(f"{variant}, seed {seed}: {line}", flush=True) if "epoch " in line[:6] else None
-    )
+
+    def log(line: str) -> None:
+        if line.startswith("epoch "):
+            print(f"{variant}, seed {seed}: {line}", flush=True)
+
+    history = train(s, log)
     model: Any = va.load_model(folder, block=runs.import_block(s.block) if ":" in s.block else None)
     with warnings.catch_warnings(action="ignore"):  # a network can have attention of another library only
         va.set_impl_(model, "bmm")
@@ -348,9 +349,7 @@ def compare_settings(
     values = {
         name: {key: x for key, x in asdict(s).items() if key not in {*CALL, "seed"}} for name, s in checked.items()
     }
-    images = "held-out training images" if next(iter(checked.values())).val_fraction else "the validation images"
-    versions = f"torch {torch.__version__} and vision_attn {va.__version__}"
-    note = f"Top-1 accuracy after the last epoch on {images}, with {versions}. Command: `{command}`"
+    note = f"Top-1 accuracy after the last epoch on the validation images. Command: `{command}`"
     print(f"comparing {', '.join(settings)} with the seeds {' '.join(map(str, seeds))}", flush=True)
     run = partial(train_variant, output=Path(output).resolve())
     return trials(run, values, seeds=list(seeds), output=output, note=note, **options)

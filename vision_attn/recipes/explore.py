@@ -25,7 +25,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 import vision_attn as va
 from vision_attn import cli
 from vision_attn.networks.models import create_model
-from vision_attn.recipes.data import find_images, load_images
+from vision_attn.recipes.data import find_images, open_image
 from vision_attn.recipes.runs import check_writable, load_run, write_file
 from vision_attn.recipes.settings import Exploration
 
@@ -231,10 +231,10 @@ def explore_images(e: Exploration) -> Path:
         note = f"The weights of {e.model} are random. Use --pretrained to download pretrained weights."
         print(note)
     *crop, normalize = network.transform.transforms
-    images = dict(load_images(files, Compose(crop)))
+    images = torch.stack([Compose(crop)(open_image(file)) for file in files])
     page = explore(
-        network, torch.stack([*images.values()]), e.output, normalize=normalize, classes=network.classes or (),
-        names=e.names or None, titles=[file.name for file in images],
+        network, images, e.output, normalize=normalize, classes=network.classes or (),
+        names=e.names or None, titles=[file.name for file in files],
         title=f"Attention maps of {Path(e.model).name}", note=note,
     )  # fmt: skip
     print(f"wrote {page} ({page.stat().st_size / 1e3:,.0f} kB). Open it in a browser")

@@ -25,13 +25,19 @@ from safetensors import SafetensorError
 
 import vision_attn as va
 from vision_attn.errors import CheckpointError, DataError, TrainingError
-from vision_attn.recipes.data import is_image
 from vision_attn.recipes.settings import CALL, MACHINE, Settings, check, flag
 
 #: Seconds to wait for the lock on a folder, which worker processes of a killed run hold for a moment.
 LOCK_TIMEOUT = 5.0
+#: Extensions of image files.
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 #: Files of folders that the recipes write.
 MARKS = {"settings.json": "a run", "runs.json": "a comparison", "demo.json": "a demo", "config.json": "a network"}
+
+
+def is_image(name: str | Path, extensions: tuple[str, ...] = EXTENSIONS) -> bool:
+    """Return True for a name with an image extension that does not start with a dot."""
+    return str(name).lower().endswith(extensions) and not os.path.basename(name).startswith(".")
 
 
 def require_run(name: str | Path, order: str) -> Path:

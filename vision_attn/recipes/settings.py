@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
+
+import vision_attn as va
 
 Run = Annotated[Positional[str], arg(metavar="RUN")]
 Images = Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE")]
@@ -105,7 +109,7 @@ class Prediction:
     """Flags of ``vision-attn predict``."""
 
     run: Run  # Folder of a run, folder written by va.save_model, or hf-hub:OWNER/NAME.
-    images: Images = ()  # Image files, or folders of images. Damaged files are skipped with a warning.
+    images: Images = ()  # Image files, or folders of images.
     top: int = 5  # Number of classes to print for each image.
     batch_size: int = 32  # Number of images per forward pass.
     device: str | None = None  # Device: cpu or cuda; by default cuda if available.
@@ -224,3 +228,37 @@ def check(s: Settings) -> Settings:
     if s.lr is None and (s.weights or s.pretrained) and not s.freeze_backbone:
         lr /= 10
     return replace(s, opt=opt, lr=lr)
+
+
+def parse_options(words: Iterable[str]) -> dict[str, Any]:
+    """Parse options of a block.
+
+    >>> parse_options(["num_heads=4", "pattern=Window(7)", "qk_norm=match"])
+    {'num_heads': 4, 'pattern': Window(size=7, shift=0), 'qk_norm': 'match'}
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        name, sign, text = word.partition("=")
+        if not (name.isidentifier() and sign) or name in found:
+            raise ValueError(f"--block-options must be distinct NAME=VALUE pairs such as num_heads=4, got {word!r}")
+        found[name] = parse_option(text)
+    return found
+
+
+def parse_option(text: str) -> Any:
+    """Return a literal, a pattern or position encoding with literal arguments, or the text. No other code is run."""
+    names = [name for name in dir(va) if name[0].isupper()]
+    kinds = {name: kind for name in names if hasattr(kind := getattr(va, name), "__dataclass_fields__")}
+    if name := next((name for name in kinds if text.lower() == name.lower()), None):
+        example = f"{name}(7)" if name in ("Window", "Grid", "Neighborhood") else f"{name}(…)"
+        raise ValueError(f"{text!r} requires arguments in parentheses. Did you mean {example!r}?")
+    try:
+        tree = ast.parse(text.removeprefix("va."), mode="eval").body
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in kinds:
+            named = {str(word.arg): ast.literal_eval(word.value) for word in tree.keywords}
+            return kinds[tree.func.id](*map(ast.literal_eval, tree.args), **named)
+        return ast.literal_eval(tree)
+    except (SyntaxError, ValueError):
+        if "(" in text and "->" not in text:
+            raise ValueError(f"expected one of {', '.join(kinds)} with its arguments, got {text}") from None
+        return text

@@ -43,8 +43,8 @@ from vision_attn import cli
 from vision_attn.errors import CheckpointError, DataError, Interrupted, TrainingError
 from vision_attn.networks.models import create_model
 from vision_attn.recipes import runs
-from vision_attn.recipes.data import make_loader, open_data, parse_option, parse_options, require_readable, seed_all
-from vision_attn.recipes.settings import Evaluation, Settings, check, flag
+from vision_attn.recipes.data import make_loader, open_data, require_readable, seed_all
+from vision_attn.recipes.settings import Evaluation, Settings, check, flag, parse_option, parse_options
 
 #: Largest side of images that are padded and cropped for training. Larger images are photographs.
 MAX_PAD_SIDE = 64
@@ -199,7 +199,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         if state is not None:
             progress = runs.read_progress(state, data, acc.num_processes, log)
         elif main:
-            require_readable([train_set, val_set])
+            require_readable([*train_set.files(), *val_set.files()])
         parts = acc.num_processes * math.lcm(s.grad_accum_steps, 2 if s.mixup or s.cutmix else 1)
         fitting = min(128, len(train_set) // 8) // parts * parts  # at least eight steps per epoch
         batch = s.batch_size or progress.get("batch") or max(parts, fitting)
