@@ -232,8 +232,7 @@ def describe_environment() -> dict[str, Any]:
 
     versions = {name: importlib.metadata.version(name) for name in ("torchvision", "timm", "einx", "numpy")}
     return {
-        "vision_attn": va.__version__, "torch": torch.__version__, **versions,
-        "python": platform.python_version(),
+        "vision_attn": va.__version__, "torch": torch.__version__, **versions, "python": platform.python_version(),
         "os": platform.platform(), "cpu": platform.processor() or platform.machine(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "threads": torch.get_num_threads(),
     }  # fmt: skip
