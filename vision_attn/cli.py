@@ -206,19 +206,13 @@ def describe_error(error: Exception) -> str | None:
 
 def inspect(flags: Any) -> None:
     """Print the cost of attention at each stage of a network."""
-    from torchvision.models import get_model, list_models
-
     from vision_attn.networks.models import create_model
     from vision_attn.recipes.settings import parse_option
 
-    library, _, name = flags.model.rpartition(":")
-    if library == "torchvision" and name not in list_models():
-        raise ValueError(f"MODEL: {flags.model!r} does not exist.{did_you_mean(name, list_models())}")
-    model: Any = get_model(name, weights=None) if library == "torchvision" else create_model(flags.model)
-    channels, *size = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
+    model: Any = create_model(flags.model)
+    channels, *size = model.pretrained_cfg["input_size"]
     shape = (1, channels, *(flags.img_size * 2 if len(flags.img_size) == 1 else flags.img_size or size))
-    heads = {"num_heads": flags.num_heads} if flags.num_heads else {}
-    print_escaped(va.insert_(model, dry_run=True, example_input=shape, pattern=parse_option(flags.pattern), **heads))
+    print_escaped(va.insert_(model, dry_run=True, example_input=shape, pattern=parse_option(flags.pattern)))
 
 
 def env(flags: Any) -> None:

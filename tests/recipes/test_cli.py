@@ -472,7 +472,7 @@ def test_all_images_of_another_folder_are_evaluated(capsys, image_folder, tmp_pa
 
 
 def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
-    flags = "--img-size", 16, 32, "--num-heads", 4, "--pattern", "va.Window(4)"
+    flags = "--img-size", 16, 32, "--pattern", "va.Window(4)"
     code, out, err = run(capsys, "inspect", "resnet20", *flags)
     assert (code, err) == (0, "")
     assert out.startswith("dry run of 3 blocks, for an input of 3×16×32\n")

@@ -109,7 +109,7 @@ def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_pat
         ({"resume": "nothing", "output": None}, "nothing: no such run"),
         ({"model": None}, "--model is required: .*--model resnet18 --pretrained"),
         ({"data": None}, "--data is required: a folder of images"),
-        ({"dataset": "mnist"}, "--dataset must be folder, .*, got mnist"),
+        ({"dataset": "nothing"}, "cannot read torch/nothing in .* Pass its folder as --data"),
         ({"log_with": ("wandb",)}, "--log-with wandb is not installed. Install it: pip install wandb"),
     ],
     ids=str,
@@ -428,7 +428,6 @@ def test_a_trained_network_is_evaluated_with_its_size_and_classes(base, image_fo
 
     assert score() == best["eval_loss"]
     assert score(base.output / "model", data=image_folder) == best["eval_loss"]
-    assert score(img_size=32) != best["eval_loss"]
     for old, new in (("blue", "zebra"), ("green", "green"), ("red", "red")):
         (tmp_path / "renamed" / "val").mkdir(parents=True, exist_ok=True)
         os.symlink(image_folder / "val" / old, tmp_path / "renamed" / "val" / new)

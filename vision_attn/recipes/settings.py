@@ -97,7 +97,6 @@ class Evaluation:
     data: Path | None = None
     dataset: str | None = None  # Data set, as for vision-attn train.
     val_split: str | None = None  # Split of a timm data set.
-    img_size: int | None = None  # Side of the images in pixels; by default the size of the network.
     batch_size: int | None = None  # Number of images per step.
     block: str | None = None  # Class MODULE:CLASS of custom blocks.
     device: str | None = None  # Device: cpu or cuda; by default cuda if available.
@@ -156,9 +155,8 @@ class Demo:
 class Inspection:
     """Flags of ``vision-attn inspect``."""
 
-    model: Annotated[Positional[str], arg(metavar="MODEL")]  # Name of a timm model, or torchvision:NAME.
+    model: Annotated[Positional[str], arg(metavar="MODEL")]  # Name of a timm model or of a model of this library.
     img_size: tuple[int, ...] = ()  # Side, or height and width, of the input images; by default the size of the model.
-    num_heads: int | None = None  # Number of heads; by default the largest divisor of the channels, at most 8.
     pattern: str = "full"  # Attention pattern: full, rows, columns, 'Window(7)', or an einx expression.
 
 
@@ -171,7 +169,7 @@ class Nothing:
 MACHINE, CALL = {"data", "download", "device", "workers", "compile", "log_with"}, {"output", "resume", "config"}
 #: Smallest and largest values.
 LIMITS: tuple[tuple[float, float, str], ...] = (
-    (1, 1_000_000, "epochs batch_size img_size grad_accum_steps jobs top steps num_heads"),
+    (1, 1_000_000, "epochs batch_size img_size grad_accum_steps jobs top steps"),
     (0, 2**32 - 1, "seed workers"), (1e-12, 1000, "lr attention_lr clip_grad"),
     (0, 1000, "weight_decay warmup_epochs mixup cutmix"), (0, 1, "hflip reprob label_smoothing ema"),
     (1e-6, 1, "crop_scale"), (1e-6, 1 - 1e-6, "val_fraction layer_decay"),
@@ -207,8 +205,6 @@ def check_values(settings: Any) -> None:
 def check(s: Settings) -> Settings:
     """Return the settings of a run with the defaults that follow from others; raise an error for wrong settings."""
     check_values(s)
-    if s.dataset not in ("folder", "cifar10", "cifar100") and not s.dataset.startswith(("torch/", "hfds/")):
-        raise ValueError(f"--dataset must be folder, cifar10, cifar100, torch/NAME or hfds/OWNER/NAME, got {s.dataset}")
     if s.model is None:
         raise ValueError("--model is required: the name of a timm model. Example: --model resnet18 --pretrained")
     if s.data is None and not s.dataset.startswith("hfds/"):

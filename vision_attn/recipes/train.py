@@ -349,8 +349,6 @@ def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
     if model.classes and list(model.classes) != classes:
         expected, got = (", ".join(names[:6]) for names in (model.classes, classes))
         raise ValueError(f"--data: expected the classes of {run}, {expected}, got {got}. Rename the folders")
-    if e.img_size:
-        model.pretrained_cfg |= {"input_size": (3, e.img_size, e.img_size)}
     val_set.transform = make_transforms(s, model.pretrained_cfg)[1]
     log(f"{len(val_set):,} images of {len(classes)} classes on {acc.device}")
     return score_blocks(model.to(acc.device), make_loader(acc, val_set, s.batch_size or 128, s.workers), acc, log)
