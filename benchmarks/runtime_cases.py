@@ -96,8 +96,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "Rope": {"position": va.Rope()},
     "ConditionalPos": {"position": va.ConditionalPos(3)},
     "SinCos": {"position": va.SinCos()},
-    "TransformerBlock2d": {"block": va.TransformerBlock2d},
-    "LinearAttention2d": {"block": va.LinearAttention2d, "scale": 3.0},
+    "TransformerBlock2d": {"block": va.blocks.TransformerBlock2d},
+    "LinearAttention2d": {"block": va.blocks.LinearAttention2d, "scale": 3.0},
 }
 CIFAR = partial(create_model, "resnet20_attention", pretrained=True)
 NETWORKS: dict[str, Network] = {
@@ -116,15 +116,15 @@ def shared_program(network: nn.Module, images: Tensor, dynamic: tuple[Axis, ...]
 
 
 def write_compiled(program: torch.export.ExportedProgram, path: Path, metadata: str) -> None:
-    import torch._inductor
+    from torch._inductor import aoti_compile_and_package
 
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    aoti_compile_and_package(program, package_path=str(path))
 
 
 def open_compiled(path: Path) -> Run:
-    import torch._inductor
+    from torch._inductor import aoti_load_package
 
-    return torch._inductor.aoti_load_package(str(path))
+    return aoti_load_package(str(path))
 
 
 def write_tflite(program: torch.export.ExportedProgram, path: Path, metadata: str) -> None:

@@ -1,4 +1,4 @@
-"""Recompute the differences in examples/experiments/results, and the intervals in docs/results.md from them.
+"""Recompute the differences in examples/experiments/results, and the intervals of the page in that folder from them.
 
     python docs/result_tables.py
 
@@ -19,7 +19,8 @@ import numpy as np
 from vision_attn.recipes.compare import DECIMALS, Difference, compare_scores, plot
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER, PAGE = ROOT / "examples/experiments/results", ROOT / "docs/results.md"
+FOLDER = ROOT / "examples/experiments/results"
+PAGE = FOLDER / "README.md"
 #: variants by label, for rows without means and for variants with equal means
 LABELS = {
     "no block": "plain",

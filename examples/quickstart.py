@@ -145,7 +145,7 @@ photograph = val_set.transform(Image.fromarray(load_sample_image("flower.jpg")))
 with va.capture(model, queries=[(56, 76)]) as maps, torch.inference_mode():
     model(photograph)
 (attention,) = maps.values()
-figure = va.attention_figure((photograph + 1) / 2, attention, width=7)
+figure = attention.figure((photograph + 1) / 2, width=7)
 save_figure(figure, OUTPUT / "quickstart.png")
 print(f"wrote {OUTPUT / 'quickstart.png'}")
 figure

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import errno
 import io
-import logging
 import os
 import pkgutil
 import re
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
     # Each retry of a download is a warning; the error after the last one has the reason.
-    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     return run_program("vision-attn", lambda: run_command(name, words))
 
 

@@ -25,9 +25,7 @@ import vision_attn
 from vision_attn import cli
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.patterns import resolve_pattern
-from vision_attn.networks import convert
 from vision_attn.networks.capture import figures
-from vision_attn.networks.convert import equations
 from vision_attn.networks.convert.conversion import CONVERSIONS
 from vision_attn.recipes import settings
 from vision_attn.recipes.compare import VARIANTS, settings_for_variant
@@ -202,7 +200,7 @@ def test_the_tables_of_patterns_positions_and_arguments_match_the_code():
 
 
 def test_the_tables_of_implementations_and_of_the_benchmark_are_complete():
-    names = [f'"{name}"' for name in ("auto", *vision_attn.IMPLS)]
+    names = [f'"{name}"' for name in ("auto", *vision_attn.implementations.IMPLS)]
     assert sorted(first_cells(page("implementations"), "| `impl` |")) == sorted(names)
     assert sorted(first_cells(page("performance"), "| `--rows` |")) == sorted([*speed.ROWS, "all"])
 
@@ -325,7 +323,8 @@ def test_the_api_reference_is_complete_and_current():
     assert len(paths) == len(set(paths))
     owners = (path.rpartition(".") for path in paths)
     found = [getattr(importlib.import_module(owner), name) for owner, _, name in owners]
-    public = [getattr(owner, name) for owner in (vision_attn, convert, equations, figures) for name in owner.__all__]
+    owners = (vision_attn, vision_attn.blocks, vision_attn.convert, vision_attn.implementations, figures)
+    public = [getattr(owner, name) for owner in owners for name in owner.__all__]
     assert {value for value in public if inspect.isfunction(value) or inspect.isclass(value)} <= set(found)
     written = {path.name: path.read_text() for path in (ROOT / "docs/api").glob("*.md")}
     assert written == reference["generate"](), "python docs/api_reference.py updates the pages"

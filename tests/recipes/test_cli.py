@@ -4,7 +4,6 @@ import csv
 import importlib
 import io
 import json
-import logging
 import os
 import re
 import subprocess
@@ -375,7 +374,7 @@ sys.exit(main())
 @pytest.mark.parametrize(
     ("missing", "words", "needed"),
     [
-        ("matplotlib", "demo", "viz"),
+        ("matplotlib", "demo", "train,export"),
         ("accelerate,joblib,matplotlib,sklearn,scipy", "explore RUN IMAGE -o page.html", None),
         ("accelerate,joblib,matplotlib,sklearn,scipy", "predict RUN IMAGE", None),
         ("onnxruntime", "export RUN -o net.onnx", "export"),
@@ -407,11 +406,11 @@ def test_one_command_installs_the_packages_everywhere():
 
 
 def test_pretrained_weights_that_cannot_be_downloaded_name_the_alternative(capsys, image_folder, monkeypatch):
-    retries = logging.getLogger("huggingface_hub.utils._http")
-    retries.setLevel(logging.NOTSET)
+    monkeypatch.setenv("HF_HUB_VERBOSITY", "")
+    monkeypatch.delenv("HF_HUB_VERBOSITY")
 
     def offline(*given, **options):
-        assert not retries.isEnabledFor(logging.WARNING), "one line for each retry"
+        assert os.environ["HF_HUB_VERBOSITY"] == "error", "one line for each retry"
         raise LocalEntryNotFoundError("cannot find the requested files in the local cache")
 
     monkeypatch.setattr(timm, "create_model", offline)
@@ -433,8 +432,8 @@ def test_env_prints_versions_and_device_to_copy(capsys):
 
 def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    code = "import vision_attn\n\n\nclass Mine(vision_attn.AttentionBlock2d):\n    pass\n"
-    (tmp_path / "my_blocks.py").write_text(code)
+    code = "class {}(vision_attn.AttentionBlock2d):\n    pass\n"
+    (tmp_path / "my_blocks.py").write_text(f"import vision_attn\n{code.format('Mine')}{code.format('Other')}")
     block, image = ("--block", "my_blocks:Mine"), image_folder / "val" / "red" / "0.png"
     options = "--block-options", "num_heads=4"
     assert train(capsys, image_folder, tmp_path, "--names", "layer2", *block, *options, model="tiny")[0] == 0
@@ -448,6 +447,12 @@ def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, 
         assert code != 0
         assert re.search("--block (my_blocks|MODULE):Mine", err), err
         assert run(capsys, *words, *block)[0] == 0
+    my_blocks = importlib.import_module("my_blocks")
+    model = va.load_model(tmp_path / "run", block=my_blocks.Mine)
+    va.insert_(model, my_blocks.Other, names="layer1", num_heads=2)
+    predict = ["predict", va.save_model(model, tmp_path / "two"), image, *block]
+    assert "block=[Mine, Other], or --block MODULE:Mine --block MODULE:Other" in run(capsys, *predict)[2]
+    assert run(capsys, *predict, "--block", "my_blocks:Other")[0] == 0
     sys.modules.pop("my_blocks")
 
 

@@ -16,7 +16,7 @@ from timm.models import create_model
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.capture.figures import OPAQUE, attention_figure
+from vision_attn.networks.capture.figures import OPAQUE
 from vision_attn.networks.capture.maps import AttentionMap
 
 CLASSES = ("cat", "dog </script><script>alert(1)</script>", "bird")
@@ -149,7 +149,11 @@ def test_invalid_arguments_raise_errors(tmp_path):
     for one, arguments, message in (
         (model, {"images": image[0]}, r"images .* \(3, 16, 24\)"),
         (model, {"images": image, "titles": ["a", "b"]}, r"zip\(\) argument 2 is longer"),
-        (flat.append(va.Attention1d(8, 2)), {"images": image}, "expected feature maps with 2 axes, got 1 at '2'"),
+        (
+            flat.append(va.blocks.Attention1d(8, 2)),
+            {"images": image},
+            "expected feature maps with 2 axes, got 1 at '2'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             va.explore(one, output=tmp_path / "page.html", **arguments)
@@ -289,7 +293,7 @@ def test_the_page_and_figures_have_the_same_color_scale(opened):
     tab, shares = opened(1000), np.array([0, 0.5, 1, 1.1, 1.5, 2, 4, 9, 16, 22])
     found = np.array(tab.evaluate(f"{shares.tolist()}.map(colorOf)"))
     seen = AttentionMap(torch.tensor(shares).view(1, 1, 1, 2, 5) / 10, ((0, 0),), (20, 50))
-    shown = attention_figure(torch.zeros(1, 3, 20, 50), seen).axes[1].images[1]
+    shown = seen.figure(torch.zeros(1, 3, 20, 50)).axes[1].images[1]
     expected = shown.to_rgba(shown.get_array()).reshape(10, 4)
     assert np.abs(found[:, :3] - 255 * expected[:, :3]).max() < 4  # the page interpolates between 17 colors
     np.testing.assert_allclose(found[:, 3] / 255, shown.get_alpha().flatten(), atol=0.003)

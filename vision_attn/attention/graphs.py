@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._C._functorch import peek_interpreter_stack
+
+T = TypeVar("T")
+
+
+#: Modules of torch with classes of tensors that are data, such as Parameter and DTensor; it traces with all others.
+DATA = ("torch.nn.", "torch.distributed.")
 
 
 def in_graph(x: Tensor) -> bool:
@@ -17,9 +23,15 @@ def in_graph(x: Tensor) -> bool:
 
     Subclasses of tensors are data, such as the images of MONAI and fastai, except those with which torch traces.
     """
-    if type(x) is not Tensor and type(x).__module__.startswith("torch._subclasses"):
+    if type(x) is not Tensor and is_symbolic(x):
         return True
     return torch.compiler.is_dynamo_compiling() or type(x.shape[0]) is not int  # a tensor in torch.jit.trace
+
+
+def is_symbolic(x: Tensor) -> bool:
+    """Return True for a tensor without values, of a class with which torch traces."""
+    module = type(x).__module__
+    return module.startswith("torch.") and not module.startswith(DATA)
 
 
 #: Return the active transform of ``torch.func``, whose tensors have no data pointer; None outside transforms.
@@ -32,19 +44,22 @@ def is_fixed(size: Sequence[int]) -> bool:
     return not torch.compiler.is_compiling() or (exporting and all(type(length) is int for length in size))
 
 
-def outside_graph(size: Sequence[int]) -> AbstractContextManager[object]:
-    """Return a context in which ``torch.export`` stores tensors as constants, if the size is fixed.
+def outside_graph(size: Sequence[int], compute: Callable[[], T]) -> T:
+    """Call a function whose tensors ``torch.export`` stores as constants, if the size is fixed.
 
     For other sizes, the graph computes the tensors in every call, with operations that not every runtime supports.
     """
-    return _disable_current_modes() if torch.compiler.is_compiling() and is_fixed(size) else nullcontext()
+    if not torch.compiler.is_compiling() or not is_fixed(size):
+        return compute()
+    with ThreadPoolExecutor(1) as pool:  # the modes of torch that record a graph belong to a thread
+        return pool.submit(compute).result()
 
 
 def can_cache(x: Tensor) -> bool:
     """Return True if a tensor may be cached: it belongs to no torch mode, transform, or captured CUDA graph."""
     if torch.compiler.is_compiling() or is_capturing():
         return False
-    return type(x) is Tensor and not is_functorch_wrapped_tensor(x)
+    return type(x) is Tensor and active_transform() is None
 
 
 def is_capturing() -> bool:

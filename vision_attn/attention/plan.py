@@ -191,6 +191,9 @@ class PlanCache:
         return grouping
 
     def create(self, size: Any, keys_size: Any, device: torch.device, causal: bool, as_mask: bool) -> Grouping:
-        pattern = self.config.resolved_pattern
-        with outside_graph((*size, *keys_size)), torch.inference_mode(False):  # also valid in training
+        @torch.inference_mode(False)  # also valid in training
+        def compute() -> Grouping:
+            pattern = self.config.resolved_pattern
             return Grouping(pattern, size, keys_size, device, causal=causal, pattern_as_mask=as_mask)
+
+        return outside_graph((*size, *keys_size), compute)

@@ -7,9 +7,10 @@ belong to the autograd graph and are freed with it.
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator
-from types import FrameType
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +31,8 @@ class Segment(NamedTuple):
 
 def running_segments() -> Iterator[Segment]:
     """Yield the segments that are running in this thread, innermost first."""
-    frame: FrameType | None = sys._getframe()
-    compiled = found = False
+    frame: FrameType | None = inspect.currentframe()
+    found, passed = False, set[CodeType]()
     while frame is not None:
         code, names = frame.f_code, frame.f_globals
         if code.co_varnames[:1] == ("ctx",) and code.co_name in ("forward", "backward"):
@@ -39,20 +40,25 @@ def running_segments() -> Iterator[Segment]:
             # Without ctx in its forward method, a function cannot be identified while it runs first.
             if isinstance(ctx, FunctionCtx) and "ctx" in type(ctx)._forward_cls.forward.__code__.co_varnames[:1]:  # type: ignore[attr-defined]
                 found = True
-                yield Segment(ctx, code.co_name == "backward", compiled)
+                yield Segment(ctx, code.co_name == "backward", compiled_code() in passed)
         elif names is vars(torch.utils.checkpoint):
             if code.co_name == "unpack_hook":
-                yield Segment(read_local(frame, "frame"), True, compiled)
+                yield Segment(read_local(frame, "frame"), True, compiled_code() in passed)
             elif (generator := frame.f_locals.get("gen")) is not None:
                 found = True
-                yield Segment(read_local(generator.gi_frame, "new_frame"), False, compiled)
+                yield Segment(read_local(generator.gi_frame, "new_frame"), False, compiled_code() in passed)
             elif code.co_name == "checkpoint":
                 if not found:
                     raise unknown_checkpoint()
                 found = False
-        elif code.co_name == "compile_wrapper" and names.get("__name__") == "torch._dynamo.eval_frame":
-            compiled = True
+        passed.add(code)
         frame = frame.f_back
+
+
+@cache
+def compiled_code() -> CodeType:
+    """Return the code that calls a compiled function. All functions and modules of ``torch.compile`` have the same."""
+    return torch.compile(lambda: None, backend="eager").__code__
 
 
 def read_local(frame: FrameType, name: str) -> Any:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.recomputation import backward_pass, running_segments
+from vision_attn.checks import get_version
 
 #: If a copy runs in place of a module, this attribute of the copy holds the module.
 ORIGINAL = "original"
@@ -54,6 +55,9 @@ class DependsOnPass:
 #: The active ``with`` blocks of this thread or task, innermost last.
 SCOPES: ContextVar[tuple[Values, ...]] = ContextVar("SCOPES", default=())
 
+#: True after the first ``with`` block of the process.
+USED = False
+
 #: The values with which a segment ran first, by the identity of the segment.
 RECORDED: WeakKeyDictionary[Any, tuple[Values, ...]] = WeakKeyDictionary()
 
@@ -72,6 +76,10 @@ def scope(model: nn.Module, kind: str, values: Mapping[Any, Any]) -> Iterator[No
     record_segments(active_scopes())  # a segment that enters a scope enters it again when it runs again
     entered = Values({(kind, module): value for module, value in values.items()})
     entered.entered_in = backward_pass()
+    global USED
+    if not USED:  # this imports the compiler, as the stance does
+        torch.compiler.assume_constant_result(has_scopes)
+        USED = True
     STANCE.enter()
     SCOPES.set((*SCOPES.get(), entered))
     try:
@@ -122,7 +130,7 @@ def active_scopes(module: nn.Module | None = None) -> tuple[Values, ...]:
     for segment in running_segments():
         if segment.again:
             recorded = RECORDED.get(segment.identity, ())
-            if any(x._version != version for values in recorded for x, version in values.versions):
+            if any(get_version(x) != version for values in recorded for x, version in values.versions):
                 what = "the mask of va.padded or the features of va.context changed in place before the backward pass"
                 raise RuntimeError(f"{what}, so activation checkpointing would compute other values. Pass a copy")
             return (*recorded, *entered)
@@ -167,21 +175,23 @@ def fixed_values(values: Values) -> Values:
             fixed[key] = value.fixed()
         tensors += value.tensors() if isinstance(value, DependsOnPass) else [value]
     unique = {id(x): x for x in tensors if isinstance(x, Tensor) and not x.is_inference()}
-    fixed.versions = tuple((x, x._version) for x in unique.values())
+    fixed.versions = tuple((x, get_version(x)) for x in unique.values())
     return fixed
 
 
 def in_scope() -> bool:
-    """Return True inside a ``with`` block; the value is a constant for torch's compiler.
+    """Return True inside a ``with`` block.
 
-    The compiler traces a model inside such a block only for ``torch.export.export(…, strict=True)``, whose graph is a
-    separate program.
+    torch's compiler traces a model inside such a block only for ``torch.export.export(…, strict=True)``, whose graph is
+    a separate program.
     """
+    traced = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+    return not traced and USED and has_scopes()
+
+
+def has_scopes() -> bool:
+    """Return True inside a ``with`` block. The value is a constant for torch's compiler."""
     return any(SCOPES.get())
-
-
-# This is the effect of torch.compiler.assume_constant_result, which takes seconds to import.
-in_scope._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def outside_scopes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -211,6 +221,8 @@ class EagerInScopes(str):
         with self.lock:
             if not self.entered:
                 self.handle = torch.compiler.set_stance(self)  # type: ignore[arg-type]
+                if self.handle.stance.stance is not self:
+                    raise RuntimeError(f"torch {torch.__version__} does not keep this stance. Use a tested version")
                 self.previous = str(self.handle.prev.stance) or "default"  # this class is an empty string
             self.entered += 1
 

@@ -26,7 +26,7 @@ import vision_attn as va
 from vision_attn import cli
 from vision_attn.networks.models import create_model
 from vision_attn.recipes.data import find_images, open_image
-from vision_attn.recipes.runs import check_writable, load_run, write_file
+from vision_attn.recipes.runs import check_writable, load_run, unwrap, write_file
 from vision_attn.recipes.settings import Exploration
 
 #: Largest height and width of a map on the page. Positions of larger maps are merged.
@@ -91,7 +91,7 @@ def explore(
         extremes = f"{images.min():.1f}…{images.max():.1f}"
         raise ValueError(f"images must have values in 0…1, got {extremes}. Pass the normalization as normalize=")
     check_writable(Path(output))
-    plain = getattr(model, "_orig_mod", getattr(model, "module", model))  # of torch.compile and data parallelism
+    plain = unwrap(model)
     titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
     weight, shown, modes = next(plain.parameters()), [], [(module, module.training) for module in plain.modules()]
     plain.eval()

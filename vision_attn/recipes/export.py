@@ -29,7 +29,7 @@ from torchvision.transforms.v2 import Normalize
 import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import ExportError
-from vision_attn.recipes.runs import check_writable, load_run, write_file
+from vision_attn.recipes.runs import check_writable, load_run, unwrap, write_file
 from vision_attn.recipes.settings import Export
 
 #: Largest allowed difference, which is attributed to rounding, as a fraction of the largest output.
@@ -165,7 +165,7 @@ def export_model(
     >>> report.difference < 1e-5
     True
     """
-    output, plain = Path(output), getattr(model, "_orig_mod", getattr(model, "module", model))
+    output, plain = Path(output), unwrap(model)
     if (suffix := output.suffix.lower()) not in FORMATS:
         raise ValueError(f"output must end in {' or '.join(FORMATS)}, got {output.name!r}")
     form, axes = FORMATS[suffix], ("batch",) if dynamic is None else tuple(dynamic)

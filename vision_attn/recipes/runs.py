@@ -54,10 +54,10 @@ def require_run(name: str | Path, order: str) -> Path:
     raise ValueError(f"{name} is not the folder of a run: it has no config.json. Pass a folder such as runs/train-1")
 
 
-def load_run(name: str | Path, block: str | None, order: str) -> Any:
-    """Load the network of a run, with blocks of the class ``MODULE:CLASS`` if there is one."""
+def load_run(name: str | Path, blocks: Sequence[str], order: str) -> Any:
+    """Load the network of a run, with blocks of the classes ``MODULE:CLASS``."""
     folder = require_run(name, order)
-    return va.load_model(folder, block=import_block(block) if block and ":" in block else None)
+    return va.load_model(folder, block=[import_block(block) for block in blocks if ":" in block])
 
 
 def import_block(name: str) -> Any:
@@ -195,6 +195,12 @@ def catch_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def unwrap(model: Any) -> Any:
+    """Return the network inside the wrappers of torch.compile and of data parallelism, which is their only child."""
+    wrapped = type(model).__name__ in ("OptimizedModule", "DataParallel", "DistributedDataParallel")
+    return unwrap(next(model.children())) if wrapped else model
 
 
 def check_writable(path: Path) -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 import vision_attn as va
 
 Run = Annotated[Positional[str], arg(metavar="RUN")]
 Images = Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE")]
 Output = Annotated[Path, arg(aliases=["-o"])]
+Classes = UseAppendAction[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Evaluation:
     dataset: str | None = None  # Data set, as for vision-attn train.
     val_split: str | None = None  # Split of a timm data set.
     batch_size: int | None = None  # Number of images per step.
-    block: str | None = None  # Class MODULE:CLASS of custom blocks.
+    block: Classes = ()  # Class MODULE:CLASS of custom blocks. Repeat the flag for several classes.
     device: str | None = None  # Device: cpu or cuda; by default cuda if available.
     workers: int | None = None  # Number of processes that decode images.
 
@@ -114,7 +115,7 @@ class Prediction:
     device: str | None = None  # Device: cpu or cuda; by default cuda if available.
     # CSV file to write, with the classes and probabilities of all images.
     output: Annotated[Path | None, arg(aliases=["-o"])] = None
-    block: str | None = None  # Class MODULE:CLASS of custom blocks.
+    block: Classes = ()  # Class MODULE:CLASS of custom blocks. Repeat the flag for several classes.
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Export:
     img_size: tuple[int, ...] = ()  # Side, or height and width, of the input images; by default the size of the model.
     dynamic: tuple[str, ...] = ("batch",)  # Dimensions of the input that may vary: batch and size.
     normalize: bool = True  # Include the normalization in the file, so that it accepts pixels in 0…1.
-    block: str | None = None  # Class MODULE:CLASS of custom blocks.
+    block: Classes = ()  # Class MODULE:CLASS of custom blocks. Repeat the flag for several classes.
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Exploration:
     pretrained: bool = False  # Load the pretrained weights of the timm model.
     names: tuple[str, ...] = ()  # Attention modules to show: names, or globs such as 'layer*.1'. The default is all.
     output: Output = Path("report.html")  # HTML file to write.
-    block: str | None = None  # Class MODULE:CLASS of custom blocks.
+    block: Classes = ()  # Class MODULE:CLASS of custom blocks. Repeat the flag for several classes.
 
 
 @dataclass(frozen=True)

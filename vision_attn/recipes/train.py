@@ -330,7 +330,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
 def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
     """Evaluate the network of a run on its validation images, or on other images that it was not trained on."""
     run = runs.require_run(e.run, "evaluate RUN")
-    given = {name: value for name, value in vars(e).items() if value is not None and name != "run"}
+    given = {name: value for name, value in vars(e).items() if value not in (None, ()) and name != "run"}
     own = runs.read_settings(run, [*map(flag, given)]) if (run / "settings.json").is_file() else Settings()
     s = replace(own, **given)
     if s.data is None and not s.dataset.startswith("hfds/"):
@@ -345,7 +345,7 @@ def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
         if val_set.digest() == trained or (same and train_set.digest() != trained):
             reason = f"the run was trained on some of the images of {s.data}"
             warnings.warn(f"{reason}: its scores are too high", stacklevel=2)
-    model = runs.load_run(e.run, s.block, "evaluate RUN")
+    model = runs.load_run(e.run, e.block, "evaluate RUN")
     if model.classes and list(model.classes) != classes:
         expected, got = (", ".join(names[:6]) for names in (model.classes, classes))
         raise ValueError(f"--data: expected the classes of {run}, {expected}, got {got}. Rename the folders")

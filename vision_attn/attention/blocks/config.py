@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,15 +26,18 @@ class Configurable(FixedOptions):
     ``torch.save`` writes. The keys of the state dict do not change, and other code ignores the additional entry.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_state_dict_post_hook(store_config)
+
     def get_config(self) -> dict[str, object]:
         """Return the arguments that affect the output and cannot be derived from the shapes of the weights."""
         raise NotImplementedError
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
-        if metadata is not None:
-            metadata[CONFIG_KEY] = {name: repr(value) for name, value in self.get_config().items()}
+
+def store_config(module: Any, state: Mapping[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """Store the configuration of a block in the metadata of its state dict."""
+    metadata[CONFIG_KEY] = {name: repr(value) for name, value in module.get_config().items()}
 
 
 class ConfigurableImpl(Configurable):
@@ -110,7 +113,7 @@ def set_impl_(model: nn.Module, impl: str) -> int:
 
     Args:
         model: any module.
-        impl: one of :data:`vision_attn.IMPLS`, ``"auto"``, or a name registered with :func:`register_impl`.
+        impl: one of ``va.implementations.IMPLS``, ``"auto"``, or a name registered with :func:`register_impl`.
 
     Returns:
         The number of modules whose implementation changed.

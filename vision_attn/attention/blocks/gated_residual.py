@@ -17,8 +17,8 @@ from vision_attn.attention.graphs import in_graph
 from vision_attn.attention.recomputation import graph_task_id
 from vision_attn.attention.scopes import SCOPES, scoped_output
 
-#: Parameters that ``torch.nn.utils.spectral_norm`` and ``weight_norm`` add to a layer.
-NORMALIZED = {"weight_orig", "weight_g"}
+#: Attributes that spectral and weight normalization of torch add to a layer.
+NORMALIZED = ("parametrizations", "weight_orig", "weight_g")
 #: Layers whose normalized weight has been found to be finite.
 FINITE: WeakSet[nn.Module] = WeakSet()
 
@@ -31,8 +31,11 @@ def check_same_channels(channels: int, out_channels: int | None = None, **attent
 
 def refuse_normalized_zeros(owner: nn.Module, layer: nn.Module) -> None:
     """Raise if spectral or weight normalization has divided a weight of zeros by its norm."""
-    normalized = "parametrizations" in layer._modules or NORMALIZED & layer._parameters.keys()
-    if not normalized or torch.compiler.is_compiling() or layer in FINITE:
+    # The weight of such a layer is a property of its class, or an attribute that is no parameter.
+    computed = hasattr(type(layer), "weight") or "weight" in vars(layer)
+    if not computed or torch.compiler.is_compiling() or layer in FINITE:
+        return
+    if not any(hasattr(layer, name) for name in NORMALIZED):
         return
     if isinstance(weight := getattr(layer, "weight", None), Tensor) and not weight.isfinite().all():
         name = next(name for name, module in owner.named_modules() if module is layer)

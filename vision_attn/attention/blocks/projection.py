@@ -15,7 +15,7 @@ from vision_attn.attention.kernels import TO_FIRST, TO_LAST, channels_first, cha
 from vision_attn.attention.kind import shape_error
 
 #: A convolution on feature maps with any number of axes.
-Conv = nn.modules.conv._ConvNd
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -35,7 +35,7 @@ def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 raise RuntimeError(f"{what}. {remedy}.implicit_replication()") from error
         if isinstance(x, torch.fx.Proxy):  # the operations inside depend on the size of the feature map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *given), {})
-        if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
+        if isinstance(x, Tensor) and x.dim() == 1 + self.rank and x.shape[0] == self.channels:
             return batched(self, x[None], mask, *(y[None] for y in given[1:]))[0]
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise shape_error("x", got, self.channels, self.rank)
@@ -66,8 +66,8 @@ class Pointwise:
         Strides of axes of length one do not affect memory, but DistributedDataParallel warns if they differ.
         """
         super()._apply(fn, recurse)  # type: ignore[misc]
-        weight = self._parameters.get("weight")
-        if weight is not None and self.groups == 1 and weight.stride(-1) != 1:
+        weight = getattr(self, "weight", None)
+        if isinstance(weight, nn.Parameter) and self.groups == 1 and weight.stride(-1) != 1:
             weight.data = weight.data.flatten(1).view(weight.shape)
         return self
 

@@ -25,7 +25,7 @@ from vision_attn.networks.capture.token_positions import TokenPositions, locate_
 from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention, outer_paths
 from vision_attn.networks.convert.window_layers import PaddedAttention
 from vision_attn.networks.inspection.example import Example
-from vision_attn.networks.inspection.network import Call, running_calls, unwrap_model
+from vision_attn.networks.inspection.network import CONVS, Call, running_calls, unwrap_model
 from vision_attn.networks.inspection.selection import Names, select_inside
 from vision_attn.text import shorten
 
@@ -66,7 +66,7 @@ def capture(
     other threads can run the model at the same time. A compiled model runs in eager mode inside the ``with`` block.
 
     Args:
-        model: a network with :class:`vision_attn.Attention1d`, :class:`Attention2d` or :class:`Attention3d` modules.
+        model: a network with :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d` modules.
             The modules may be inserted blocks, replacements of other modules, results of :func:`vision_attn.swap_`, or
             part of the network.
         queries: query points ``(y, x)`` in pixels of the image, or ``(t, y, x)`` for a video; ``"all"`` or None for
@@ -101,7 +101,7 @@ def capture(
     points, network = parse_points(queries), unwrap_model(model)
     modules, others = select_modules(network, names, where)
     ranks = [module.rank for module, swap in modules.values() if swap is None or module.rank > 1]
-    kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
+    kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, CONVS)]
     limit = math.inf if allow_large else MAX_BYTES
     recording = Recording(network, points, max(ranks or kernels or [0]), reduction, limit, others)
     named, hooks = dict(network.named_modules()), dict[nn.Module, Any]()

@@ -12,15 +12,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, resolve_pattern
 from vision_attn.checks import product
+from vision_attn.networks.inspection.example import tree_leaves
 from vision_attn.networks.inspection.layout import token_grid
 from vision_attn.networks.inspection.network import Call
 
@@ -144,7 +144,8 @@ def read_tokens(outers: Sequence[Any]) -> tuple[int | None, dict[Any, Any]]:
     """
     prefix: int | None = None
     grids: dict[Any, Any] = {}
-    for holder in (part for outer in reversed(outers) for part in (outer, outer._modules.get("embeddings")) if part):
+    inner = ((outer, dict(outer.named_children()).get("embeddings")) for outer in reversed(outers))
+    for holder in filter(None, chain.from_iterable(inner)):
         parameters = holder.named_parameters(recurse=False)
         tokens = {match[1]: x for name, x in parameters if (match := PREFIX.fullmatch(name))}
         patches = [child for name, child in holder.named_children() if "patch_embed" in name]

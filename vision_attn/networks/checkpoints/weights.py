@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vision_attn.checks import check_choice
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.file_format import WRAPPERS, read_saved, unwrap_key
+from vision_attn.networks.checkpoints.file_format import read_saved, unwrap_key
 from vision_attn.networks.checkpoints.load_report import EMA_ENTRIES
 from vision_attn.networks.checkpoints.option_code import Arguments, get_arguments
 from vision_attn.networks.safe import SAVE_STATE_DICT, CheckpointFile, Placeholder
@@ -29,14 +29,13 @@ SHARD = (
     "a shard. Save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) "
     "of torch.distributed.checkpoint.state_dict"
 )
-#: Names of placeholders that stand for tensors -> kind and remedy.
+#: Parts of the names of torch's and NumPy's placeholders that stand for tensors -> kind and remedy.
 OTHER_TENSORS = {
-    "torch._utils._rebuild_qtensor": "a quantized tensor. Save the result of its dequantize()",
-    "torch._utils._rebuild_sparse_tensor": "a sparse tensor. Save the result of its to_dense()",
-    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor without values, on the meta device",
-    "torch.distributed.tensor.DTensor": SHARD,
-    "numpy.core.multiarray._reconstruct": "a NumPy array. Save the result of torch.from_numpy",
-    "numpy._core.multiarray._reconstruct": "a NumPy array. Save the result of torch.from_numpy",
+    "qtensor": "a quantized tensor. Save the result of its dequantize()",
+    "sparse_tensor": "a sparse tensor. Save the result of its to_dense()",
+    "meta_tensor": "a tensor without values, on the meta device",
+    "DTensor": SHARD,
+    "multiarray": "a NumPy array. Save the result of torch.from_numpy",
 }
 
 Tensors = Mapping[str, Tensor]
@@ -54,7 +53,7 @@ def find_weights(
         ``other_entries``, ``prefix`` and ``ignored`` of :class:`LoadReport`.
     """
     # Parallel and averaged models add a part "module", but it can also be a module of the network.
-    wrappers = WRAPPERS | ({"module"} - {part for key in required for part in key.split(".")})
+    wrappers = {"module"} - {part for key in required for part in key.split(".")}
     prefix = unwrap_key(f"{prefix.removesuffix('.')}.", wrappers) if prefix else ""
     pairs = parse_rename(rename, required)
 
@@ -75,7 +74,7 @@ def find_weights(
     names = remove_prefix(names, found_prefix)
     for key, name in names.items():
         if name in required and isinstance(values[key], Placeholder):
-            kind = OTHER_TENSORS.get(values[key].name, f"the object {values[key].name} instead of a tensor")
+            kind = other_tensor(values[key]) or f"the object {values[key].name} instead of a tensor"
             raise CheckpointError(f"{file.path}: {key} is {kind}")
     tensors = select_tensors(file.path, names, values)
     source = {
@@ -138,8 +137,14 @@ def iterate_entries(file: CheckpointFile) -> Iterator[tuple[str, Any]]:
 
 def is_state_dict(value: Mapping[Any, Any]) -> bool:
     """Return True for a dictionary with string keys and at least one tensor; other values can be counters."""
-    tensors = (isinstance(v, Tensor) or getattr(v, "name", None) in OTHER_TENSORS for v in value.values())
+    tensors = (isinstance(v, Tensor) or other_tensor(v) for v in value.values())
     return all(isinstance(key, str) for key in value) and any(tensors)
+
+
+def other_tensor(value: object) -> str | None:
+    """Return the kind of tensor for which a placeholder stands, and the remedy; None for any other value."""
+    name = value.name if isinstance(value, Placeholder) and value.name.startswith(("torch.", "numpy.")) else ""
+    return next((kind for part, kind in OTHER_TENSORS.items() if part in name), None)
 
 
 def choose_entry(
@@ -189,7 +194,7 @@ def efficientnet_pytorch(keys: Iterable[str]) -> list[tuple[str, str]]:
         *((rf"^_blocks\.{number}\.", block) for number, block in enumerate(blocks)),
         *((r"^_(conv_stem|conv_head)", r"\1"), (r"^_bn0", "bn1"), (r"^_bn1", "bn2"), (r"^_fc", "classifier")),
         *((r"^(blocks\.0\..*)_project_conv", r"\1conv_pw"), (r"^(blocks\.0\..*)_bn", r"\1bn")),  # no expansion layer
-        *(("_expand_conv", "conv_pw"), ("_depthwise_conv", "conv_dw"), ("_project_conv", "conv_pwl")),
+        *((r"\._expand_conv", ".conv_pw"), (r"\._depthwise_conv", ".conv_dw"), (r"\._project_conv", ".conv_pwl")),
         *((r"\._bn2", ".bn3"), (r"\._bn1", ".bn2"), (r"\._bn0", ".bn1"), ("_se_(reduce|expand)", r"se.conv_\1")),
     ]
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.blocks.gated_residual import ATTENTION
 from vision_attn.networks.convert.equivalence import class_path, get_dropout, random_map, randomized_copy
+from vision_attn.networks.inspection.selection import own_children
 
 Attend: TypeAlias = Callable[..., Tensor]
 
@@ -296,7 +297,7 @@ def find_conversion(module: nn.Module) -> tuple[str, Any, LayerConversion]:
     linear = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("qkv", "proj"))
     if why or not linear or not isinstance(getattr(module, "num_heads", None), int):
         raise ValueError(f"{path} is not supported{why}")
-    for name in (name for name in (*vars(module), *module._modules) if "drop" in name):
+    for name in (name for name in (*vars(module), *own_children(module)) if "drop" in name):
         if name not in ("attn_drop", "proj_drop") and get_dropout(module, name):
             raise ValueError(f"{path} is not supported: it has another dropout, {name!r}")
     return path, kind, conversion_by_structure()

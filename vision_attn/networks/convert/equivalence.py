@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from vision_attn.errors import ConversionError
+from vision_attn.networks.inspection.network import hook_dicts
 
 #: Largest accepted difference by dtype, relative to the largest value. A wrong order of rows causes a relative
 #: difference of about 1, and rounding in float64 about 1e-15. float32 is for layers without a float64 kernel.
@@ -26,9 +27,6 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 #: Scales of the random inputs.
 SCALES = (1.0, 1e-3)
-
-#: Attributes of a module that contain its hooks.
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 #: The ``repr`` of settings and submodules that have no effect.
 NO_EFFECT = ("None", "False", "0", "1", "1.0", "(1, 1)", "Identity()", "'sdpa'")
@@ -55,7 +53,7 @@ def get_part(module: Any, path: str) -> Any:
 
 def is_hooked(module: nn.Module) -> bool:
     """Return True for a module with hooks, or with a forward that another tool (accelerate, LoRA) has assigned."""
-    return "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in HOOKS)
+    return "forward" in module.__dict__ or any(hook_dicts(module))
 
 
 def check_source(module: nn.Module, unsupported: Mapping[str, str]) -> None:

@@ -14,21 +14,28 @@ from vision_attn.networks.convert.equations import attention_pattern
 from vision_attn.networks.convert.equivalence import random_like, random_map
 
 
+def get_dense(layer: Any, name: str) -> Any:
+    """Return a projection. Only one of the two classes has public names for them."""
+    return getattr(layer, f"_{name}_dense")
+
+
 def get_axes(layer: Any) -> Any:
     """Return the axes of the input between batch and channels, as letters of the layer's projection equation."""
     if not layer.built:
         raise ValueError(f"{type(layer).__name__} must be built: call the layer once on an input first")
-    return layer._query_dense.equation.split(",")[0][1:-1]
+    return get_dense(layer, "query").equation.split(",")[0][1:-1]
 
 
 def read_dense(layer: Any, name: str) -> Projection:
     """Return the projection of a kernel ``(c, n, d)``; the output kernel is ``(n, d, c)``."""
-    dense = getattr(layer, f"_{name}_dense")
+    dense = get_dense(layer, name)
     kernel = dense.kernel.value.flatten(0, 1) if name == "output" else dense.kernel.value.flatten(1)
     return Projection(kernel.T, None if dense.bias is None else dense.bias.value.flatten())
 
 
 def keras_weights(layer: Any) -> dict[str, Any]:
+    if (width := layer.get_config().get("sliding_window")) is not None:
+        raise ValueError(f"{type(layer).__name__}.sliding_window is not supported (got {width}): {BAND}")
     inputs = (read_dense(layer, name) for name in ("query", "key", "value"))
     gate = {"gate": read_dense(layer, "gate").with_bias()} if layer.get_config().get("use_gate") else {}
     return {**input_weights(*inputs), "proj": read_dense(layer, "output"), **gate}
@@ -55,7 +62,7 @@ def randomize_keras(layer: Any, dtype: torch.dtype) -> Iterator[Any]:
 
 def example_keras(layer: Any) -> tuple[Any, ...]:
     sizes = (5, 3, 2)[: len(get_axes(layer))]
-    kernels = (layer._query_dense.kernel.value, layer._value_dense.kernel.value)
+    kernels = [get_dense(layer, name).kernel.value for name in ("query", "value")]
     query, value = (random_map(1, *sizes, len(kernel)).to(kernel.device) for kernel in kernels)
     return query, query if value.shape == query.shape else value
 
@@ -70,14 +77,14 @@ KERAS = LayerConversion(
     weights=keras_weights,
     options={
         "rank": lambda layer: len(get_axes(layer)),
-        "num_heads": lambda layer: layer._query_dense.kernel.shape[1],
-        "num_kv_heads": lambda layer: layer._value_dense.kernel.shape[1],
+        "num_heads": lambda layer: get_dense(layer, "query").kernel.shape[1],
+        "num_kv_heads": lambda layer: get_dense(layer, "value").kernel.shape[1],
         "attn_drop": lambda layer: layer.get_config()["dropout"],
         "pattern": lambda layer: attention_pattern(layer.get_config().get("attention_axes"), len(get_axes(layer)) + 2),
     },
     axes="b ... c",
     dropouts=("", ""),
-    unsupported={"_sliding_window": BAND, "sliding_window": BAND},
+    unsupported={"sliding_window": BAND},
     call=attend_keras,
     example=example_keras,
     make_copy=randomize_keras,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ def is_set(given: Any) -> bool:
     """Return True if an optional argument of a call is neither None nor False."""
     return given is not None and given is not False
 
+
+#: The implementation of a layer of transformers, which has no public name.
+ATTENTION = "config._attn_implementation"
 
 # --- torch ------------------------------------------------------------------------------------------------------------
 
@@ -76,7 +80,7 @@ CONVERSIONS["torch.nn.modules.activation.MultiheadAttention"] = LayerConversion(
 
 def needs_layer(layer: Any, *given: Any) -> bool:
     """Return True if a call requires attention weights or an option that torch's fused kernel does not support."""
-    fused = not hasattr(layer, "config") or layer.config._attn_implementation == "sdpa"
+    fused = not hasattr(layer, "config") or attrgetter(ATTENTION)(layer) == "sdpa"
     return not fused or any(map(is_set, given))
 
 
@@ -141,7 +145,7 @@ TRANSFORMERS = LayerConversion(
     weights=named_weights("q_proj k_proj v_proj", "o_proj"),
     options={"num_heads": lambda layer: layer.q_proj.out_features // layer.head_dim},
     dropouts=("attention_dropout", ""),
-    unsupported={"config._attn_implementation": EAGER},
+    unsupported={ATTENTION: EAGER},
     swap_only=("relative_position_bias",),
     bias=transformers_bias,
     call=attend_transformers,

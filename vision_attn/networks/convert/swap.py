@@ -33,9 +33,9 @@ from vision_attn.networks.convert.conversion import (
     run_on_tokens,
     to_parameters,
 )
-from vision_attn.networks.convert.equivalence import HOOKS, check_equivalence, check_source, class_path, is_hooked
+from vision_attn.networks.convert.equivalence import check_equivalence, check_source, class_path, is_hooked
 from vision_attn.networks.convert.swap_report import SWAPPED, VISION_ATTN, SwappedModule, SwapReport
-from vision_attn.networks.inspection.network import require_modifiable
+from vision_attn.networks.inspection.network import hook_dicts, require_modifiable
 from vision_attn.networks.inspection.selection import Names, ancestor_paths, select_inside
 from vision_attn.text import shorten
 
@@ -161,7 +161,8 @@ def make_swap(module: nn.Module) -> Swap:
     if "..." in conversion.axes:
         raise ValueError(f"{path} is supported only by va.convert.from_layer")
     bare: Any = copy(module)
-    vars(bare).update({hooks: OrderedDict() for hooks in HOOKS})  # hooks of the module itself also run after the swap
+    own = {id(hooks) for hooks in hook_dicts(module)}  # hooks of the module itself also run after the swap
+    vars(bare).update({name: OrderedDict() for name, value in vars(module).items() if id(value) in own})
     check_source(bare, conversion.unsupported)
     if type(module).forward is not kind.forward:
         raise ValueError(f"{class_path(type(module))} is a subclass of {kind.__name__} with a custom forward")
@@ -232,12 +233,9 @@ def copy_with_weights(
         return lambda *args: torch.func.functional_call(block, {**weights}, args, tie_weights=False)
     copied = object.__new__(type(block))
     children = {name: copy_with_weights(x, weights, {}, f"{prefix}{name}.") for name, x in block.named_children()}
-    parameters, buffers = (
-        {name: weights.get(prefix + name, value) for name, value in tensors.items()}
-        for tensors in (block._parameters, block._buffers)
-    )
-    modules = {**block._modules, **children}
-    vars(copied).update(vars(block), **extra, _parameters=parameters, _buffers=buffers, _modules=modules)
+    start = len(prefix)
+    own = {key[start:]: x for key, x in weights.items() if key.startswith(prefix) and "." not in key[start:]}
+    vars(copied).update(vars(block), **extra, **own, **children)  # attributes take precedence over parameters
     return copied
 
 

@@ -84,7 +84,8 @@ def vit_bias(layer: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: 
 def beit_bias(layer: Any, x: Tensor, shared_rel_pos_bias: Any = None) -> Any:
     if layer.relative_position_bias_table is None:
         return shared_rel_pos_bias
-    return layer._get_rel_pos_bias() + (0 if shared_rel_pos_bias is None else shared_rel_pos_bias)
+    bias = layer.relative_position_bias_table[layer.relative_position_index].permute(2, 0, 1)[None]
+    return bias + (0 if shared_rel_pos_bias is None else shared_rel_pos_bias)
 
 
 def maxxvit_table(layer: Any) -> Tensor | None:

@@ -22,10 +22,10 @@ from vision_attn.attention.scopes import scoped_output, scoped_values
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.record import InsertedBlock, get_record, get_substitute, set_substitute_
 from vision_attn.networks.inspection.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
-from vision_attn.networks.inspection.network import NORMS
+from vision_attn.networks.inspection.network import CONVS, NORMS, hook_dicts
 
 #: Layers other than norms that graph transformations fuse or remove.
-FUSED = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.dropout._DropoutNd)
+FUSED = (*CONVS, nn.Linear, nn.Dropout)
 
 
 class Contexts(threading.local):
@@ -230,21 +230,21 @@ def our_hooks(module: nn.Module, functions: Container[Any] = HOOKS) -> Iterator[
 
     Hooks are found by their function, because their handles do not survive copies and pickles.
     """
-    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+    pre_hooks, hooks, *_ = hook_dicts(module)
+    for hook in (*hooks.values(), *pre_hooks.values()):
         if isinstance(hook, partial) and hook.func in functions:
             yield hook
 
 
 def remove_hooks_(module: nn.Module, condition: Callable[[partial[Any]], bool]) -> None:
     """Remove the hooks of a module that are partials and meet a condition."""
-    for hooks, *options in (
-        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-    ):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, partial) and condition(hook)]:
-            del hooks[key]
-            for option in options:
-                option.pop(key, None)
+    registers: tuple[Callable[..., Any], ...] = module.register_forward_pre_hook, module.register_forward_hook
+    for hooks, register in zip(hook_dicts(module), registers, strict=False):
+        if keys := [key for key, hook in hooks.items() if isinstance(hook, partial) and condition(hook)]:
+            handle = register(check_grid)  # a handle also removes the options of a hook, given its number
+            for key in (*keys, handle.id):
+                handle.id = key
+                handle.remove()
 
 
 def hook_(module: nn.Module, block: nn.Module, path: str | None) -> None:

@@ -29,7 +29,7 @@ from vision_attn.networks.insertion.registry import (
     inserted_blocks,
 )
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
-from vision_attn.networks.insertion.verify import ChildError, attach_verified
+from vision_attn.networks.insertion.verify import ChangedOutputError, ChildError, attach_verified
 from vision_attn.networks.inspection.costs import propose
 from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.example import make_example
@@ -149,17 +149,18 @@ def insert_(
         blocks = build(attempt)
         if attempt == FIRST:
             warn_about(blocks, declared.pads_images)
+        may_change = not exact or not attempt.zeros or all(isinstance(x, GatedResidual) for x in blocks)
         try:
-            changed, verified = attach_verified(run, blocks)
+            changed, verified = attach_verified(run, blocks, may_change)
         except ChildError:
             attempts = [x for x in attempts if x.inside > attempt.inside]
             if not attempts:
                 raise
-            continue
-        if not changed or not exact or not attempt.zeros or all(isinstance(x, GatedResidual) for x in blocks):
+        except ChangedOutputError:
+            pass
+        else:
             records = tuple(map(get_record, blocks))
             return InsertionReport(records, model_cost=run.cost, output_change=changed, verified=verified)
-        detach_(model, blocks)
 
 
 @torch.inference_mode(False)
@@ -177,7 +178,7 @@ def replace_(
 ) -> InsertionReport:
     """Replace selected modules of a model by attention, in place.
 
-    A ``Conv2d`` is replaced by a :class:`vision_attn.StridedAttention2d` with the same input and output channels. As in
+    A ``Conv2d`` is replaced by a :class:`StridedAttention2d` with the same input and output channels. As in
     BoTNet, average pooling replaces the stride. The projections have the groups of the convolution; pass ``groups=1``
     for dense projections. Kernel size and dilation have no counterpart, because every position attends to every other
     position. The attention uses all channels.

@@ -7,7 +7,6 @@ replaces a module becomes a child in its place, and its record contains the modu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -36,8 +35,8 @@ from vision_attn.networks.insertion.record import (
     is_inserted,
     replaced_module,
 )
-from vision_attn.networks.inspection.network import unwrap_model
-from vision_attn.networks.inspection.selection import ancestor_paths
+from vision_attn.networks.inspection.network import CONVS, unwrap_model
+from vision_attn.networks.inspection.selection import ancestor_paths, own_children
 from vision_attn.networks.untrained import warn_if_untrained
 
 
@@ -75,7 +74,7 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
         model.get_submodule(around).register_forward_pre_hook(check)
     if "(" in record.target.layout:
         # Methods such as forward_features do not run the hooks of the network, but run its patch embedding.
-        convolutions = (x for x in model.modules() if isinstance(x, nn.modules.conv._ConvNd))
+        convolutions = (x for x in model.modules() if isinstance(x, CONVS))
         first = next((x for x in convolutions if x.in_channels == record.target.input_shape[1]), model)
         first.register_forward_pre_hook(partial(check_grid, block=block), with_kwargs=True)
 
@@ -156,7 +155,9 @@ def match_state_(module: nn.Module, block: nn.Module, model: nn.Module) -> None:
 def replace_module_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Replace a module in each of its parent modules."""
     for module in list(model.modules()):
-        module._modules.update({name: new for name, child in module._modules.items() if child is old})
+        for name, child in own_children(module).items():
+            if child is old:
+                module.add_module(name, new)
 
 
 def inserted_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -268,6 +269,4 @@ def keys_by_site(model: nn.Module) -> dict[str, set[str]]:
 
 def reset_compiled_graphs() -> None:
     """Force compiled models to recompile, because their graphs have no guards on hooks."""
-    if "torch._dynamo" in sys.modules:
-        # If CUDA is initialized, torch.compiler.reset() would also import the compiler, which takes seconds.
-        torch._dynamo.reset_code_caches()
+    torch.compiler.reset()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.scopes import scope
+from vision_attn.checks import get_version
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.build import like_parameters
 from vision_attn.networks.insertion.record import get_record
@@ -22,14 +23,22 @@ class ChildError(SiteError):
     """Raised if modules cannot have a block as their child."""
 
 
-def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module]) -> tuple[float, str]:
+class ChangedOutputError(SiteError):
+    """Raised if blocks change the output of the network, and may not."""
+
+
+def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module], may_change: bool) -> tuple[float, str]:
     """Attach blocks and verify that the network's output changes only through the outputs of the blocks.
+
+    The blocks are detached if an error is raised.
 
     Returns:
         Relative change of the output that the blocks cause, and a sentence that states what was verified.
     """
     with attach_blocks_(dry_run.model, blocks):
         changed, reason = verify_evaluation(dry_run, blocks)
+        if changed and not may_change:
+            raise ChangedOutputError(f"{quote_sites(blocks)}: the output of the network changes")
         if reason:
             return changed, f"not verified: {reason}"
         reason = verify_training(dry_run, blocks)
@@ -67,7 +76,7 @@ def verify_training(dry_run: DryRun, blocks: Sequence[nn.Module]) -> str:
         return "the network does not run on the example in training mode, or runs other modules"
     if reason := why_incomparable(output):
         return reason
-    if all(x._version == version for x, version in maps):
+    if all(get_version(x) == version for x, version in maps):
         return ""  # The network changes no feature map in place, so that a copy makes no difference.
     return compare_copies(dry_run, blocks, output, training=True)
 
@@ -138,7 +147,7 @@ def run_with(
     def replace_output(block: nn.Module, args: tuple[Tensor, ...], kwargs: Any, output: Tensor) -> Tensor:
         calls.append(block)
         if maps is not None:
-            maps.append((args[0], args[0]._version))
+            maps.append((args[0], get_version(args[0])))
         if copies is None:
             return output
         return args[0].clone() if block in copies else args[0]

@@ -90,6 +90,5 @@ def count_saved_bytes(
         more = {} if context is None else {"context": torch.empty(shape[0], *context, dtype=dtype, requires_grad=True)}
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
             functional_call(block, own, (x,), more)
-        sizes = {storage._cdata: storage.nbytes() for storage in map(Tensor.untyped_storage, saved)}
-        held = {tensor.untyped_storage()._cdata for tensor in own.values()}
-        return sum(size for storage, size in sizes.items() if storage not in held)
+        storages = {*map(Tensor.untyped_storage, saved)} - {*map(Tensor.untyped_storage, own.values())}
+        return sum(storage.nbytes() for storage in storages)

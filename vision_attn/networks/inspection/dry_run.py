@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from vision_attn.attention.graphs import is_symbolic
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.networks.inspection.example import Example
+from vision_attn.networks.inspection.example import Example, tree_leaves, tree_map_only
 from vision_attn.networks.inspection.layout import (
     Element,
     FeatureMap,
@@ -33,7 +32,7 @@ from vision_attn.networks.inspection.layout import (
 )
 from vision_attn.networks.inspection.macs import Cost, count_flops
 from vision_attn.networks.inspection.metadata import NetworkMetadata
-from vision_attn.networks.inspection.network import undisturbed
+from vision_attn.networks.inspection.network import hook_dicts, undisturbed
 
 #: Values of the argument ``layout``.
 LAYOUT = re.compile(r"b c (w|h w|t h w)|b (w|h w|t h w) c|b \((\d+ \+ )?h w\) c")
@@ -112,8 +111,10 @@ class DryRun:
             with ExitStack() as stack:
                 changed = stack.enter_context(undisturbed(model, parameters, training, hooks=self.needs_hooks))
                 self.changed.setdefault(training, changed)
-                for path, hook in hooks:
-                    module = model.get_submodule(path)
+                # With hooks inside, a swapped module runs its original code: so do all runs, to have the same rounding.
+                swapped = [x for x in model.modules() if hasattr(x, "running_block")]
+                inside = [(child, lambda *call: None) for x in swapped for child in x.children()]
+                for module, hook in (*((model.get_submodule(path), hook) for path, hook in hooks), *inside):
                     register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
                     stack.callback(register(hook, with_kwargs=True, prepend=True).remove)
                 # A forward method may normalize an image in place, assign to a list or pop from a dictionary.
@@ -284,11 +285,11 @@ def is_used(feature_map: FeatureMap, gradient: Tensor | None) -> bool:
 
 
 def has_no_values(x: Tensor) -> bool:
-    return x.is_meta or isinstance(x, FakeTensor)
+    return x.is_meta or is_symbolic(x)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return any(hook_dicts(module)[:2])
 
 
 def get_tensors(value: object) -> list[Tensor]:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves as tree_leaves, tree_map_only as tree_map_only
+
+from vision_attn.networks.inspection.network import CONVS
 
 #: Default sizes of audio (one second at 16 kHz), images, and video (16 frames), by number of axes.
 DEFAULT_SIZES = {1: (16_000,), 2: (224, 224), 3: (16, 112, 112)}
@@ -73,7 +75,7 @@ def make_example(model: nn.Module, example_input: Any = None) -> Example:
     """
     if isinstance(example_input, Example):
         return example_input
-    convolutions = [module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
+    convolutions = [module for module in model.modules() if isinstance(module, CONVS)]
     images_2d = [module for module in convolutions if len(module.kernel_size) == 2]  # A Conv1d may process vectors.
     first = next(iter(images_2d or convolutions), None)
     axes = 2 if first is None else len(first.kernel_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,18 +54,16 @@ def count_flops() -> FlopCounterMode:
     """Return torch's FLOP counter (two FLOPs per MAC), with formulas for the fused CPU kernels."""
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count  # This import loads Triton.
 
-    def count_encoder(x: Tensor, *args: Any, **kwargs: Any) -> int:
-        """Count the FLOPs of the projections and the attention of a layer on tokens ``(b, t, c)``."""
-        weights = sum(p.numel() for p in args if isinstance(p, nn.Parameter) and p.dim() == 2)
-        return 2 * x.shape[0] * x.shape[1] * (weights + 2 * x.shape[1] * x.shape[2])
+    def count_encoder(weights: Sequence[int], *shapes: Any, **options: Any) -> int:
+        """Count the FLOPs of the projections and the attention of a layer on tokens ``(b, t, c)``, the first shape."""
+        b, t, c = shapes[0]
+        return 2 * b * t * (sum(product(shapes[index]) for index in weights) + 2 * t * c)
 
-    # The function receives tensors; the default is shapes.
-    count_encoder._get_raw = True  # type: ignore[attr-defined]
     aten = torch.ops.aten
     formulas = {
         aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **options: sdpa_flop_count(q, k, v),
-        aten._native_multi_head_attention: count_encoder,
-        aten._transformer_encoder_layer_fwd: count_encoder,
+        aten._native_multi_head_attention: partial(count_encoder, (5, 7)),
+        aten._transformer_encoder_layer_fwd: partial(count_encoder, (3, 5, 14, 16)),
     }
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     counter.mod_tracker = NoModules()  # type: ignore[assignment]

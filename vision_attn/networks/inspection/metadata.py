@@ -29,7 +29,6 @@ STAGES: dict[str, tuple[str, ...] | str] = {
     "timm.models.mobilenetv5.MobileNetV5": ("conv_stem", *(f"blocks.{index}" for index in range(4))),
     "timm.models.mvitv2.MultiScaleVit": ("stages.{i}",),
     "timm.models.twins.Twins": ("blocks.{i}",),
-    "torchvision.models._utils.IntermediateLayerGetter": RESNET,
     "torchvision.models.convnext.ConvNeXt": ODD_FEATURES,
     "torchvision.models.googlenet.GoogLeNet": ("conv1", "conv3", "inception3b", "inception4e", "inception5b"),
     "torchvision.models.inception.Inception3": ("Conv2d_2b_3x3", "Conv2d_4a_3x3", "Mixed_5d", "Mixed_6e", "Mixed_7c"),
@@ -153,8 +152,11 @@ def get_feature_info(module: nn.Module) -> list[Mapping[str, Any]]:
 def get_stages(module: nn.Module) -> Any:
     """Return the entry of :data:`STAGES` for a module."""
     is_torchvision = any(kind.__module__.startswith("torchvision.models.") for kind in type(module).__mro__)
-    default = "features" if is_torchvision and "features" in module._modules else None
-    return get_class_entry(STAGES, module) or default
+    if (found := get_class_entry(STAGES, module)) or not is_torchvision:
+        return found
+    if hasattr(module, "return_layers"):  # a backbone for detection or segmentation
+        return RESNET
+    return "features" if isinstance(getattr(module, "features", None), nn.Module) else None
 
 
 def get_class_entry(table: Mapping[str, Any], module: nn.Module) -> Any:

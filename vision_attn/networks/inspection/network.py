@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import random
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeAlias
@@ -16,10 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.scopes import scope
+from vision_attn.checks import get_version
 from vision_attn.errors import SiteError
 
 #: Normalization layers. Their scales have no weight decay, whatever their shape.
-NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+)
+
+#: Convolutions on feature maps with any number of axes.
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+#: The child of the wrapper of ``torch.compile``.
+COMPILED = "_orig_mod"
 
 #: A running call of a module: the module, its arguments and its keyword arguments.
 Call: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -36,10 +45,15 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     """
     while True:
         wraps = isinstance(model, nn.DataParallel) or is_synchronized(model)
-        inner = getattr(model, "_orig_mod", getattr(model, "module", None) if wraps else None)
+        inner = compiled_module(model) or (getattr(model, "module", None) if wraps else None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """Return the module inside the wrapper of ``torch.compile``; None for any other module."""
+    return getattr(module, COMPILED, None)
 
 
 def is_synchronized(module: nn.Module) -> bool:
@@ -123,25 +137,46 @@ def kept_tensors(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[lis
     >>> changed, norm.running_mean
     ([], tensor([0., 0., 0.]))
     """
-    registered = [(x, dict(x._parameters), dict(x._buffers)) for x in model.modules()]
+    registered = [(x, own_tensors(x), {*dir(x)}) for x in model.modules()]
     # Meta tensors have no values, and inference tensors no version.
-    values = [(x, x._version, x.detach().clone()) for x in parameters if not (x.is_meta or x.is_inference())]
+    values = [(x, get_version(x), x.detach().clone()) for x in parameters if not (x.is_meta or x.is_inference())]
     copies = {id(x): x.detach().clone() for x in model.buffers()}
     changed: list[Tensor] = []
     try:
         # Batch norm and fused operations change a buffer without a new version, so buffers are not restored by version.
-        for module, _, buffers in registered:
-            module._buffers.update({name: x if x is None else copies[id(x)] for name, x in buffers.items()})
+        for module, own, _ in registered:
+            set_tensors_(module, {name: copies[id(x)] for name, x in own.items() if id(x) in copies})
         yield changed
     finally:
-        for module, own, buffers in registered:
-            module._parameters.update(own)
-            module._buffers.update(buffers)
+        for module, own, names in registered:
+            # A buffer that did not exist is kept. A name that existed without a tensor becomes None again.
+            now = own_tensors(module)
+            set_tensors_(module, {name: own.get(name) for name in names if now.get(name) is not own.get(name)})
         with torch.no_grad():
             for x, version, value in values:
-                if x._version != version:
+                if get_version(x) != version:
                     x.copy_(value)
                     changed.append(x)
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module without those of its submodules."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
+
+
+def set_tensors_(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
+    """Set parameters and buffers, also in a class with another ``__setattr__``."""
+    for name, x in tensors.items():
+        nn.Module.__setattr__(module, name, x)  # type: ignore[arg-type]
+
+
+def hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the forward pre-hooks and forward hooks of a module, and those of the backward pass, each by its number.
+
+    torch has no public list of hooks, and the handles of hooks are lost in copies.
+    """
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
 
 
 @contextmanager
@@ -150,7 +185,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
     removed: list[tuple[Any, dict[int, Any]]] = []
     try:
         for module in model.modules():
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for hooks in hook_dicts(module)[:2]:
                 if any(not is_library_hook(hook) for hook in hooks.values()):
                     removed.append((hooks, dict(hooks)))
                     for key in [key for key, hook in hooks.items() if not is_library_hook(hook)]:
@@ -170,9 +205,8 @@ def is_library_hook(hook: Any) -> bool:
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
     """Return a context in which compiled models run in eager mode in this thread, because graphs do not run hooks."""
-    # If dynamo is not loaded, no model is compiled. Importing it would take a second.
     network = unwrap_model(model)
-    return scope(network, "eager", {model: True}) if "torch._dynamo" in sys.modules else nullcontext()
+    return scope(network, "eager", {model: True})
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import nn
 from vision_attn.checks import as_list
 from vision_attn.errors import SiteError
 from vision_attn.networks.inspection.example import format_value
+from vision_attn.networks.inspection.network import compiled_module
 from vision_attn.text import shorten
 
 #: A glob or regular expression for module paths.
@@ -118,13 +119,15 @@ def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
         kind = type(module)
         is_sequence = kind.forward is nn.Sequential.forward or isinstance(module, nn.ModuleList) or kind is nn.Module
         # The wrapper of torch.compile does not run hooks.
-        if isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
-            name, module = f"{name}._orig_mod", inner
-        elif is_sequence and len(module._modules):
-            child = list(module._modules)[index]
-            name, module = f"{name}.{child}", module.get_submodule(child)
-        else:
+        children = list(own_children(module).items())
+        if not children or not (is_sequence or compiled_module(module) is not None):
             return name
+        name, module = f"{name}.{children[index][0]}", children[index][1]
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the children of a module by name, also those with several names."""
+    return {name: x for name, x in module.named_modules(remove_duplicate=False) if name and "." not in name}
 
 
 def ancestor_paths(name: str) -> list[str]:

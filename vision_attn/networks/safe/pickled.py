@@ -18,7 +18,6 @@ from typing import IO, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.storage import _storage_type_to_dtype_map
 
 #: Largest number of instructions and values, of about 100 bytes each. It limits the memory for a small file.
 BUDGET = 1_000_000
@@ -31,11 +30,21 @@ DTYPES: dict[str, torch.dtype] = {
     and (dtype.is_floating_point or dtype.is_complex or str(dtype)[6:].strip("uint") in ("bool", "8", "16", "32", "64"))
 }
 
+#: Classes of storages for one dtype, which torch.save uses for these dtypes only.
+LEGACY_STORAGES = (
+    "Double:float64 Float:float32 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8 Byte:uint8 "
+    "Bool:bool ComplexDouble:complex128 ComplexFloat:complex64 QInt8:qint8 QInt32:qint32 QUInt8:quint8 "
+    "QUInt4x2:quint4x2 QUInt2x4:quint2x4"
+)
+
 #: Storage dtypes by name in files.
 STORAGES: dict[str, torch.dtype] = {
-    **{f"torch.{name}": dtype for name, dtype in _storage_type_to_dtype_map().items()},
+    **{f"torch.{kind}Storage": getattr(torch, x) for kind, x in (pair.split(":") for pair in LEGACY_STORAGES.split())},
     "torch.storage.UntypedStorage": torch.uint8,
 }
+
+#: The attribute of a state dict with the version and the configuration of each module.
+METADATA = "_metadata"
 
 #: Names of these modules show that a file is an attack.
 BLOCKED = {"nt", "os", "posix", "subprocess", "sys"}
@@ -105,9 +114,9 @@ class PickleReader(pickle._Unpickler):
             "collections.OrderedDict": self.make_ordered_dict,
             "collections.defaultdict": lambda factory=None: {},
             "torch.Size": lambda sizes: check(sizes, tuple),
-            "torch._tensor._rebuild_from_type_v2": self.make_subclass,
-            **{f"torch._utils._rebuild_tensor{version}": self.make_tensor for version in ("", "_v2", "_v3")},
-            **{f"torch._utils._rebuild_parameter{state}": self.make_parameter for state in ("", "_with_state")},
+            "from_type_v2": self.make_subclass,
+            **dict.fromkeys(("tensor", "tensor_v2", "tensor_v3"), self.make_tensor),
+            **dict.fromkeys(("parameter", "parameter_with_state"), self.make_parameter),
         }
 
     def load(self) -> Any:
@@ -124,7 +133,11 @@ class PickleReader(pickle._Unpickler):
         name = f"{module}.{name}".replace("__builtin__", "builtins")
         if name.partition(".")[0] in BLOCKED or name in ("builtins.eval", "builtins.exec"):
             raise NotAllowedError(f"a reference to {name!r}, which is a sign of an attack")
-        return DTYPES.get(name) or self.makers.get(name) or Placeholder(name[:100])  # errors contain the name
+        # torch's functions have names such as torch._utils._rebuild_tensor_v2.
+        rebuilt = name.partition("._rebuild_")[2] if name.startswith("torch.") else ""
+        return (
+            DTYPES.get(name) or self.makers.get(rebuilt or name) or Placeholder(name[:100])
+        )  # errors contain the name
 
     def persistent_load(self, pid: Any) -> object:
         """Return a storage, or the class that a file from before torch 1.6 contains with its source code."""
@@ -156,8 +169,8 @@ class PickleReader(pickle._Unpickler):
         """Set the metadata of a state dict, and ignore other attributes of objects."""
         state, target = self.stack.pop(), self.stack[-1]
         self.spend(len(state) if isinstance(state, dict | tuple) else 1)
-        if isinstance(target, OrderedDict) and isinstance(state, dict) and "_metadata" in state:
-            vars(target)["_metadata"] = state["_metadata"]
+        if isinstance(target, OrderedDict) and isinstance(state, dict) and METADATA in state:
+            setattr(target, METADATA, state[METADATA])
         elif not isinstance(target, Placeholder | OrderedDict):
             raise NotAllowedError(f"attributes of {type(target).__name__}")
 
