@@ -61,7 +61,7 @@ PAGES = {
     ),
     "training": (
         "Training and export",
-        "Train on a folder of images or on a data set ([guide](../training.md)), and export the network "
+        "Train on a folder of images or on a data set ([guide](../quickstart.md)), and export the network "
         "([guide](../deploy.md)).",
         "recipes.train.train recipes.settings.Settings export_model",
     ),

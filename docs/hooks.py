@@ -32,7 +32,7 @@ SHOWN = (
 #: Cards of the home page: page, title, text and picture.
 CARDS = (
     (
-        *("docs/quickstart.md", "Quickstart"),
+        *("docs/quickstart.md", "Quickstart and training"),
         "Fine-tune a pretrained network on a folder of images, in Python or on the command line.",
         "examples/pictures/quickstart.png",
     ),

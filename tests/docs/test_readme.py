@@ -206,7 +206,7 @@ def test_the_tables_of_implementations_and_of_the_benchmark_are_complete():
 
 
 def test_the_table_of_variants_is_complete():
-    rows = first_cells(page("when-not"), "| variant | inserted block |")
+    rows = first_cells(page("quickstart"), "| variant | inserted block |")
     assert sorted(row for row in rows if not row.startswith("NAME=")) == sorted(VARIANTS)
 
 
