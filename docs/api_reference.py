@@ -26,8 +26,8 @@ PAGES = {
     ),
     "blocks": (
         "Layers and blocks",
-        "Attention layers and blocks, their patterns and position encodings ([guide](../implementations.md#patterns)), and the "
-        "selection of the implementation ([guide](../implementations.md)).",
+        "Attention layers and blocks, their patterns and position encodings, and the selection of the implementation "
+        "([guide](../implementations.md)).",
         """
         Attention2d blocks.Attention1d blocks.Attention3d AttentionBlock2d blocks.AttentionBlock1d
         blocks.AttentionBlock3d blocks.TransformerBlock2d blocks.LinearAttention2d blocks.StridedAttention2d

@@ -184,7 +184,8 @@ def test_the_two_implementations_on_the_page_are_the_code_that_runs():
 
 
 def test_the_tables_of_patterns_positions_and_arguments_match_the_code():
-    rows = re.findall(r"^\| `([^`]+)` \| `(b n d [^`]+)` \| `(maps[^`]+)` \|", page("implementations"), flags=re.MULTILINE)
+    text = page("implementations")
+    rows = re.findall(r"^\| `([^`]+)` \| `(b n d [^`]+)` \| `(maps[^`]+)` \|", text, flags=re.MULTILINE)
     assert len(rows) == 6
     for pattern, einx_line, torch_line in rows:
         line = resolve_pattern(eval(pattern, {"va": vision_attn})).expand_to_rank(2).rearrangement

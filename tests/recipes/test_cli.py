@@ -229,11 +229,7 @@ def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, m
         (
             ("-o", "net.onnx"),
             1,
-<<<<<<< HEAD
-            r'ExecuTorch requires the package executorch. Install it: pip install "vision-attn\[runtimes\]", or',
-=======
-            r'ONNX Runtime requires the package onnxscript. Install it: pip install "\.\[export\]" in a clone ',
->>>>>>> 9e8acfc
+            r'ONNX Runtime requires the package onnxscript. Install it: pip install "vision-attn\[export\]", or',
         ),
     ],
 )
