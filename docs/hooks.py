@@ -32,7 +32,7 @@ SHOWN = (
 #: Cards of the home page: page, title, text and picture.
 CARDS = (
     (
-        *("docs/quickstart.md", "Quickstart"),
+        *("docs/quickstart.md", "Quickstart and training"),
         "Fine-tune a pretrained network on a folder of images, in Python or on the command line.",
         "examples/pictures/quickstart.png",
     ),
@@ -47,7 +47,7 @@ CARDS = (
         "docs/explorer/light.png",
     ),
     (
-        *("docs/patterns.md", "Patterns and positions"),
+        *("docs/implementations.md#patterns", "Patterns and positions"),
         "Full, axial, window, grid and neighborhood attention, or a custom einx expression.",
         "examples/pictures/einx_patterns.png",
     ),

@@ -129,7 +129,7 @@ TRAIN += " --names layer2"
     ("command", "code", "message"),
     [
         ("explore tiny {images}/val/red/0.png", 2, "vit_tiny_patch16_224"),
-        ("inspect torchvision:resnet999", 2, "'torchvision:resnet999' does not exist. Did you mean 'resnet"),
+        ("inspect resnet999", 2, "--model: 'resnet999' does not exist. Did you mean 'resnet"),
         (f"{TRAIN} --block-options num_head=4", 2, "unexpected keyword argument 'num_head'"),
     ],
 )
