@@ -178,7 +178,7 @@ class PlanCache:
             self.recent[kind] = plan
         return plan
 
-    def find(self, *sizes: Any, **options: bool) -> Grouping:
+    def find(self, *sizes: Any, **options: Any) -> Grouping:
         """Return a grouping, which the plans for a size share."""
         key = (*sizes, *options.items())
         grouping = self.groupings.get(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -38,17 +38,6 @@ class Attention(ConfigurableImpl):
     """Multi-head attention on feature maps with ``rank`` axes; :class:`.Attention2d` documents the arguments."""
 
     rank: int
-    channels: int
-    num_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    out_channels: int
-    context_channels: int | None
-    groups: int
-    qk_norm: bool | str
-    kv_stride: int
-    resolved_pattern: AnyPattern
     q_norm: nn.Module | None
     k_norm: nn.Module | None
 
@@ -115,6 +104,10 @@ class Attention(ConfigurableImpl):
             config = config._replace(adds_bias=self.position.adds_bias, is_relative=self.position.is_relative)
         self.plans: PlanCache = PlanCache(config)
         self.init_match()
+
+    if TYPE_CHECKING:  # the options of AttentionConfig are attributes
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def init_match(self) -> None:
         """Initialize queries and keys as one isometric projection, for ``qk_norm="match"``."""
