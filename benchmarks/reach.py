@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 import timm
 import torch
 import torchvision
-from page_sections import PERFORMANCE, collapsed, markdown, write_section
+from page_sections import PERFORMANCE, collapsed, write_section
 from timm.models import list_models, list_modules
 from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.insertion import inserted_keys, records
+from vision_attn.networks.models.registry import create_network
+from vision_attn.text import markdown
 
 #: Side of the images for models that accept any size: 2×2 positions at a stride of 32.
 SMALL = 64
@@ -89,11 +91,7 @@ def parameters(library, name):
 
 
 def make(library, name):
-    if library == "timm":
-        return timm.create_model(name)
-    # Without this option, some of torchvision's networks issue a warning about their initialization.
-    options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    return torchvision.models.get_model(name, weights=None, **options)
+    return timm.create_model(name) if library == "timm" else create_network(f"torchvision:{name}")
 
 
 def families():

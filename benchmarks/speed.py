@@ -26,11 +26,10 @@ import torch
 from candidates import LAYOUTS, ROWS, Row
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
-from torchvision.models import get_model
 
 from vision_attn import cli
 from vision_attn.networks.convert.swap import swap_
-from vision_attn.networks.models import create_model
+from vision_attn.networks.models.registry import create_network
 from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.text import Table
 
@@ -117,12 +116,6 @@ def compare(args):
                 if args.output:
                     write_atomically(args.output, json.dumps({"about": about, "tables": tables}, indent=1).encode())
     return tables
-
-
-def create_network(name):
-    """Create a network with random weights from a timm name, or from a torchvision name after ``torchvision:``."""
-    library, _, model = name.rpartition(":")
-    return get_model(model, weights=None) if library == "torchvision" else create_model(name)
 
 
 def swap_row(name):

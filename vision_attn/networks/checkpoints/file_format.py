@@ -186,8 +186,8 @@ def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     defaults = {"layout": "b c h w", "context": "", "context_layout": "b c h w", "identity_init": ""}
     texts = {name: values.get(name, defaults.get(name)) for name in names}
     elements = values.get("element"), values.get("context_element")
-    if not all(isinstance(x, str) for x in texts.values()) or not all(
-        isinstance(x, int | str | None) for x in elements
+    if not all(isinstance(text, str) for text in texts.values()) or not all(
+        isinstance(element, int | str | None) for element in elements
     ):
         raise ValueError("the site of a block is not a string")
     size, images, second = (
@@ -261,7 +261,7 @@ def foreign_classes(model: nn.Module) -> dict[str, Callable[..., Any]]:
     for record in insertion.records(model):
         if record.block not in (*BLOCKS, *TIMM_BLOCKS):
             classes[record.block] = type(unwrap_exact_block(blocks[record.site]))
-        classes |= {type(x).__name__: type(x) for x in record.options.values() if is_dataclass(x)}
+        classes |= {type(value).__name__: type(value) for value in record.options.values() if is_dataclass(value)}
     return {name: kind for name, kind in classes.items() if name not in CONFIG_CLASSES}
 
 
@@ -312,7 +312,10 @@ def insert_saved_(model: nn.Module, saved: Saved, classes: Classes) -> None:
         {**CONFIG_CLASSES, **classes},
     )
     for at, record in enumerate(records):
-        options = {name: from_code(x, known) if isinstance(x, ForeignCode) else x for name, x in record.options.items()}
+        options = {
+            name: from_code(value, known) if isinstance(value, ForeignCode) else value
+            for name, value in record.options.items()
+        }
         records[at] = replace(record, options=options)
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
