@@ -16,14 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from page_sections import write_section
+from page_sections import markdown, write_section
 from speed import describe_machine, format_number, time_in_turns, with_gradients
 from timm.layers import create_attn
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.inspection.macs import count_macs
-from vision_attn.text import markdown
+from vision_attn.networks.inspection.macs import run_on_meta
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "experiments"))
 from controls import ConvBlock2d
@@ -65,7 +64,7 @@ def costs_at(side, names, batch, rounds, threads):
     seconds = time_in_turns(calls, rounds=rounds, threads=threads)
     for name, module in modules.items():
         parameters = sum(p.numel() for p in module.parameters())
-        counts = [f"{parameters:,}", f"{count_macs(module, (1, *shape[1:])) / 1e6:,.1f}"]
+        counts = [f"{parameters:,}", f"{run_on_meta(module, shape[1:])[1] / 1e6:,.1f}"]
         yield counts + [
             format_number(1000 * float(np.median(seconds[name, what]))) for what in ("forward", "gradients")
         ]

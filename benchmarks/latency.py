@@ -19,11 +19,11 @@ from tempfile import TemporaryDirectory
 
 import timm
 import torch
+from page_sections import markdown
 from speed import describe_machine, time_in_turns
 
 import vision_attn as va
 from vision_attn.recipes.export import FORMATS, export_program
-from vision_attn.text import markdown
 
 NETWORKS = ("resnet18", "mobilenetv3_small_100", "convnext_atto")
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import timm
 import torch
 import torchvision
-from page_sections import COMPATIBILITY, collapsed, write_section
+from page_sections import COMPATIBILITY, collapsed, markdown, write_section
 from timm.models import list_models, list_modules
 from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.insertion import inserted_keys, records
 from vision_attn.networks.models import create_model
-from vision_attn.text import did_you_mean, markdown
+from vision_attn.text import did_you_mean
 
 #: Side of the images for models that accept any size: 2×2 positions at a stride of 32.
 SMALL = 64
