@@ -22,7 +22,7 @@ from timm.layers import create_attn
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.inspection.macs import run_on_meta
+from vision_attn.networks.inspection.macs import count_macs
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "experiments"))
 from controls import ConvBlock2d
@@ -44,8 +44,8 @@ BLOCKS = {
     "attention block, `kv_stride=2`": lambda channels: inserted(channels, kv_stride=2),
     "attention block, `RelPosDecomposed`": lambda channels: inserted(channels, position=va.RelPosDecomposed(56)),
     "`AttentionBlock2d`, as wide as the feature map": va.AttentionBlock2d,
-    "`LinearAttention2d`": va.LinearAttention2d,
-    "`TransformerBlock2d`": va.TransformerBlock2d,
+    "`LinearAttention2d`": va.blocks.LinearAttention2d,
+    "`TransformerBlock2d`": va.blocks.TransformerBlock2d,
     "convolution (`ConvBlock2d`)": ConvBlock2d,
     **{f"timm's `{name}`": lambda channels, name=name: create_attn(name, channels) for name in ("se", "eca", "cbam")},
     **{f"timm's `{name}`": lambda channels, name=name: create_attn(name, channels) for name in ("coord", "gc", "nl")},
@@ -64,7 +64,7 @@ def costs_at(side, names, batch, rounds, threads):
     seconds = time_in_turns(calls, rounds=rounds, threads=threads)
     for name, module in modules.items():
         parameters = sum(p.numel() for p in module.parameters())
-        counts = [f"{parameters:,}", f"{run_on_meta(module, shape[1:])[1] / 1e6:,.1f}"]
+        counts = [f"{parameters:,}", f"{count_macs(module, (1, *shape[1:])) / 1e6:,.1f}"]
         yield counts + [
             format_number(1000 * float(np.median(seconds[name, what]))) for what in ("forward", "gradients")
         ]

@@ -19,7 +19,7 @@ import vision_attn as va
 from vision_attn.attention.kernels import to_4d_mask
 from vision_attn.attention.position.rel_pos_decomposed import DecomposedBias
 from vision_attn.attention.scopes import scope
-from vision_attn.networks.convert import from_layer
+from vision_attn.convert import from_layer
 
 #: Batch size, channels, height and width.
 Shape = tuple[int, int, int, int]
@@ -206,7 +206,7 @@ def resnet_by_hand(x, n):
 
 CANDIDATES: dict[str, Builder] = {
     "vision_attn": attention_layer(),
-    **{f"vision_attn {impl}": attention_layer(impl=impl) for impl in va.IMPLS},
+    **{f"vision_attn {impl}": attention_layer(impl=impl) for impl in va.implementations.IMPLS},
     "timm layers Attention2d": other_layer(lambda c, n: TimmAttention2d(c, num_heads=n)),
     "timm maxxvit Attention2d": other_layer(lambda c, n: MaxxVitAttention2d(c, dim_head=c // n)),
     "torch MHA": torch_attention(training_mode=False),
@@ -261,7 +261,7 @@ POSITIONS = {(8, 256, 14, 14): 4, (2, 256, 28, 28): 4, (1, 256, 56, 56): 4}
 WINDOWS = {(8, 96, 56, 56): 3}
 LIBRARIES = ("timm layers Attention2d", "timm maxxvit Attention2d", "torch MHA", "torch MHA, training mode")
 # FlexAttention has no gradients on a CPU.
-IMPLEMENTATIONS = ("vision_attn", *(f"vision_attn {impl}" for impl in va.IMPLS if impl != "flex"))
+IMPLEMENTATIONS = ("vision_attn", *(f"vision_attn {impl}" for impl in va.implementations.IMPLS if impl != "flex"))
 VARIANTS = ("RelPosDecomposed", "RelPosTable", "Rope", "ConditionalPos", "window", "shifted window", "neighborhood")
 BOTH = tuple(LAYOUTS)
 

@@ -14,16 +14,18 @@ import sys
 import warnings
 from contextlib import redirect_stdout
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import timm
 import torch
 from page_sections import markdown
+from runtime_cases import FILES
 from speed import describe_machine, time_in_turns
 
 import vision_attn as va
-from vision_attn.recipes.export import FORMATS, export_program
+from vision_attn.recipes.export import export_program
 
 NETWORKS = ("resnet18", "mobilenetv3_small_100", "convnext_atto")
 
@@ -45,8 +47,8 @@ def compile_files(model, image, suffixes, folder):
     folder.mkdir()
     program = export_program(model, image, ())
     for suffix in suffixes:
-        FORMATS[suffix].write(program, folder / f"network{suffix}", "{}")
-        yield suffix, partial(FORMATS[suffix].open(folder / f"network{suffix}"), image)
+        FILES[suffix].write(program, folder / f"network{suffix}", "{}")
+        yield suffix, partial(FILES[suffix].open(folder / f"network{suffix}"), image)
 
 
 def ratio_with_quartiles(plain, with_block):
@@ -58,12 +60,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=NETWORKS, metavar="NAME", help="names of timm models")
     parser.add_argument(
-        "--suffixes", nargs="+", default=[".onnx"], choices=list(FORMATS), help="suffixes of file formats"
+        "--suffixes", nargs="+", default=[".onnx"], choices=list(FILES), help="suffixes of file formats"
     )
     parser.add_argument("--rounds", type=int, default=30, help="number of measurements of each file")
     options = parser.parse_args()
-    for suffix in options.suffixes:
-        FORMATS[suffix].check_packages()
+    if missing := [name for suffix in options.suffixes for name in FILES[suffix].packages if not find_spec(name)]:
+        parser.error(f"install the packages {', '.join(missing)}")
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # some runtimes start one thread per core
     warnings.simplefilter("ignore")  # raised by exporters
     image, rows = torch.rand(1, 3, 224, 224, generator=torch.Generator().manual_seed(0)), []
@@ -80,7 +82,7 @@ def main():
         for suffix in options.suffixes:
             plain, with_block = seconds[suffix, False], seconds[suffix, True]
             milliseconds = f"{1000 * statistics.median(plain):.1f} ms"
-            rows.append((name, FORMATS[suffix].runtime, milliseconds, ratio_with_quartiles(plain, with_block)))
+            rows.append((name, FILES[suffix].runtime, milliseconds, ratio_with_quartiles(plain, with_block)))
             print(*rows[-1], file=sys.stderr, flush=True)
     print(markdown([("network", "runtime", "without", "ratio"), *rows], left=(0, 1)))
     print(f"\n{describe_machine(image.device, 1, torch.float32)}; load {os.getloadavg()[0]:.1f}")

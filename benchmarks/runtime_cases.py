@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.models import create_model
-from vision_attn.recipes.export import DIMS, FORMATS, Axis, Run, export_program
+from vision_attn.recipes.export import DIMS, FORMATS, Axis, Format, Run, export_program
 
 #: Dynamic dimensions by mode.
 MODES: dict[str, tuple[Axis, ...]] = {"fixed": (), "batch": ("batch",), "size": ("batch", "size")}
@@ -96,8 +96,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "Rope": {"position": va.Rope()},
     "ConditionalPos": {"position": va.ConditionalPos(3)},
     "SinCos": {"position": va.SinCos()},
-    "TransformerBlock2d": {"block": va.TransformerBlock2d},
-    "LinearAttention2d": {"block": va.LinearAttention2d, "scale": 3.0},
+    "TransformerBlock2d": {"block": va.blocks.TransformerBlock2d},
+    "LinearAttention2d": {"block": va.blocks.LinearAttention2d, "scale": 3.0},
 }
 CIFAR = partial(create_model, "resnet20_attention", pretrained=True)
 NETWORKS: dict[str, Network] = {
@@ -115,18 +115,75 @@ def shared_program(network: nn.Module, images: Tensor, dynamic: tuple[Axis, ...]
     return export_program(network, images, dynamic)
 
 
-def run_file(suffix: str, network: nn.Module, images: Tensor, dynamic: tuple[Axis, ...], folder: Path) -> Run:
-    """Write a file as ``vision-attn export`` does, and open it."""
-    program, path = shared_program(network, images, dynamic), folder / f"network{suffix}"
-    FORMATS[suffix].write(program, path, "{}")
-    return FORMATS[suffix].open(path)
+def write_compiled(program: torch.export.ExportedProgram, path: Path, metadata: str) -> None:
+    from torch._inductor import aoti_compile_and_package
+
+    aoti_compile_and_package(program, package_path=str(path))
+
+
+def open_compiled(path: Path) -> Run:
+    from torch._inductor import aoti_load_package
+
+    return aoti_load_package(str(path))
+
+
+def write_tflite(program: torch.export.ExportedProgram, path: Path, metadata: str) -> None:
+    import litert_torch
+
+    litert_torch.convert(program.module(), program.example_inputs[0]).export(str(path))
+
+
+def open_tflite(path: Path) -> Run:
+    from ai_edge_litert.interpreter import Interpreter
+
+    runner = Interpreter(str(path)).get_signature_runner()
+    (name,) = runner.get_input_details()
+    return lambda images: torch.from_numpy(next(iter(runner(**{name: images.numpy()}).values())))
+
+
+def write_executorch(program: torch.export.ExportedProgram, path: Path, metadata: str) -> None:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+    unchecked = EdgeCompileConfig(_check_ir_validity=False)  # the check makes a dynamic batch static
+    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()], compile_config=unchecked)
+    path.write_bytes(lowered.to_executorch().buffer)
+
+
+def open_executorch(path: Path) -> Run:
+    from executorch.runtime import Runtime
+
+    method = Runtime.get().load_program(path).load_method("forward")
+    return lambda images: method.execute([images])[0]
+
+
+#: File formats by suffix: those of ``vision-attn export``, and files that are compiled from an exported program.
+FILES: dict[str, Format] = {
+    **FORMATS,
+    ".aoti.pt2": Format("AOTInductor", (), write_compiled, open_compiled),
+    ".tflite": Format("LiteRT", ("litert_torch", "ai_edge_litert"), write_tflite, open_tflite),
+    ".pte": Format("ExecuTorch", ("executorch",), write_executorch, open_executorch),
+}
+
+
+def export_small_batches(network: nn.Module, images: Tensor, dynamic: tuple[Axis, ...]) -> torch.export.ExportedProgram:
+    """Trace a network for at most eight images: some runtimes allocate memory for the largest batch."""
+    dims: dict[int, Any] = {dim: torch.export.Dim.DYNAMIC(max=8) for axis in dynamic for dim in DIMS[axis]}
+    return torch.export.export(network, (images,), dynamic_shapes=(dims,))
 
 
 def run_executorch(network: nn.Module, images: Tensor, dynamic: tuple[Axis, ...], folder: Path) -> Run:
     network = copy.deepcopy(network)
     va.set_impl_(network, "bmm")  # the fused operator is decomposed to a view with incompatible strides
-    FORMATS[".pte"].write(export_program(network, images, dynamic, 8), folder / "network.pte", "{}")
-    return FORMATS[".pte"].open(folder / "network.pte")
+    write_executorch(export_small_batches(network, images, dynamic), folder / "network.pte", "{}")
+    return open_executorch(folder / "network.pte")
+
+
+def run_file(suffix: str, network: nn.Module, images: Tensor, dynamic: tuple[Axis, ...], folder: Path) -> Run:
+    """Write a file and open it."""
+    program, path = shared_program(network, images, dynamic), folder / f"network{suffix}"
+    FILES[suffix].write(program, path, "{}")
+    return FILES[suffix].open(path)
 
 
 def run_trace(network: nn.Module, images: Tensor, dynamic: tuple[Axis, ...], folder: Path) -> Run:
@@ -157,14 +214,14 @@ def run_openvino_trace(network: nn.Module, images: Tensor, dynamic: tuple[Axis, 
 
 
 def run_openvino_onnx(network: nn.Module, images: Tensor, dynamic: tuple[Axis, ...], folder: Path) -> Run:
-    FORMATS[".onnx"].write(shared_program(network, images, dynamic), folder / "network.onnx", "{}")
+    FILES[".onnx"].write(shared_program(network, images, dynamic), folder / "network.onnx", "{}")
     return open_openvino(folder / "network.onnx")
 
 
 def convert_core_ml(network: nn.Module, images: Tensor, dynamic: tuple[Axis, ...], folder: Path) -> None:
     import coremltools
 
-    program = export_program(network, images, dynamic, 8).run_decompositions({})
+    program = export_small_batches(network, images, dynamic).run_decompositions({})
     coremltools.convert(program, convert_to="mlprogram", skip_model_load=True)
 
 

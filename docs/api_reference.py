@@ -26,12 +26,13 @@ PAGES = {
     ),
     "blocks": (
         "Layers and blocks",
-        "Attention layers and blocks, their patterns and position encodings ([guide](../patterns.md)), and the "
-        "selection of the implementation ([guide](../implementations.md)).",
+        "Attention layers and blocks, their patterns and position encodings, and the selection of the implementation "
+        "([guide](../implementations.md)).",
         """
-        Attention2d Attention1d Attention3d AttentionBlock2d AttentionBlock1d AttentionBlock3d TransformerBlock2d
-        LinearAttention2d StridedAttention2d AugmentedConv2d set_impl_ use_impl register_impl Window Grid Halo
-        Neighborhood Pattern RelPosDecomposed RelPosTable AbsPos Rope ConditionalPos SinCos
+        Attention2d blocks.Attention1d blocks.Attention3d AttentionBlock2d blocks.AttentionBlock1d
+        blocks.AttentionBlock3d blocks.TransformerBlock2d blocks.LinearAttention2d blocks.StridedAttention2d
+        blocks.AugmentedConv2d set_impl_ use_impl implementations.register_impl Window Grid Halo Neighborhood Pattern
+        RelPosDecomposed RelPosTable AbsPos Rope ConditionalPos SinCos
         """,
     ),
     "checkpoints": (
@@ -47,20 +48,20 @@ PAGES = {
         "Compute attention maps and draw them ([guide](../see.md)).",
         """
         capture explore networks.capture.maps.AttentionMaps networks.capture.maps.AttentionMap
-        attention_figure networks.capture.figures.save_figure networks.capture.figures.Figure
+        networks.capture.figures.save_figure networks.capture.figures.Figure
         """,
     ),
     "convert": (
         "Conversion",
         "Convert the attention layers of a complete network, or one layer at a time ([guide](../convert.md)).",
         """
-        swap_ unswap_ networks.convert.swap.SwapReport networks.convert.from_layer
+        swap_ unswap_ networks.convert.swap.SwapReport convert.from_layer
         errors.ConversionError
         """,
     ),
     "training": (
         "Training and export",
-        "Train on a folder of images or on a data set ([guide](../training.md)), and export the network "
+        "Train on a folder of images or on a data set ([guide](../quickstart.md)), and export the network "
         "([guide](../deploy.md)).",
         "recipes.train.train recipes.settings.Settings export_model",
     ),
@@ -77,8 +78,8 @@ PAGES = {
         "Einsum equations",
         "The einsum equations of Keras's multi-head attention, for any rank and any attention axes.",
         """
-        networks.convert.equations.attention_equations networks.convert.equations.attention_pattern
-        networks.convert.equations.projection_equation
+        convert.attention_equations convert.attention_pattern
+        convert.projection_equation
         """,
     ),
 }

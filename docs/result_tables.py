@@ -1,4 +1,4 @@
-"""Recompute the differences in examples/experiments/results, and the intervals in docs/results.md from them.
+"""Recompute the differences in examples/experiments/results, and the intervals of the page in that folder from them.
 
     python docs/result_tables.py
 
@@ -11,6 +11,7 @@ Run it after a change of the rule for intervals, or of a file.
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ import numpy as np
 from vision_attn.recipes.compare import DECIMALS, Difference, compare_scores, plot
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER, PAGE = ROOT / "examples/experiments/results", ROOT / "docs/results.md"
+FOLDER = ROOT / "examples/experiments/results"
+PAGE = FOLDER / "README.md"
 #: variants by label, for rows without means and for variants with equal means
 LABELS = {
     "no block": "plain",
@@ -74,7 +76,7 @@ def recompute(file):
     for title in scores if isinstance(recorded["differences"], list) else recorded["differences"]:
         lower_is_better = title.endswith(("px", "steps"))
         differences = [
-            difference.as_dict()
+            asdict(difference)
             for family in families(file, scores[title])
             for difference in compare_scores(family, lower_is_better=lower_is_better)
         ]
@@ -142,7 +144,6 @@ def draw(name, compared):
     titles = {variant: label for label, variant in reversed(LABELS.items())}
     shown = []
     for recorded in json.loads((FOLDER / f"{name}.json").read_text())["differences"]:
-        del recorded["verdict"]  # a property
         other = recorded["variants"][1]
         shown.append(Difference(**{**recorded, "variants": (compared, titles.get(other, other))}))
     plot({"top-1 %": shown}, FOLDER / f"{name}.png")

@@ -203,8 +203,8 @@ differ(self_attention(changed, one_p)[0][:3], self_attention(x, one_p)[0][:3])  
 # **If a query may not attend to any key**, all of its logits are `-inf`. The softmax above then returns NaN, and so
 # does `MultiheadAttention`. In the next attention layer, every token that attends to this one becomes NaN as well. In
 # `vision_attn`, the weights of such a query are zeros, and the output of the block is the bias of its last layer. This
-# holds for every implementation in `va.IMPLS`. `"flex"` is left out here, because FlexAttention does not support
-# float64.
+# holds for every name in `va.implementations.IMPLS`. `"flex"` is left out here, because FlexAttention does not
+# support float64.
 
 # %%
 q, k, v = rng.standard_normal((3, 1, 1, tokens, c))
@@ -220,9 +220,9 @@ with np.errstate(invalid="ignore"):
     fully_masked = softmax(np.full(3, -np.inf))
 print("  softmax of three logits of -inf, as above:", fully_masked)
 assert np.isnan(fully_masked).all()
-block, state = randomized(va.Attention1d(c, num_heads=1))
+block, state = randomized(va.blocks.Attention1d(c, num_heads=1))
 outputs = []
-impls = [impl for impl in va.IMPLS if impl != "flex"]
+impls = [impl for impl in va.implementations.IMPLS if impl != "flex"]
 for impl in impls:
     va.set_impl_(block, impl)
     outputs.append(block(from_numpy(x.T[None]), from_numpy(~allowed)))  # (b, c, w): tokens in the last axis
@@ -379,14 +379,14 @@ h, w = 2, 3
 expected, weights = multi_head(x, two_p, n, causal)
 row = x.mT  # (b, c, i)
 rows = row.reshape(b, c, h, w)
-block_1d = load_from(va.Attention1d(c, n, causal=True), two_heads, axes=1)
+block_1d = load_from(va.blocks.Attention1d(c, n, causal=True), two_heads, axes=1)
 block = load_from(va.Attention2d(c, n, causal=True), two_heads)
 print("\nFeature maps, compared with the NumPy functions")
 check("Attention1d, (b, c, w)", block_1d(from_numpy(row)), expected.mT)
 check("Attention2d, one row", block(from_numpy(row[:, :, None])), expected.mT[:, :, None])
 check("Attention2d, h×w", block(from_numpy(rows)), expected.mT.reshape(b, c, h, w))
 check("Attention2d, h×w, weights of each head", block.attention_weights(from_numpy(rows)), weights)
-transformer = va.TransformerBlock2d(c, n, mlp_ratio=2, norm_first=False, activation="relu", causal=True)
+transformer = va.blocks.TransformerBlock2d(c, n, mlp_ratio=2, norm_first=False, activation="relu", causal=True)
 y = load_from(transformer, encoder)(from_numpy(rows))
 check("TransformerBlock2d, h×w", y, transformer_block(x, encoder_p, n, causal).mT.reshape(b, c, h, w))
 
@@ -431,7 +431,7 @@ differ(rotary(from_numpy(shuffled)).flatten(2), rotary(from_numpy(rows)).flatten
 # %%
 full, _ = randomized(va.Attention2d(8, num_heads=1))
 windowed = va.Attention2d(8, num_heads=1, pattern=va.Window(8))
-low_rank = va.LinearAttention2d(8, num_heads=1)
+low_rank = va.blocks.LinearAttention2d(8, num_heads=1)
 windowed.load_state_dict(full.state_dict())
 low_rank.load_state_dict(full.state_dict())
 row = torch.randn(1, 8, 1, 64)
@@ -491,7 +491,7 @@ blocks = {
     "full, explicit": va.Attention2d(c, n, impl="bmm"),
     "full, fused": va.Attention2d(c, n, impl="sdpa"),
     "windowed": va.Attention2d(c, n, pattern=va.Window(8)),
-    "linear": va.LinearAttention2d(c, n),
+    "linear": va.blocks.LinearAttention2d(c, n),
 }
 for block in blocks.values():
     block.load_state_dict(blocks["full, fused"].state_dict())

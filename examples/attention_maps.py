@@ -81,9 +81,7 @@ assert match_weight.mean() > 0.4
 
 # %%
 titles = [f"color of the matching cell: {[*COLORS][color]}" for color in colors[:6].tolist()]
-figure = va.attention_figure(
-    images[:2], replace(attention, weights=attention.weights[:2]), titles=titles[:2], width=7.5
-)
+figure = replace(attention, weights=attention.weights[:2]).figure(images[:2], titles=titles[:2], width=7.5)
 save_figure(figure, OUTPUT / "attention_maps.png")
 print(f"wrote {OUTPUT / 'attention_maps.png'}")
 figure
@@ -95,7 +93,7 @@ figure
 # `qk_norm="match"`, and a glyph is most similar to itself.
 
 # %%
-figure = va.attention_figure(images[:3], replace(attention, weights=attention.weights[:3]), reduction="none", width=9)
+figure = replace(attention, weights=attention.weights[:3]).figure(images[:3], reduction="none", width=9)
 save_figure(figure, OUTPUT / "attention_heads.png")
 print(f"wrote {OUTPUT / 'attention_heads.png'}")
 print("weight of the matching cell, by head:", ", ".join(f"{100 * weight:.0f} %" for weight in match_weight))
@@ -162,7 +160,7 @@ mean, std = (torch.tensor(classifier.pretrained_cfg[name]).view(3, 1, 1) for nam
 with va.capture(classifier, queries=[(16, 16)]) as maps:
     classifier((F.interpolate(photographs, (32, 32), mode="area") - mean) / std)
 last = maps["layer3.2.inserted.attn"]
-figure = va.attention_figure(photographs, last, width=5)
+figure = last.figure(photographs, width=5)
 save_figure(figure, OUTPUT / "attention_photographs.png")
 print(f"wrote {OUTPUT / 'attention_photographs.png'}")
 roof = last.weights.mean(1)[0, 0, :2, :4]  # first photograph, its only query, top left positions
@@ -178,7 +176,7 @@ figure
 attn = model.double().get_submodule(site)
 recorded = {}
 hook = attn.register_forward_hook(lambda module, inputs, output: recorded.update(x=inputs[0], y=output))
-impls = [impl for impl in va.IMPLS if impl != "flex"]
+impls = [impl for impl in va.implementations.IMPLS if impl != "flex"]
 for impl in impls:
     with va.use_impl(model, impl), va.capture(model) as maps:  # without queries=, every position is a query
         model(images[:100].double())

@@ -487,7 +487,7 @@ product_in_bfloat16 = torch.softmax((inputs[0] @ inputs[1].mT / 8).float(), dim=
 print("\nlargest error among 64 × 1024 weights, std 4, in roundings to bfloat16")
 print(f"{'product in bfloat16, softmax in float32':<50} {roundings(product_in_bfloat16, exact):>5.1f}")
 assert roundings(product_in_bfloat16, exact) > 10
-impls = [impl for impl in va.IMPLS if impl != "flex"]
+impls = [impl for impl in va.implementations.IMPLS if impl != "flex"]
 for impl in impls:
     weights = attend(*inputs, values, impl=impl)
     print(f"impl={impl!r:<45} {roundings(weights, exact):>5.1f}")
@@ -496,14 +496,14 @@ for impl in impls:
 # %% [markdown]
 # ## The same numbers with a block of the library
 #
-# `va.Attention1d` attends along feature maps `(b, c, w)` with one spatial axis, and `va.Attention2d` between the
+# `va.blocks.Attention1d` attends along feature maps `(b, c, w)` with one spatial axis, and `va.Attention2d` between the
 # positions of feature maps `(b, c, h, w)`. Both stack `wq`, `wk` and `wv` vertically in the convolution `qkv`, and `wo`
 # is `proj`. The rows of `qkv` are ordered by head and then by width, as in `(n d)` above. The 1×1 kernels add axes of
 # length 1.
 
 # %%
 print("\nlargest difference of the library's blocks from the operations above")
-maps = {va.Attention1d: ("b w c -> b c w", {}), va.Attention2d: ("b (h w) c -> b c h w", {"h": 2})}
+maps = {va.blocks.Attention1d: ("b w c -> b c w", {}), va.Attention2d: ("b (h w) c -> b c h w", {"h": 2})}
 for block_class, (to_map, sizes) in maps.items():
     block = block_class(c, n, qkv_bias=False, proj_bias=False)
     ones = (1,) * block_class.rank

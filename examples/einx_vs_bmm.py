@@ -13,17 +13,44 @@
 # The script takes about ten seconds.
 
 # %%
+import time
+
+start = time.perf_counter()
+import einx
+
+import_seconds = time.perf_counter() - start
+import torch
+
+# %% [markdown]
+# ## Attention, twice
+#
+# The same attention in einx, which names every axis, and in torch, which numbers them:
+
+# %%
+b, n, i, d = 2, 8, 196, 32  # batch, heads, query tokens (key tokens: j), width of a head
+q, k, v = torch.randn(3, b, n, i, d)
+
+logits = einx.dot("b n i d, b n j d -> b n i j", q, k)
+weights = einx.softmax("b n i [j]", d**-0.5 * logits)
+y = einx.dot("b n i j, b n j d -> b n i d", weights, v)
+
+logits = torch.bmm(q.view(b * n, i, d), k.view(b * n, i, d).transpose(1, 2))
+weights = torch.softmax(d**-0.5 * logits, dim=-1)
+torch.testing.assert_close(y, torch.bmm(weights, v.view(b * n, i, d)).view(b, n, i, d))
+
+# %% [markdown]
+# The rest of this tutorial uses these modules, and float64.
+
+# %%
 import ast
 import difflib
 import inspect
 import re
 import textwrap
-import time
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 
-import torch
 import torch.nn.functional as F
 from matplotlib.colors import ListedColormap
 from torch import nn
@@ -33,11 +60,6 @@ from torch.utils.benchmark import Timer
 import vision_attn as va
 from vision_attn.attention.patterns import resolve_pattern
 from vision_attn.networks.capture.figures import Figure, save_figure
-
-start = time.perf_counter()
-import einx  # noqa: E402 - imported here to measure the import time
-
-import_seconds = time.perf_counter() - start
 
 OUTPUT = Path("examples-output")
 OUTPUT.mkdir(exist_ok=True)
@@ -248,7 +270,7 @@ with torch.no_grad():
     assert_close(einx_block.proj(fused), expected["output"])
     block = va.Attention2d(c, n)
     block.load_state_dict(einx_block.state_dict(), strict=True)
-    impls = [impl for impl in va.IMPLS if impl != "flex"]
+    impls = [impl for impl in va.implementations.IMPLS if impl != "flex"]
     for impl in impls:
         with va.use_impl(block, impl):
             assert_close(block(x), expected["output"])
@@ -538,17 +560,17 @@ PAIRS = {
     "full": (einx_full, bmm_full, va.Attention2d(c, n)),
     "windows": (partial(einx_window, side=7), partial(bmm_window, side=7), va.Attention2d(c, n, pattern=va.Window(7))),
     "grids": (partial(einx_grid, side=7), partial(bmm_grid, side=7), va.Attention2d(c, n, pattern=va.Grid(7))),
-    "volumes": (einx_volume, bmm_volume, va.Attention3d(c, n)),
+    "volumes": (einx_volume, bmm_volume, va.blocks.Attention3d(c, n)),
     "windows in volumes": (
         partial(einx_volume_window, side=2),
         partial(bmm_volume_window, side=2),
-        va.Attention3d(c, n, pattern=va.Window(2)),
+        va.blocks.Attention3d(c, n, pattern=va.Window(2)),
     ),
 }
 
 with torch.no_grad():
     for with_einx, with_bmm, library_block in PAIRS.values():
-        volume = isinstance(library_block, va.Attention3d)
+        volume = isinstance(library_block, va.blocks.Attention3d)
         library_block.load_state_dict(state_3d if volume else state, strict=True)
         x = map_3d if volume else map_2d
         expected = library_block(x)

@@ -26,8 +26,8 @@ from matplotlib.patches import Patch
 from torch.testing import assert_close
 
 import vision_attn as va
+from vision_attn.convert import attention_equations, attention_pattern, projection_equation
 from vision_attn.networks.capture.figures import Figure, save_figure
-from vision_attn.networks.convert.equations import attention_equations, attention_pattern, projection_equation
 
 try:
     os.environ["KERAS_BACKEND"] = "torch"
@@ -369,7 +369,7 @@ print(f"loaded with width before heads: no error is raised, but outputs differ b
 # block with this pattern and the same weights agrees with the equations.
 
 # %%
-BLOCKS = {"sequence": va.Attention1d, "map": va.Attention2d, "volume": va.Attention3d}
+BLOCKS = {"sequence": va.blocks.Attention1d, "map": va.Attention2d, "volume": va.blocks.Attention3d}
 print(f"{'input':<9} {'axes':<10} {'along':<6} pattern")
 for name, axes in AXES.items():
     x = inputs[name]

@@ -55,10 +55,7 @@ def batches(images, labels, batch_size):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add(
-        "--data", type=Path, required=True,
-        help="folder for the data set, or with train/CLASS/IMAGE and test/CLASS/IMAGE",
-    )  # fmt: skip
+    add("--data", type=Path, required=True, help="folder for the data set, or with train/CLASS/IMAGE and test/…")
     add("--dataset", default="cifar100", choices=("cifar10", "cifar100"), help="data set to download")
     add("--model", default="resnet20", help="resnet20, resnet32, resnet44, resnet56 or another timm model for 32×32")
     add("--block", default="attention", choices=("attention", "none"), help="block after each unit of the last stage")
@@ -71,9 +68,8 @@ def main(arguments=None):
     add("--output", type=Path, default=Path("runs/train_cifar"), help="folder of the state and the network")
     s = parser.parse_args(arguments)
     torch.manual_seed(s.seed)
-    (train_x, train_y), (test_x, test_y) = (
-        load(s.data.expanduser(), s.dataset, s.device, train) for train in (True, False)
-    )
+    train_x, train_y = load(s.data.expanduser(), s.dataset, s.device, train=True)
+    test_x, test_y = load(s.data.expanduser(), s.dataset, s.device, train=False)
     std, mean = torch.std_mean(train_x[:10_000].float(), (0, 2, 3), keepdim=True)
 
     def normalize(images):
@@ -88,15 +84,12 @@ def main(arguments=None):
     steps = s.epochs * (steps_per_epoch := len(train_x) // s.batch_size)
     warmup = steps // 5 + 1  # the learning rate rises for a fifth of the steps, and then decays
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / warmup, (steps - step) / (steps - warmup + 1)))
-    average, forward = (
-        ModelEmaV3(network, decay=0.995, use_warmup=True),
-        torch.compile(network) if s.compile else network,
-    )
+    average = ModelEmaV3(network, decay=0.995, use_warmup=True)
+    forward = torch.compile(network) if s.compile else network
     mixed_precision = torch.autocast("cuda", torch.bfloat16, enabled=torch.device(s.device).type == "cuda")
     parts = {"network": network, "optimizer": optimizer, "schedule": schedule, "average": average}
-    settings = {
-        name: str(value) for name, value in vars(s).items() if name not in ("data", "device", "output", "compile")
-    }
+    machine = ("data", "device", "output", "compile")
+    settings = {name: str(value) for name, value in vars(s).items() if name not in machine}
     s.output.mkdir(parents=True, exist_ok=True)
     file, first_epoch = s.output / "state.pt", 0
     if file.exists():
@@ -110,9 +103,8 @@ def main(arguments=None):
         torch.manual_seed(1000 * s.seed + epoch)  # a resumed run draws the same batches
         start, total = time.perf_counter(), torch.zeros((), device=s.device)
         network.train()
-        bar = tqdm(
-            batches(train_x, train_y, s.batch_size), f"epoch {epoch + 1}", steps_per_epoch, leave=False, disable=None
-        )
+        drawn = batches(train_x, train_y, s.batch_size)
+        bar = tqdm(drawn, f"epoch {epoch + 1}", steps_per_epoch, leave=False, disable=None)
         for step, (x, y) in enumerate(bar, epoch * steps_per_epoch):
             with mixed_precision:
                 loss = F.cross_entropy(forward(normalize(x)), y, label_smoothing=0.1)

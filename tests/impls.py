@@ -10,7 +10,7 @@ import vision_attn as va
 from vision_attn.attention import flex
 
 #: Implementations that support training on a CPU. FlexAttention does not support gradients there.
-CPU_IMPLS = tuple(impl for impl in va.IMPLS if impl != "flex")
+CPU_IMPLS = tuple(impl for impl in va.implementations.IMPLS if impl != "flex")
 
 
 class Case(NamedTuple):

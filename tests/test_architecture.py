@@ -12,16 +12,16 @@ import pytest
 
 import vision_attn
 from vision_attn import errors
-from vision_attn.networks import convert
 from vision_attn.networks.capture import figures
-from vision_attn.networks.convert import equations
 
 PACKAGE = Path(vision_attn.__file__).parent
 #: Layers from bottom to top. Every folder of the package is a layer; single modules are below all layers.
 LAYERS = ("attention", "networks", "recipes")
 MODULES = {"__init__", "__main__", "checks", "cli", "errors", "text", "version"}
+#: Modules above all layers, which make names public.
+NAMES = {"blocks", "convert", "implementations"}
 #: Modules that users import. Recipes import these, each other and the command line.
-PUBLIC_MODULES = {"convert", "errors", "networks.models"}
+PUBLIC_MODULES = {*NAMES, "errors", "networks.models"}
 
 
 def imports(source):
@@ -49,11 +49,11 @@ def upward(layer, source):
 
 def test_layers_import_only_lower_layers():
     assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(LAYERS)
-    assert {path.stem for path in PACKAGE.glob("*.py")} == MODULES
+    assert {path.stem for path in PACKAGE.glob("*.py")} == MODULES | NAMES
     found = {}
     for path in PACKAGE.rglob("*.py"):
         layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if layer not in ("__main__", "cli", "recipes") and (names := upward(layer, path.read_text())):
+        if layer not in {"__main__", "cli", "recipes", *NAMES} and (names := upward(layer, path.read_text())):
             found[str(path.relative_to(PACKAGE))] = names
     assert found == {}
     assert upward("networks", "def f():\n    from vision_attn.recipes.train import train") == ["recipes.train"]
@@ -126,9 +126,47 @@ runpy.run_module("vision_attn", run_name="__main__", alter_sys=True)
 
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (vision_attn, convert, equations, figures)
+    for module in (vision_attn, *(getattr(vision_attn, name) for name in sorted(NAMES)), figures)
     for name in module.__all__
 }
+#: The public names. A change of this list is a decision.
+FLAT = """
+    AbsPos Attention2d AttentionBlock2d ConditionalPos Grid Halo Neighborhood Pattern RelPosDecomposed RelPosTable Rope
+    SinCos Window blocks capture check_optimizer context contribution convert disabled errors explore export_model
+    freeze_backbone_ implementations insert_ inserted_blocks load_adapter_ load_checkpoint_ load_model measure_blocks
+    padded parameter_groups remove_ replace_ save_adapter save_model set_impl_ stage_names swap_ timm_layer
+    unfreeze_backbone_ unswap_ use_impl
+"""
+DEEPER = {
+    "blocks": "Attention1d Attention2d Attention3d AttentionBlock1d AttentionBlock2d AttentionBlock3d AugmentedConv2d "
+    "LinearAttention2d StridedAttention2d TransformerBlock2d",
+    "convert": "attention_equations attention_pattern from_layer projection_equation",
+    "errors": "CheckpointError ConversionError DataError ExportError Interrupted SiteError TrainingError "
+    "VisionAttnError",
+    "implementations": "IMPLS register_impl",
+}
+
+
+def test_public_names_are_those_of_the_list():
+    assert vision_attn.__all__ == FLAT.split()
+    for name, names in DEEPER.items():
+        module = getattr(vision_attn, name)
+        assert module.__all__ == names.split()
+        assert [public for public in module.__all__ if f"`{public}`" not in module.__doc__] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        *(("insert", "va.insert_"), ("Attention1d", "va.blocks.Attention1d"), ("rope", "va.Rope")),
+        *(("MultiHeadAttention", "va.Attention2d"), ("IMPLS", "va.implementations.IMPLS")),
+        *(("train", "vision_attn.recipes.train.train"), ("attention_figure", "AttentionMap.figure")),
+        *(("atention2d", "va.Attention2d or"), ("freeze", "va.freeze_backbone_"), ("Attention", "va.Attention2d or")),
+    ],
+)
+def test_other_names_are_answered_by_the_closest_public_names(name, suggestion):
+    with pytest.raises(AttributeError, match=f"no attribute {name!r}. Did you mean {suggestion}"):
+        getattr(vision_attn, name)
 
 
 def undocumented(thing):
@@ -147,9 +185,6 @@ def test_public_names_are_documented_with_an_example():
     things = {name: thing for name, thing in PUBLIC.items() if inspect.isfunction(thing) or inspect.isclass(thing)}
     assert {name: parts for name, thing in things.items() if (parts := undocumented(thing))} == {}
     assert undocumented(lambda x, y: None) == ["x", "y", "an example"]
-    assert len(vision_attn.__all__) <= 55
-    with pytest.raises(AttributeError, match="atention"):
-        vision_attn.atention  # noqa: B018
 
 
 def test_errors_share_a_base_class_and_can_be_pickled():

@@ -22,6 +22,19 @@ def capture_tokens():
         model(torch.randn(1, 9, 32))
 
 
+#: A checkerboard of -1 and 1.
+CHECKS = torch.tensor([1.0, -1.0]).repeat(1, 3, 8, 4)
+
+
+def one_map():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), va.AttentionBlock2d(8, 2))
+    with va.capture(model, queries=[(1, 1)]) as maps:
+        model(CHECKS)
+    with pytest.raises(KeyError, match=r"'1'.+ it is not attention, but contains"):
+        maps["1"]
+    return maps["1.attn"]
+
+
 def fail(channels):
     raise KeyError("window")
 
@@ -34,7 +47,14 @@ def fail(channels):
             "the block at '0' cannot be built for 16 channels: .* unexpected keyword argument 'num_head'",
         ),
         (lambda: insert("cbma"), r"block must be .*cbam.*, got 'cbma'"),
-        (lambda: insert(nn.ReLU()), "block must be .* got an instance of ReLU"),
+        (lambda: insert(nn.ReLU()), "block must be a class, or a function such as lambda channels: block, got a ReLU"),
+        (lambda: insert(position="rope"), r"position must be .* such as va.Rope\(\), got 'rope'. Pass an instance"),
+        (lambda: insert(position=va.Rope), "position must be .*, got the class Rope. Pass an instance"),
+        (lambda: insert(pattern="window"), r"got 'window'. Pass va.Window\(7\)"),
+        (lambda: insert(pattern=va.Grid), r"got <class .*Grid'>. Pass va.Grid\(7\)"),
+        (lambda: va.AttentionBlock2d(64)(torch.ones(2, 49, 64)), r"\(batch, 64, height, width\), got \(2, 49, 64\)"),
+        (lambda: va.explore(nn.Conv2d(3, 8, 1), 3 * CHECKS, "a.html"), r"0…1, got -3.0…3.0. Pass .* normalize="),
+        (lambda: one_map().figure(3 * CHECKS), r"0…1, got -3.0…3.0. Pass the images before normalization"),
         (lambda: insert("ese", reduction=4), "unknown option reduction: expected one of add_maxpool"),
         # The window size does not divide the feature map.
         (
@@ -49,6 +69,20 @@ def fail(channels):
 def test_python_mistakes_raise_one_line_errors(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
+
+
+def test_the_table_of_relative_positions_has_the_size_of_the_feature_map():
+    for position, pattern, feat_size in (
+        (va.RelPosTable(), "full", (14, 14)),
+        (va.RelPosDecomposed(), va.Window(7), None),
+        (va.RelPosTable((9, 9)), "full", (9, 9)),
+    ):
+        report = insert(position=position, pattern=pattern)
+        assert report.blocks[0].options["position"].feat_size == feat_size
+
+
+def test_the_figure_of_one_image_needs_no_batch():
+    assert len(one_map().figure(CHECKS[0].clamp(min=0)).axes) == 3
 
 
 def test_a_lazy_block_is_counted_after_initialization():
@@ -74,7 +108,7 @@ TRAIN += " --names layer2"
     ("command", "code", "message"),
     [
         ("explore tiny {images}/val/red/0.png", 2, "vit_tiny_patch16_224"),
-        ("inspect torchvision:resnet999", 2, "'torchvision:resnet999' does not exist. Did you mean 'resnet"),
+        ("inspect resnet999", 2, "--model: 'resnet999' does not exist. Did you mean 'resnet"),
         (f"{TRAIN} --block-options num_head=4", 2, "unexpected keyword argument 'num_head'"),
     ],
 )

@@ -14,11 +14,30 @@ d    width of queries and keys in one head
 e    width of values in one head
 ===  =====================================
 
-Public names are imported on first use, so that importing the package is fast. ``__init__.pyi`` lists their modules.
+Public names are imported on first use, so that importing the package is fast. ``__init__.pyi`` lists their modules. The
+modules ``blocks``, ``convert``, ``errors`` and ``implementations`` contain the names that are used less often.
 """
+
+from importlib.util import find_spec
 
 import lazy_loader
 
 from vision_attn.version import __version__ as __version__
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_import_name, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__ or name.startswith("_") or find_spec(f"vision_attn.{name}"):  # the import of a module asks first
+        return _import_name(name)
+    import difflib
+
+    known = {public: f"va.{public}" for public in __all__}
+    for module in ("blocks", "convert", "errors", "implementations"):
+        known |= {public: f"va.{module}.{public}" for public in _import_name(module).__all__ if public not in known}
+    known |= {"train": "vision_attn.recipes.train.train", "attention_figure": "AttentionMap.figure"}
+    known["MultiheadAttention"] = "va.Attention2d"
+    same = [public for public in known if public.lower().rstrip("_") == name.lower().rstrip("_")]
+    close = same or [public for public in known if public.startswith(name)] or difflib.get_close_matches(name, known)
+    suggestion = f" Did you mean {' or '.join(known[public] for public in close[:3])}?" if close else ""
+    raise AttributeError(f"vision_attn has no attribute {name!r}.{suggestion}")

@@ -1,19 +1,10 @@
-from . import errors as errors
+from . import blocks as blocks, convert as convert, errors as errors, implementations as implementations
 from .attention.blocks import (
-    Attention1d as Attention1d,
     Attention2d as Attention2d,
-    Attention3d as Attention3d,
-    AttentionBlock1d as AttentionBlock1d,
     AttentionBlock2d as AttentionBlock2d,
-    AttentionBlock3d as AttentionBlock3d,
-    AugmentedConv2d as AugmentedConv2d,
-    LinearAttention2d as LinearAttention2d,
-    StridedAttention2d as StridedAttention2d,
-    TransformerBlock2d as TransformerBlock2d,
     set_impl_ as set_impl_,
     use_impl as use_impl,
 )
-from .attention.implementations import IMPLS as IMPLS, register_impl as register_impl
 from .attention.patterns import (
     Grid as Grid,
     Halo as Halo,
@@ -29,9 +20,7 @@ from .attention.position import (
     Rope as Rope,
     SinCos as SinCos,
 )
-from .networks import convert as convert
 from .networks.block_factories import timm_layer as timm_layer
-from .networks.capture.figures import attention_figure as attention_figure
 from .networks.capture.recording import capture as capture
 from .networks.checkpoints import (
     load_adapter_ as load_adapter_,

@@ -26,20 +26,16 @@ import vision_attn as va
 from vision_attn.errors import CheckpointError, Interrupted, VisionAttnError
 
 FAILURE, BAD_USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
-#: Command that installs the packages of the extras, in all messages. It changes when the package is on PyPI.
-INSTALL = 'pip install ".[{}]" in a clone of vision_attn'
-#: For each command, the class of its flags and its function in ``vision_attn``, and its help.
+#: Command that installs the packages of the extras, in all messages.
+INSTALL = 'pip install "vision-attn[{0}]", or ".[{0}]" in a clone'
+#: For each command, the class of its flags, its function in ``vision_attn``, and its help.
 COMMANDS = {
     "train": ("Settings", "recipes.train:train", "Train an image classifier, with or without inserted attention."),
     "evaluate": ("Evaluation", "recipes.train:evaluate", "Evaluate the network of a run."),
     "compare": ("Comparison", "recipes.compare:compare", "Compare blocks over several seeds, with intervals."),
     "predict": ("Prediction", "recipes.predict:predict", "Classify images with a trained network."),
     "export": ("Export", "recipes.export:export", "Export a network for another runtime and check its output."),
-    "explore": (
-        "Exploration",
-        "recipes.explore:explore_images",
-        "Write an HTML page with the attention maps of a network.",
-    ),
+    "explore": ("Exploration", "recipes.explore:explore_images", "Write an HTML page with attention maps."),
     "demo": ("Demo", "recipes.demo:demo", "Train networks with and without attention on a small task."),
     "inspect": ("Inspection", "cli:inspect", "Compare the cost of attention at each stage of a network."),
     "env": ("Nothing", "cli:env", "Print versions and the device, for a bug report."),
@@ -69,14 +65,16 @@ def run_command(name: str, words: Sequence[str], function: Callable[[Any], Any] 
         from vision_attn.recipes import settings
 
         kind, path, text = COMMANDS[name]
-        parsed = parse(getattr(settings, kind), words, name, text)
+        file = Path(__file__).parent / f"{path.partition(':')[0].replace('.', '/')}.py"
+        parsed = parse(
+            getattr(settings, kind), words, name, f"{text}\n\nTo change what it does, copy this file: {file}"
+        )
         settings.check_values(parsed)
         (function or pkgutil.resolve_name(f"vision_attn.{path}"))(parsed)
     else:
-        lines = [
-            "usage: vision-attn COMMAND [--help] …", "", *(f"  {key:<10}{one[2]}" for key, one in COMMANDS.items()),
-        ]  # fmt: skip
         status = 0 if name in ("-h", "--help") else BAD_USAGE
+        lines = ["usage: vision-attn COMMAND [--help] …", ""]
+        lines += [f"  {command:<10}{text}" for command, (_, _, text) in COMMANDS.items()]
         print("\n".join(lines), file=sys.stderr if status else sys.stdout)
         if name and status:
             raise ValueError(f"unknown command {name!r}.{did_you_mean(name, COMMANDS)}")
@@ -90,15 +88,7 @@ def parse(kind: Any, words: Sequence[str], name: str, about: str = "", default: 
 
     from vision_attn.recipes import runs, settings
 
-    sources = [re.fullmatch(r"--(?:config|resume)(?:=(.+))?", word) for word in words]
-    paths = [match[1] or dict(enumerate(words)).get(at + 1, "auto") for at, match in enumerate(sources) if match]
-    if kind in (settings.Settings, settings.Comparison) and default is None:
-        known = [path for path in paths if path != "auto"]
-        default = runs.read_settings(Path(known[0]), words, kind) if known else None
-    file, text, prog = (
-        COMMANDS.get(name, ("", "cli"))[1].partition(":")[0].split("."), io.StringIO(), f"vision-attn {name}",
-    )  # fmt: skip
-    about += f"\n\nTo change what it does, copy this file: {Path(__file__).parent.joinpath(*file)}.py"
+    prog, text = f"vision-attn {name}", io.StringIO()
     options: Any = {"prog": prog, "description": about, "default": default, "return_unknown_args": True}
     try:
         with redirect_stderr(text):
@@ -111,6 +101,9 @@ def parse(kind: Any, words: Sequence[str], name: str, about: str = "", default: 
         word, flags = unknown[0].partition("=")[0], [settings.flag(name) for name in kind.__dataclass_fields__]
         other = f" Use {OTHER_FLAGS[word]}" if word in OTHER_FLAGS else did_you_mean(word, flags)
         raise ValueError(f"unknown {'flag' if word[0] == '-' else 'argument'} {word}.{other or f' See {prog} --help'}")
+    other_run = getattr(found, "config", None) or getattr(found, "resume", None)
+    if default is None and other_run not in (None, "auto"):  # again, with the settings of that run as defaults
+        return parse(kind, words, name, about, runs.read_settings(Path(other_run), words, kind))
     return found
 
 
@@ -192,7 +185,7 @@ def describe_error(error: Exception) -> str | None:
     """Return the message of an error that a user can fix, or None for a bug."""
     # Only checkpoint errors have several lines, which are escaped.
     message = str(error) if isinstance(error, CheckpointError) else " ".join(map(escape, str(error).split("\n")))
-    message = re.sub(r"^(names|stages|model|block|pattern)(?=[: ])", r"--\1", message)  # of the library's arguments
+    message = re.sub(r"^(names|stages|model|block|pattern|dynamic)(?=[: ])", r"--\1", message)  # of the library
     if isinstance(error, OSError) and error.strerror and error.filename:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return f"{error.strerror}: {error.filename!r}{'. Free disk space, or write to another disk' * full}"
@@ -212,19 +205,13 @@ def describe_error(error: Exception) -> str | None:
 
 def inspect(flags: Any) -> None:
     """Print the cost of attention at each stage of a network."""
-    from torchvision.models import get_model, list_models
-
     from vision_attn.networks.models import create_model
-    from vision_attn.recipes.data import parse_option
+    from vision_attn.recipes.settings import parse_option
 
-    library, _, name = flags.model.rpartition(":")
-    if library == "torchvision" and name not in list_models():
-        raise ValueError(f"MODEL: {flags.model!r} does not exist.{did_you_mean(name, list_models())}")
-    model: Any = get_model(name, weights=None) if library == "torchvision" else create_model(flags.model)
-    channels, *size = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
+    model: Any = create_model(flags.model)
+    channels, *size = model.pretrained_cfg["input_size"]
     shape = (1, channels, *(flags.img_size * 2 if len(flags.img_size) == 1 else flags.img_size or size))
-    heads = {"num_heads": flags.num_heads} if flags.num_heads else {}
-    print_escaped(va.insert_(model, dry_run=True, example_input=shape, pattern=parse_option(flags.pattern), **heads))
+    print_escaped(va.insert_(model, dry_run=True, example_input=shape, pattern=parse_option(flags.pattern)))
 
 
 def env(flags: Any) -> None:

@@ -1,15 +1,21 @@
-"""Exceptions of the library. An invalid argument raises a plain ``ValueError``."""
+"""Exceptions of the library. An invalid argument raises a plain ``ValueError``.
+
+:class:`VisionAttnError` is the base class of :class:`SiteError`, :class:`CheckpointError`, :class:`ConversionError`,
+:class:`DataError`, :class:`TrainingError` and :class:`ExportError`. :class:`Interrupted` is a ``KeyboardInterrupt``.
+"""
 
 from __future__ import annotations
 
 from vision_attn.text import escape_control_characters
 
+__all__ = [
+    "CheckpointError", "ConversionError", "DataError", "ExportError", "Interrupted", "SiteError", "TrainingError",
+    "VisionAttnError",
+]  # fmt: skip
+
 
 class VisionAttnError(Exception):
     """Base class of the exceptions in this library. An invalid argument raises a plain ``ValueError``.
-
-    The subclasses are :class:`SiteError`, :class:`CheckpointError` and :class:`ConversionError`, and for the command
-    line ``DataError``, ``TrainingError`` and ``ExportError``. ``Interrupted`` is a ``KeyboardInterrupt``.
 
     >>> issubclass(SiteError, VisionAttnError), issubclass(SiteError, ValueError)
     (True, True)
@@ -51,7 +57,7 @@ class ConversionError(VisionAttnError, RuntimeError):
     """Raised if the outputs of a converted layer differ from the original layer, or cannot be compared.
 
     >>> from torch import nn
-    >>> from vision_attn.networks.convert import from_layer
+    >>> from vision_attn.convert import from_layer
     >>> class Halved(nn.MultiheadAttention):
     ...     def forward(self, *args, **kwargs):
     ...         return super().forward(*args, **kwargs)[0] / 2, None

@@ -5,6 +5,9 @@ Comparisons with them show how much of the gain of a block is due to attention.
 
 from __future__ import annotations
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -110,3 +113,46 @@ class SqueezeExciteBlock2d(NormBlock2d):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add(x, self.excite(self.norm(x)))
+
+
+class CostVolumeBlock2d(GatedResidual):
+    """Residual block with a cost volume, the usual operator for correspondences, in place of attention.
+
+    ``x + gate · W₃ softmax(s · cos(f, g)) W₂ norm(x)`` with features ``f = W₁ norm(x)``, a learned scale ``s`` of each
+    head, and ``g = f``, as is usual. With separate features, ``g = W₄ norm(x)``, the match need not be symmetric, and
+    the block is attention with cosine similarity. No position is compared with itself.
+
+    Args:
+        channels: number of channels.
+        num_heads: number of heads with separate cosines.
+        separate: compute the features ``g`` by separate weights.
+        gate_init: initial gate of every channel; None for gates of one and a last convolution with zero weights.
+
+    >>> count = lambda block: sum(p.numel() for p in block.parameters())
+    >>> count(CostVolumeBlock2d(64)), count(CostVolumeBlock2d(64, 4, separate=True))
+    (12673, 16836)
+    """
+
+    def __init__(
+        self, channels: int, num_heads: int = 1, *, separate: bool = False, gate_init: float | None = None
+    ) -> None:
+        super().__init__(channels, gate_init)
+        self.features = Pointwise2d(channels, (1 + separate) * channels, 1)
+        self.value, self.proj = Pointwise2d(channels, channels, 1), Pointwise2d(channels, channels, 1)
+        self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(14)))
+        self.separate = separate
+        self.zero_init_last()
+
+    def last_projection(self) -> nn.Module:
+        return self.proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, heads = self.norm(x), len(self.logit_scale)
+        features, values = (
+            z.flatten(2).unflatten(1, (-1, heads, x.shape[1] // heads)) for z in (self.features(y), self.value(y))
+        )
+        f, g = F.normalize(features[:, 0], dim=2), F.normalize(features[:, -1], dim=2)
+        logits = self.logit_scale.exp() * f.mT @ g
+        itself = torch.eye(logits.shape[-1], dtype=torch.bool, device=x.device)
+        weights = logits.masked_fill(itself, -torch.inf).softmax(-1).to(values.dtype)
+        return self.add(x, self.proj((values[:, 0] @ weights.mT).reshape(x.shape)))

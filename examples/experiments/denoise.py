@@ -20,6 +20,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
@@ -166,7 +167,7 @@ def main(arguments=None):
         for key in ("textured", "others") if len(variants) > 1 else ():
             scores = {variant: {seed: run[key] for seed, run in runs.items()} for variant, runs in variants.items()}
             compared = compare_scores(scores)
-            differences[f"σ {sigma}, {key}"] = [difference.as_dict() for difference in compared]
+            differences[f"σ {sigma}, {key}"] = [asdict(difference) for difference in compared]
             photographs = "textured photograph" if key == "textured" else "other photographs"
             parts += [f"Differences in dB, {photographs}:", difference_table(compared)]
     text = "\n\n".join([*parts, LEGEND]) + "\n"

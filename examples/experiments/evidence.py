@@ -110,7 +110,7 @@ def augmented_conv(channels, *, out_channels, **options):
         "bias": False,
         "impl": "bmm",
     }
-    return va.AugmentedConv2d(channels, out_channels, 3, **sizes, **options)
+    return va.blocks.AugmentedConv2d(channels, out_channels, 3, **sizes, **options)
 
 
 def use_attention_pool(model, example):

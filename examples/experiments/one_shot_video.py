@@ -219,7 +219,7 @@ def main(arguments=None):
     parser.add_argument("--split", choices=("val", "test"), default="test", help="split to evaluate on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of all runs")
     options = vars(parser.parse_args(arguments))
-    trials(run, gpu=options["device"] == "cuda", **options)
+    trials(run, **options)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class LinearBlock2d(GatedResidual):
 
     def __init__(self, channels, num_heads=8, *, gate_init=None):
         super().__init__(channels, gate_init)
-        self.attn = va.LinearAttention2d(channels, num_heads)
+        self.attn = va.blocks.LinearAttention2d(channels, num_heads)
         self.zero_init_last()
 
     def last_projection(self):

@@ -124,7 +124,7 @@ class Stereo(nn.Module):
         elif variant != "cost-volume":
             options = {"averaging": {"scale": 0.0}, "attention": {}, "matching": {"qk_norm": "match"}}[variant]
             # Each row is a sequence. Only the attention weights are used, not the values.
-            self.attend = va.Attention1d(CHANNELS, 1, value_dim=1, out_channels=1, **options)
+            self.attend = va.blocks.Attention1d(CHANNELS, 1, value_dim=1, out_channels=1, **options)
         self.predict = nn.Sequential(convolution(CHANNELS + 2, 64), convolution(64, 64), nn.Conv2d(64, 1, 3, 1, 1))
 
     def weights(self, left, right):

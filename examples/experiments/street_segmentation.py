@@ -164,7 +164,7 @@ def main(arguments=None):
     parser.add_argument("--scratch", action="store_true", help="train from random weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of all runs")
     options = vars(parser.parse_args(arguments))
-    trials(run, gpu=options["device"] == "cuda", **options)
+    trials(run, **options)
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def test_a_named_implementation_runs_and_auto_selects_one(case):
         (va.Attention2d, {"position": va.RelPosDecomposed(feat_size=(3, 4))}, (32, 32)),
         (va.Attention2d, {"pattern": va.Window(8, shift=4), "position": va.RelPosTable()}, (32, 32)),
         (va.Attention2d, {"pattern": va.Neighborhood(5), "position": va.RelPosDecomposed()}, (32, 32)),
-        (va.LinearAttention2d, {"impl": "bmm"}, (32, 32)),
+        (va.blocks.LinearAttention2d, {"impl": "bmm"}, (32, 32)),
     ],
 )
 def test_no_tensor_of_size_queries_times_keys_is_allocated_forward_or_backward(block, options, size):
@@ -208,7 +208,7 @@ def test_a_custom_implementation_is_available_to_every_block(monkeypatch):
 
     monkeypatch.setitem(IMPLEMENTATIONS, "twice", None)  # removed after the test
     del IMPLEMENTATIONS["twice"]
-    va.register_impl("twice", twice)
+    va.implementations.register_impl("twice", twice)
     windows = {"pattern": va.Window(2, shift=1), "position": va.RelPosTable()}
     model = torch.nn.Sequential(*(va.Attention2d(8, 2, proj_bias=False, **options) for options in ({}, windows)))
     assert va.set_impl_(model, "twice") == 2
@@ -218,7 +218,7 @@ def test_a_custom_implementation_is_available_to_every_block(monkeypatch):
     for y, block in zip(found, model, strict=True):
         torch.testing.assert_close(y, 2 * block(x, mask))
     with pytest.raises(ValueError, match=r"name must .*'einx', 'bmm'"):
-        va.register_impl("bmm", twice)
+        va.implementations.register_impl("bmm", twice)
 
 
 @each_implementation
@@ -232,7 +232,7 @@ def test_empty_inputs_have_empty_or_zero_outputs(impl):
         assert va.Attention2d(8, 2, pattern=pattern, impl=impl)(torch.randn(1, 8, 0, 4)).shape == (1, 8, 0, 4)
     empty = torch.randn(0, 8, 3, 5)
     assert va.Attention2d(8, 2, impl=impl).attention_weights(empty).shape == (0, 2, 15, 15)
-    assert va.LinearAttention2d(8, 2, impl="einx")(empty).shape == (0, 8, 3, 5)
+    assert va.blocks.LinearAttention2d(8, 2, impl="einx")(empty).shape == (0, 8, 3, 5)
 
 
 @pytest.mark.parametrize("impl", ["einx", "bmm"])

@@ -19,7 +19,7 @@ from vision_attn.attention.blocks.projection import POINTWISE
 
 DOUBLE = {"dtype": torch.float64}
 SHIFTED = {"pattern": va.Window(2, shift=1), "position": va.RelPosTable()}
-BLOCKS = [va.Attention2d, va.AttentionBlock2d, va.LinearAttention2d, va.TransformerBlock2d]
+BLOCKS = [va.Attention2d, va.AttentionBlock2d, va.blocks.LinearAttention2d, va.blocks.TransformerBlock2d]
 
 
 def random_map(*shape):
@@ -59,7 +59,7 @@ def test_a_forward_pass_calls_few_functions_of_the_package(options, most):
 
 @pytest.mark.parametrize(
     ("block", "options"),
-    [*((block, {}) for block in BLOCKS), (va.Attention2d, SHIFTED), (va.StridedAttention2d, {"stride": 2})],
+    [*((block, {}) for block in BLOCKS), (va.Attention2d, SHIFTED), (va.blocks.StridedAttention2d, {"stride": 2})],
 )
 def test_the_output_has_the_memory_format_of_the_input(block, options):
     block = block(8, 2, **options)
@@ -73,7 +73,7 @@ def test_the_output_has_the_memory_format_of_the_input(block, options):
 def test_gradients_have_the_strides_of_their_parameters_in_channels_last(groups):
     """DistributedDataParallel warns about different strides, even along axes of length one."""
     block = va.AttentionBlock2d(8, num_heads=2, groups=groups, gate_init=1.0)
-    model = nn.Sequential(block, va.LinearAttention2d(8, 2)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(block, va.blocks.LinearAttention2d(8, 2)).to(memory_format=torch.channels_last)
     model(torch.randn(2, 8, 6, 5).contiguous(memory_format=torch.channels_last)).square().sum().backward()
     assert [key for key, p in model.named_parameters() if p.grad.stride() != p.stride()] == []
 
@@ -88,7 +88,7 @@ def test_implementations_are_set_and_are_restored_after_an_error():
         model(torch.zeros(1))
     assert [model[0].impl, model[1].attn.impl] == ["sdpa", "bmm"]
     # Linear attention has the same state dict, but other implementations.
-    both = nn.Sequential(va.LinearAttention2d(8, 2), model[0])
+    both = nn.Sequential(va.blocks.LinearAttention2d(8, 2), model[0])
     model[0].load_state_dict(both[0].state_dict(), strict=True)
     assert [va.set_impl_(both, "auto"), va.set_impl_(both, "einx")] == [2, 2]
     for impl, message in (("flash", "impl must"), ("sdpa", r"impl must .*'einx', 'bmm'.*\(in 0: LinearAttention2d")):
@@ -168,10 +168,10 @@ def test_initialization_by_timm_keeps_the_initialization_of_match():
     ("kind", "options", "size", "context_size"),
     [
         (va.Attention2d, {"context_channels": 6}, (3, 5), (6, 2, 4)),
-        (va.Attention1d, {}, (7,), None),
-        (va.Attention3d, {"position": va.RelPosDecomposed(2)}, (2, 3, 4), None),
-        (va.LinearAttention2d, {}, (3, 5), None),
-        (va.TransformerBlock2d, {}, (3, 5), (8, 2, 4)),
+        (va.blocks.Attention1d, {}, (7,), None),
+        (va.blocks.Attention3d, {"position": va.RelPosDecomposed(2)}, (2, 3, 4), None),
+        (va.blocks.LinearAttention2d, {}, (3, 5), None),
+        (va.blocks.TransformerBlock2d, {}, (3, 5), (8, 2, 4)),
     ],
 )
 def test_blocks_accept_unbatched_feature_maps_as_convolutions_do(kind, options, size, context_size):
@@ -190,7 +190,7 @@ def test_invalid_inputs_and_masks_raise_an_error_also_for_an_empty_batch(block):
         with pytest.raises(ValueError, match=r"^x must .*\(batch, 8, height, width\)"):
             block(8, 2)(x)
     masks = [torch.ones(7, 7) > 0, torch.ones(15, dtype=torch.long), torch.ones(3, 1, 15, 15) > 0]
-    if block is va.LinearAttention2d:  # it supports neither masks per query nor additive masks
+    if block is va.blocks.LinearAttention2d:  # it supports neither masks per query nor additive masks
         masks += [torch.ones(15, 15) > 0, torch.zeros(1, 1, 1, 15)]
     for batch in (0, 2):
         for mask in masks:
@@ -297,7 +297,7 @@ def test_keys_of_a_context_and_of_a_pooled_feature_map(impl):
                 return plain(x, mask, F.avg_pool2d(x, 2, ceil_mode=True))
 
             assert_same_function(partial(strided, mask=mask), pooled, random_map(2, 16, *size), atol=1e-11)
-    volume, x = va.Attention3d(8, 2, kv_stride=2, impl=impl), torch.randn(1, 8, 1, 4, 4)
+    volume, x = va.blocks.Attention3d(8, 2, kv_stride=2, impl=impl), torch.randn(1, 8, 1, 4, 4)
     assert volume(x).shape == x.shape
     assert volume.keys_size(x) == (1, 2, 2)  # an axis shorter than kv_stride is averaged completely
 
@@ -353,11 +353,11 @@ def test_only_one_part_of_a_new_block_receives_a_gradient_before_the_first_updat
 @pytest.mark.parametrize(
     ("block", "options"),
     [
-        (va.TransformerBlock2d, {"norm_first": False, "position": va.RelPosDecomposed(4)}),
+        (va.blocks.TransformerBlock2d, {"norm_first": False, "position": va.RelPosDecomposed(4)}),
         (va.Attention2d, {"qk_norm": True, "pattern": va.Window(3), "position": va.RelPosTable()}),
         (va.AttentionBlock2d, {"gate_init": 1.0, "position": va.Rope(), "num_kv_heads": 1}),
         (va.Attention2d, {"qk_norm": "match", "pattern": va.Neighborhood(3), "output_gate": True}),
-        (va.LinearAttention2d, {}),
+        (va.blocks.LinearAttention2d, {}),
     ],
 )
 def test_blocks_under_autocast_are_close_to_float32(block, options):
@@ -375,7 +375,7 @@ def test_blocks_under_autocast_are_close_to_float32(block, options):
 def test_a_transformer_block_equals_the_encoder_layer_of_torch(norm_first, activation):
     options, x = {"norm_first": norm_first, "activation": activation}, random_map(2, 8, 3, 4)
     theirs = nn.TransformerEncoderLayer(8, 2, 32, layer_norm_eps=0.5, batch_first=True, **options, **DOUBLE).eval()
-    ours = va.TransformerBlock2d(8, 2, eps=0.5, **options, **DOUBLE)
+    ours = va.blocks.TransformerBlock2d(8, 2, eps=0.5, **options, **DOUBLE)
     weights = [nn.init.normal_(parameter).detach() for parameter in theirs.parameters()]
     order = (8, 9, 0, 1, 2, 3, 10, 11, 4, 5, 6, 7)  # norm1, attention, norm2 and the linear layers
     for parameter, index in zip(ours.parameters(), order, strict=True):
@@ -387,17 +387,19 @@ def test_a_transformer_block_equals_the_encoder_layer_of_torch(norm_first, activ
 def test_attention_that_replaces_a_convolution_has_the_same_output_size(stride, size):
     x, context, mask = random_map(2, 8, *size), random_map(2, 8, 3, 5), torch.rand(size[0] * size[1], 15) < 0.5
     plain = nn.Conv2d(8, 12, 5, stride=stride, padding=2, **DOUBLE)
-    augmented = va.AugmentedConv2d(8, 12, 5, stride=stride, num_heads=2, key_channels=8, value_channels=4, **DOUBLE)
+    augmented = va.blocks.AugmentedConv2d(
+        8, 12, 5, stride=stride, num_heads=2, key_channels=8, value_channels=4, **DOUBLE
+    )
     y = augmented(x)
     assert y.shape == plain(x).shape
     close(y, torch.cat([augmented.conv(x), augmented.attn(F.avg_pool2d(x, stride, ceil_mode=True))], 1))
-    strided = va.StridedAttention2d(8, 2, stride=stride, out_channels=12, position=va.Rope(), **DOUBLE)
+    strided = va.blocks.StridedAttention2d(8, 2, stride=stride, out_channels=12, position=va.Rope(), **DOUBLE)
     y, attended = strided(x, mask, context), strided.attn(x, mask, context)
     assert y.shape == plain(x).shape
     # At the border, the average covers only positions inside the feature map.
     close(y[:, :, -1, -1], attended[:, :, (y.shape[2] - 1) * stride :, (y.shape[3] - 1) * stride :].mean((2, 3)))
     for options, position in (({}, va.RelPosDecomposed(4)), ({"position": va.Rope()}, va.Rope())):
-        assert va.StridedAttention2d(8, 2, feat_size=4, **options).attn.position.config == position
+        assert va.blocks.StridedAttention2d(8, 2, feat_size=4, **options).attn.position.config == position
 
 
 # --- invalid arguments ------------------------------------------------------------------------------------------------
@@ -423,19 +425,19 @@ INVALID = [
     (va.Attention2d, {"groups": 2, "num_kv_heads": 1}, "groups must .* num_kv_heads"),
     (va.Attention2d, {"groups": 2, **CROSS}, "groups must .* num_kv_heads"),
     (va.AttentionBlock2d, {"out_channels": 4}, "out_channels must"),
-    (va.TransformerBlock2d, {"out_channels": 4}, "out_channels must"),
-    (va.TransformerBlock2d, {"activation": "silu"}, "activation must"),
-    (va.LinearAttention2d, {"num_heads": 3}, "num_heads must"),
-    (va.LinearAttention2d, {"feature_map": "gelu"}, "feature_map must"),
-    (va.LinearAttention2d, {"impl": "sdpa"}, "impl must"),
-    (va.AugmentedConv2d, {"key_channels": 7}, "num_heads must divide key_channels"),
+    (va.blocks.TransformerBlock2d, {"out_channels": 4}, "out_channels must"),
+    (va.blocks.TransformerBlock2d, {"activation": "silu"}, "activation must"),
+    (va.blocks.LinearAttention2d, {"num_heads": 3}, "num_heads must"),
+    (va.blocks.LinearAttention2d, {"feature_map": "gelu"}, "feature_map must"),
+    (va.blocks.LinearAttention2d, {"impl": "sdpa"}, "impl must"),
+    (va.blocks.AugmentedConv2d, {"key_channels": 7}, "num_heads must divide key_channels"),
     *((va.Attention2d, {name: 0}, f"{name} must be above 0") for name in ("num_heads", "num_kv_heads", "kv_stride")),
 ]
 
 
 def test_invalid_arguments_raise_an_error_at_construction():
     for block, options, message in INVALID:
-        given = AUGMENTED if block is va.AugmentedConv2d else {"channels": 16, "num_heads": 4}
+        given = AUGMENTED if block is va.blocks.AugmentedConv2d else {"channels": 16, "num_heads": 4}
         with pytest.raises(ValueError, match=f"^{message}"):
             block(**{**given, **options})
     with pytest.raises(AttributeError, match="pattern"):

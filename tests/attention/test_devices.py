@@ -24,11 +24,11 @@ BLOCKS = (
     (va.AttentionBlock2d, {"causal": True, "attn_drop": 0.1, "proj_drop": 0.1}, {}),
     (va.Attention2d, {}, {"mask": (2, 1, 42, 42)}),
     (va.Attention2d, {"context_channels": 8}, {"context": (2, 8, 3, 5)}),
-    (va.TransformerBlock2d, {"position": va.RelPosDecomposed(SIZE)}, {}),
-    (va.StridedAttention2d, {"stride": 2}, {}),
-    (va.AugmentedConv2d, {"out_channels": 24, "key_channels": 8, "value_channels": 8}, {}),
-    (va.AttentionBlock1d, {}, {}),
-    (va.AttentionBlock3d, {"pattern": va.Window(2)}, {}),
+    (va.blocks.TransformerBlock2d, {"position": va.RelPosDecomposed(SIZE)}, {}),
+    (va.blocks.StridedAttention2d, {"stride": 2}, {}),
+    (va.blocks.AugmentedConv2d, {"out_channels": 24, "key_channels": 8, "value_channels": 8}, {}),
+    (va.blocks.AttentionBlock1d, {}, {}),
+    (va.blocks.AttentionBlock3d, {"pattern": va.Window(2)}, {}),
 )
 
 
@@ -58,7 +58,7 @@ def test_blocks_keep_to_one_device(device, impl):
     for block, options, further in (*BLOCKS, *blocks):
         with MODES[device]():
             made = block(16, num_heads=2, impl=impl, device=device, **options)
-            rank = {va.AttentionBlock1d: 1, va.AttentionBlock3d: 3}.get(block, 2)
+            rank = {va.blocks.AttentionBlock1d: 1, va.blocks.AttentionBlock3d: 3}.get(block, 2)
             x = torch.empty(2, 16, *(4, *SIZE)[-rank:], device=device, requires_grad=True)
             more = {name: torch.ones(shape, device=device) for name, shape in further.items()}
             with one_device(device):

@@ -88,7 +88,7 @@ def test_timms_bottleneck_attention_with_a_stride():
     state = {"qkv.weight": theirs.qkv.weight, "qkv.bias": theirs.qkv.bias, **tables}
     state["proj.weight"] = torch.eye(24, dtype=torch.float64)  # timm's layer has no output projection
     state = {f"attn.{key}": value for key, value in state.items()}
-    block = make_block(state, 24, 3, block=va.StridedAttention2d, stride=2, feat_size=size, proj_bias=False)
+    block = make_block(state, 24, 3, block=va.blocks.StridedAttention2d, stride=2, feat_size=size, proj_bias=False)
     assert_same_function(block, theirs, random_map(2, 24, *size))
 
 

@@ -63,10 +63,10 @@ def test_blocks_with_one_and_three_axes_equal_2d_blocks_with_axes_of_length_one(
 
     flat, deep = torch.randn(2, 8, 9), torch.randn(2, 8, 3, 4, 5)
     two = va.Attention2d(8, 2, pattern=va.Window((1, 4), shift=(0, 1)))
-    one = copy_weights(va.Attention1d(8, 2, pattern=va.Window(4, shift=1)), two)
+    one = copy_weights(va.blocks.Attention1d(8, 2, pattern=va.Window(4, shift=1)), two)
     torch.testing.assert_close(one(flat), two(flat[:, :, None])[:, :, 0])
     two = va.Attention2d(8, 2, pattern=va.Window(3))
-    three = copy_weights(va.Attention3d(8, 2, pattern=va.Window((1, 3, 3))), two)
+    three = copy_weights(va.blocks.Attention3d(8, 2, pattern=va.Window((1, 3, 3))), two)
     expected = two(deep.transpose(1, 2).flatten(0, 1)).unflatten(0, (2, 3)).transpose(1, 2)
     for impl in CPU_IMPLS:
         with va.use_impl(three, impl):
@@ -210,7 +210,7 @@ STRIPES = "b n d h (w s) -> (b s) n (h w) d"
         (lambda: va.Neighborhood(3, dilation=0), "Neighborhood: dilation must"),
         (lambda: va.Neighborhood(3, stride=4), "stride must be at most kernel_size=3, got 4"),
         (lambda: va.Attention2d(8, pattern=va.Window((7, 7, 7))), r"Window: size must .*2 axes, got \(7, 7, 7\)"),
-        (lambda: va.Attention1d(8, pattern="columns"), "'columns' requires a feature map with 2 axes, got 1"),
+        (lambda: va.blocks.Attention1d(8, pattern="columns"), "'columns' requires a feature map with 2 axes, got 1"),
         (lambda: va.Attention2d(8, pattern=va.Pattern("b n d w -> b n w d")), "maps with 2 axes, got Pattern.* for 1"),
         (lambda: va.Attention2d(8, pattern=7), "pattern must"),
         (lambda: va.Attention2d(8, pattern=FIXED_HEIGHT)(torch.ones(1, 8, 7, 4)), "x must"),

@@ -33,7 +33,7 @@ PARAMETERS = [
 
 @pytest.mark.parametrize(("rank", "options", "shapes"), PARAMETERS)
 def test_parameters_have_documented_names_and_the_repr_of_a_configuration_is_code(rank, options, shapes):
-    block, position = getattr(va, f"Attention{rank}d")(16, 2, **options), options["position"]
+    block, position = getattr(va.blocks, f"Attention{rank}d")(16, 2, **options), options["position"]
     state = block.state_dict()
     assert {k.removeprefix("position."): tuple(v.shape) for k, v in state.items() if "position" in k} == shapes
     assert pickle.loads(pickle.dumps(position)) == position
@@ -123,7 +123,7 @@ def test_rotations_equal_those_of_transformers(rank, size):
         angles = rope(torch.zeros(1, 3, *(4 * n for n in size)))
     expected = apply(q, k, *angles)
     position = va.Rope() if rank == 1 else va.Rope(100.0, normalized=True)
-    block = (va.Attention1d, va.Attention2d)[rank - 1](48, 3, position=position)
+    block = (va.blocks.Attention1d, va.Attention2d)[rank - 1](48, 3, position=position)
     grouping = block.plans.find(size, size, q.device, False, False)
     *found, bias = block.position(interleave(q), interleave(k), grouping)
     assert bias is None
@@ -133,7 +133,7 @@ def test_rotations_equal_those_of_transformers(rank, size):
 
 @torch.no_grad()
 def test_rotations_along_three_axes_equal_the_definition():
-    block, x = va.Attention3d(24, 2, position=va.Rope(10.0), **DOUBLE), torch.randn(2, 24, 2, 3, 4, **DOUBLE)
+    block, x = va.blocks.Attention3d(24, 2, position=va.Rope(10.0), **DOUBLE), torch.randn(2, 24, 2, 3, 4, **DOUBLE)
     state = {name: value.numpy() for name, value in block.state_dict().items()}
     expected = reference.attention_output(x.numpy(), state, 2, position="rotary", temperature=10.0)
     np.testing.assert_allclose(block(x), expected, atol=1e-12)
@@ -186,7 +186,7 @@ def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, s
         ({"position": va.RelPosTable()}, "RelPosTable: feat_size must be given"),
         ({"pattern": va.Window(7), "position": va.RelPosTable(feat_size=8)}, "RelPosTable: feat_size must"),
         ({"key_dim": 6, "position": va.Rope()}, "Rope: key_dim must"),
-        (lambda: va.Attention3d(16, 2, position=va.Rope()), "Rope: key_dim must be a multiple of 6"),
+        (lambda: va.blocks.Attention3d(16, 2, position=va.Rope()), "Rope: key_dim must be a multiple of 6"),
         (lambda: va.Rope(feat_size=7, normalized=True), "Rope: feat_size must be None"),
         (lambda: va.Attention2d(18, 2, position=va.SinCos()), "SinCos: channels must be a multiple of 4, got 18"),
         ({"position": va.RelPosDecomposed(3), "context_channels": 8}, "position must not be RelPosDecomposed"),

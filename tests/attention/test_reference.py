@@ -234,7 +234,7 @@ def check_linear_attention(case, impl, feature_map, dtype):
     """Compare linear attention with a torch version that computes all weights, forward and backward."""
     torch.manual_seed(case["seed"])
     n, tokens = case["heads"][0], case["size"][0] * case["size"][1]
-    block = va.LinearAttention2d(8, n, impl=impl, feature_map=feature_map, dtype=dtype)
+    block = va.blocks.LinearAttention2d(8, n, impl=impl, feature_map=feature_map, dtype=dtype)
     mask = torch.rand(case["batch"] or 1, n, 1, tokens) < 0.6 if case["mask"] in ("bool", "fully masked rows") else None
     x = make_map(case, 8, dtype).requires_grad_()
     found = block(x, mask)

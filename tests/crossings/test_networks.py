@@ -10,6 +10,7 @@ import time
 import traceback
 import warnings
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import vision_attn as va
 
+HAS_PEFT = find_spec("peft") is not None
 PACKAGE = str(Path(va.__file__).parent)
 KINDS = ["disabled", "capture", "padded", "context", "use_impl"]
 HEIGHTS = st.sampled_from([(32, 32), (32, 48), (40, 32)])
@@ -60,7 +62,7 @@ def insert_blocks(net, options, from_outside):
     va.insert_(
         net, names="a", num_heads=2, pattern=pattern, position=rope(options["a"]), proj_drop=drop, example_input=x
     )
-    va.insert_(net, names="b", block=va.LinearAttention2d, num_heads=2, example_input=x)
+    va.insert_(net, names="b", block=va.blocks.LinearAttention2d, num_heads=2, example_input=x)
     second = {"context_channels": 8} if from_outside else {"context": "stem"}
     stride = options["c"]["kv_stride"]
     va.insert_(net, names="c", num_heads=2, kv_stride=stride, position=rope(options["c"]), example_input=x, **second)
@@ -372,7 +374,7 @@ class Networks(RuleBasedStateMachine):
         weight_norm(self.net.head)
         self.pending = []
 
-    @precondition(lambda self: not self.tuned and not self.frozen and not self.scopes)
+    @precondition(lambda self: HAS_PEFT and not self.tuned and not self.frozen and not self.scopes)
     @rule()
     def add_lora(self):
         from peft import LoraConfig, get_peft_model

@@ -186,9 +186,9 @@ def test_capabilities_match_the_table(name, impls):
 
 
 def test_the_table_lists_every_capability():
-    assert f"| | {' | '.join(f'`{impl}`' for impl in va.IMPLS)} |" in PAGE
+    assert f"| | {' | '.join(f'`{impl}`' for impl in va.implementations.IMPLS)} |" in PAGE
     for name in CAPABILITIES:
-        cells = ["no" if (name, impl) in ERRORS else "yes" for impl in va.IMPLS]
+        cells = ["no" if (name, impl) in ERRORS else "yes" for impl in va.implementations.IMPLS]
         assert f"| {' | '.join([name, *cells])} |" in PAGE
 
 
@@ -209,7 +209,7 @@ ALWAYS = ("rows, convolution", "TransformerBlock2d")
 
 
 def block_by_name(name):
-    return make_block("auto", **OPTIONS[name]) if name in OPTIONS else getattr(va, name)(16, 2).eval()
+    return make_block("auto", **OPTIONS[name]) if name in OPTIONS else getattr(va.blocks, name)(16, 2).eval()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -231,7 +231,7 @@ def test_every_block_is_compiled_and_exported_with_any_size(name):
 
 @pytest.mark.thorough
 def test_every_implementation_is_compiled_to_machine_code():
-    for block in map(make_block, va.IMPLS):
+    for block in map(make_block, va.implementations.IMPLS):
         with torch.no_grad():
             torch.testing.assert_close(compiled(block, "inductor")(example()), block(example()), rtol=1e-4, atol=1e-5)
 

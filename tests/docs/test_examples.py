@@ -36,7 +36,7 @@ EXAMPLES = {
     "classify.py": "",
     "evidence.py": "--epochs 1 --seeds 0 --jobs 1",
     "recall.py": "--variants linear matching --seeds 0 --steps 20 --jobs 1",
-    "shredded.py": "--variants borders plain linear cost-volume matching --seeds 0 --steps 1 --jobs 1",
+    "shredded.py": "--variants borders solver plain separate-cost-volume matching --seeds 0 --steps 1 --jobs 1",
     "mosaic.py": "--variants nearest-neighbor matching --seeds 0 --steps 1 --thaw 1 --jobs 1",
     "stereo.py": "--variants cost-volume matching --seeds 0 --steps 1 --jobs 1",
     "one_shot_video.py": "--seeds 0 --steps 1 --jobs 1 --device cpu",
@@ -250,11 +250,18 @@ def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, m
     torch.testing.assert_close(right[:, 0, :, 0], given[:, 0, :, -1] + 4 * 5 / 255)  # four columns are lost
     torch.testing.assert_close(right[:, 1:], given[:, 1:])
     assert len(shredded.load_photographs(tmp_path, "train")) + len(shredded.load_photographs(tmp_path, "val")) == 40
+    costs = torch.tensor([[[0.0, 1, 2], [0, 9, 5], [1, 2, 0]]])  # the first column is the nearest of two rows
+    assert shredded.found_one_to_one(costs).tolist() == [[2, 0, 1]]
     arguments = ["--data", str(tmp_path), *EXAMPLES["shredded.py"]]
     shredded.main([*arguments, "--output", str(tmp_path / "runs")])
     runs = json.loads((tmp_path / "runs/runs.json").read_text())["runs"]
     assert runs["borders"]["0"]["found %"] == 100
-    assert [runs[name]["0"]["parameters"] // 1000 for name in ("linear", "cost-volume", "matching")] == [255, 238, 255]
+    assert runs["solver"]["0"]["found %"] > 90
+    assert [runs[name]["0"]["parameters"] // 1000 for name in ("plain", "separate-cost-volume", "matching")] == [
+        188,
+        255,
+        255,
+    ]
 
 
 def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Compare the tables of docs/results.md with recorded runs, and numbers of the README with that page."""
+"""Compare the tables of all results with recorded runs, and numbers of other pages with these tables."""
 
 import importlib
 import json
@@ -12,10 +12,10 @@ from scipy.stats import sem, t, ttest_ind
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "examples/experiments/results").glob("*.json"))
-RESULTS = (ROOT / "docs/results.md").read_text()
-OVERVIEW, *SECTIONS = RESULTS.split("\n## ")
-SECTIONS = {section.partition("\n")[0]: section for section in SECTIONS}
-RECORDED = [title for title, section in SECTIONS.items() if "/results/" in section]
+FOLDER = ROOT / "examples/experiments/results"
+RESULTS, OVERVIEW = (FOLDER / "README.md").read_text(), (ROOT / "docs/results.md").read_text()
+SECTIONS = {section.partition("\n")[0]: section for section in RESULTS.split("\n## ")[1:]}
+RECORDED = [title for title, section in SECTIONS.items() if ".json)" in section]
 SEEDS = r"\d+\.\d+(?:, \d+\.\d+)+"
 MEAN, INTERVAL = r"\d+\.\d+ ± \d+\.\d+", r"−?\d+\.\d+ to −?\d+\.\d+"
 
@@ -115,7 +115,7 @@ def rows_and_text(section):
 
 
 def linked_files(section):
-    return [ROOT / name for name in re.findall(r"examples/experiments/results/[\w-]+\.json", section)]
+    return [FOLDER / name for name in re.findall(r"\(([\w-]+\.json)\)", section)]
 
 
 @pytest.mark.parametrize("title", RECORDED)
@@ -136,7 +136,7 @@ def test_tables_equal_the_recorded_runs(title):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_file_is_linked(file):
-    assert f"examples/experiments/results/{file.name}" in RESULTS
+    assert f"]({file.name})" in RESULTS
 
 
 def test_means_follow_from_the_seeds_of_their_row():
@@ -161,19 +161,20 @@ def verdicts(files, one, other):
                     yield difference["verdict"]
 
 
-def test_the_overview_repeats_means_and_verdicts_of_its_sections():
+def test_the_overview_repeats_means_of_all_results_and_bold_scores_are_better():
     anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-"): title for title in SECTIONS}
+    anchors["cifar-100"] = "CIFAR-100, 30 epochs"
     rows = [row for row in rows_and_text(OVERVIEW)[0] if "](#" in row]
     assert len(rows) > 10
     for row in rows:
         (anchor,) = re.findall(r"\]\(#([\w-]+)\)", row)
         section = SECTIONS[anchors[anchor]]
-        plain, *others, attention = re.findall(MEAN, row)
-        assert {plain, *others, attention} <= set(re.findall(MEAN, "\n".join(rows_and_text(section)[0]))), row
-        verdict = row.split(" | ")[-1].replace("not significant", "no significant difference")
-        expected = set(verdicts(linked_files(section), attention, others[0] if others else plain))
-        assert len(expected) == 1
-        assert verdict.startswith(expected.pop()), row
+        *others, attention = re.findall(MEAN, row)
+        assert {*others, attention} <= set(re.findall(MEAN, "\n".join(rows_and_text(section)[0]))), row
+        bold = re.findall(rf"\*\*({MEAN})\*\*", row)
+        for other in others:  # files have the differences of attention from each other variant
+            found = set(verdicts(linked_files(section), attention, other))
+            assert (found == {"better"}) if bold == [attention] else other not in bold or "worse" in found, row
 
 
 def test_the_readme_repeats_numbers_of_the_results():
@@ -186,7 +187,7 @@ def test_the_readme_repeats_numbers_of_the_results():
 def test_one_command_reproduces_files_and_page(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     tables = importlib.import_module("result_tables")
-    for name, value in {"FOLDER": tmp_path / "results", "PAGE": tmp_path / "results.md"}.items():
+    for name, value in {"FOLDER": tmp_path / "results", "PAGE": tmp_path / "README.md"}.items():
         shutil.copytree(getattr(tables, name), value) if name == "FOLDER" else shutil.copyfile(tables.PAGE, value)
         monkeypatch.setattr(tables, name, value)
     page = re.sub(rf"\| {INTERVAL} \|", "| 0.0 to 0.0 |", RESULTS, count=1)  # the first interval of a table

@@ -85,7 +85,7 @@ def test_a_padded_batch_equals_each_image_alone(options, impl):
 @pytest.mark.parametrize("feature_map", ["softmax", "elu", "relu", "none"])
 @torch.no_grad()
 def test_linear_attention_ignores_the_padding(feature_map):
-    block = va.LinearAttention2d(16, 4, feature_map=feature_map).eval()
+    block = va.blocks.LinearAttention2d(16, 4, feature_map=feature_map).eval()
     alone, x = batch()
     expected = [block(image) for image in alone]
     assert difference(block(x), expected) > 1e-2
@@ -95,11 +95,11 @@ def test_linear_attention_ignores_the_padding(feature_map):
 
 @pytest.mark.parametrize(
     ("kind", "sizes", "full"),
-    [(va.Attention1d, [(9,), (4,)], (9,)), (va.AttentionBlock3d, [(2, 4, 5), (3, 2, 4)], (3, 4, 5))],
+    [(va.blocks.Attention1d, [(9,), (4,)], (9,)), (va.blocks.AttentionBlock3d, [(2, 4, 5), (3, 2, 4)], (3, 4, 5))],
 )
 @torch.no_grad()
 def test_feature_maps_with_one_and_three_axes(kind, sizes, full):
-    options = {"gate_init": 1.0} if kind is va.AttentionBlock3d else {}
+    options = {"gate_init": 1.0} if kind is va.blocks.AttentionBlock3d else {}
     block = kind(8, 2, **options).eval()
     alone, x = batch(sizes, 8, full)
     expected = [block(image) for image in alone]
@@ -353,7 +353,7 @@ def test_wrong_arguments_are_rejected():
             va.padded(other, [(64, 96)])
 
 
-@pytest.mark.parametrize("build", [va.Attention2d, va.LinearAttention2d, partial(va.Attention2d, kv_stride=2)])
+@pytest.mark.parametrize("build", [va.Attention2d, va.blocks.LinearAttention2d, partial(va.Attention2d, kv_stride=2)])
 def test_padding_that_is_not_finite_does_not_reach_the_images(build):
     torch.manual_seed(0)
     block, x = build(8, 2).eval(), torch.randn(2, 8, 6, 8)

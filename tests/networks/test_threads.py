@@ -38,7 +38,7 @@ def negative():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(IMPLEMENTATIONS, "negative", None)  # The registration is removed after the tests.
         del IMPLEMENTATIONS["negative"]
-        va.register_impl("negative", lambda q, k, v, **options: -attend(q, k, v, impl="bmm", **options))
+        va.implementations.register_impl("negative", lambda q, k, v, **options: -attend(q, k, v, impl="bmm", **options))
         yield
 
 

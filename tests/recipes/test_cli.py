@@ -75,7 +75,6 @@ def test_without_a_command_all_commands_are_listed(capsys):
     assert (code, err.splitlines()[-1]) == (2, "vision-attn: error: unknown command 'trian'. Did you mean 'train'?")
 
 
-@pytest.mark.filterwarnings("default:.*cannot be read as an image")
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -223,16 +222,14 @@ def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, m
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [
-        (("-o", "net.pth"), 2, r"output must end in \.onnx, .* got 'net\.pth'"),
-        (("-o", "net.pte", "--dynamic", "size"), 2, "dynamic: ExecuTorch does not support a dynamic size"),
+        (("-o", "net.pth"), 2, r"output must end in \.onnx or \.pt2, got 'net\.pth'"),
+        (("-o", "net.pt2", "--dynamic", "width"), 2, "--dynamic must contain batch or size, got 'width'"),
         (("-o", "net.onnx", "--img-size", "0"), 2, "--img-size must be at least 1, got 0"),
-        (("-o", "net.pt2", "--int8", "EMPTY"), 2, r"int8 requires an \.onnx file"),
-        (("-o", "net.onnx", "--int8", "EMPTY"), 1, "EMPTY: expected CLASS/IMAGE .* got 0"),
-        (("-o", "file/net.onnx"), 1, "'file'"),
+        (("-o", "file/net.pt2"), 1, "'file'"),
         (
-            ("-o", "net.pte"),
+            ("-o", "net.onnx"),
             1,
-            r'ExecuTorch requires the package executorch. Install it: pip install "\.\[runtimes\]" in a clone ',
+            r'ONNX Runtime requires the package onnxscript. Install it: pip install "vision-attn\[export\]", or',
         ),
     ],
 )
@@ -240,13 +237,12 @@ def test_unsupported_exports_are_one_line_errors_and_write_no_file(
     capsys, saved, tmp_path, monkeypatch, flags, status, message
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "executorch", None)
-    (tmp_path / "EMPTY").mkdir()
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
     (tmp_path / "file").write_text("old")
     code, out, err = run(capsys, "export", saved, *flags)
     assert (code, out, err.count("\n")) == (status, "", 1)
     assert re.match(f"vision-attn: error: .*{message}", err)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["EMPTY", "file"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file"]
 
 
 @pytest.mark.slow
@@ -267,7 +263,7 @@ def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, image_fold
     code, _, err = run(capsys, "train", "--data", image_folder / "train", "--model", "resnet20")
     assert (code, err.count("\n")) == (1, 1), err
     assert "accelerate" in err
-    assert 'pip install ".[train' in err
+    assert 'pip install "vision-attn[train' in err
 
 
 def test_flags_override_the_settings_of_another_run(tmp_path):
@@ -342,23 +338,25 @@ def test_predict_prints_class_names_in_the_order_of_the_network(capsys, image_fo
     assert [float(row[f"probability_{rank}"]) for rank in (1, 2, 3)] == pytest.approx([0.5, 0.3, 0.2], abs=1e-5)
 
 
-@pytest.mark.filterwarnings("default:.*cannot be read as an image")
-def test_damaged_images_are_skipped_and_reported(capsys, image_folder, tmp_path):
+def test_all_damaged_images_are_listed_before_the_network_runs(capsys, image_folder, tmp_path):
     good, broken = image_folder / "val" / "red", tmp_path / "broken.png"
     broken.write_bytes(b"no image")
-    code, out, err = run(capsys, "predict", RUN, broken, good, "--batch-size", 3, "-o", tmp_path / "found.csv")
-    assert (code, out.count("\n")) == (1, 8)
-    assert err.splitlines()[0].startswith(f"vision-attn: warning: {broken} cannot be read as an image (")
-    assert err.splitlines()[1:] == ["vision-attn: error: 1 of 9 images cannot be read and were skipped"]
-    assert run(capsys, "predict", RUN, good, "--batch-size", 1, "-o", tmp_path / "single.csv")[0] == 0
-    tables = [list(csv.DictReader((tmp_path / name).read_text().splitlines())) for name in ("found.csv", "single.csv")]
+    for command in (["predict", RUN], ["explore", RUN, "-o", tmp_path / "page.html"]):
+        code, out, err = run(capsys, *command, broken, good)
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert err.startswith(f"vision-attn: error: 1 images cannot be read: {broken} (")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_predictions_do_not_depend_on_the_batch(capsys, image_folder, tmp_path):
+    tables = []
+    for size in (1, 3):
+        file = tmp_path / f"{size}.csv"
+        assert run(capsys, "predict", RUN, image_folder / "val" / "red", "--batch-size", size, "-o", file)[0] == 0
+        tables.append(list(csv.DictReader(file.read_text().splitlines())))
     for one, other in zip(*tables, strict=True):
         assert (one["image"], one["class_1"]) == (other["image"], other["class_1"])
         assert float(one["probability_1"]) == pytest.approx(float(other["probability_1"]), abs=1e-5)
-    explore = "explore", RUN, good / "0.png", broken, "-o", tmp_path / "page.html"
-    code, out, err = run(capsys, *explore)
-    assert (code, f"wrote {tmp_path / 'page.html'}" in out, err.count("\n")) == (1, True, 2)
-    assert run(capsys, "explore", RUN, broken)[0] == 1
 
 
 #: A program in which some packages are not installed.
@@ -376,7 +374,7 @@ sys.exit(main())
 @pytest.mark.parametrize(
     ("missing", "words", "needed"),
     [
-        ("matplotlib", "demo", "viz"),
+        ("matplotlib", "demo", "train,export"),
         ("accelerate,joblib,matplotlib,sklearn,scipy", "explore RUN IMAGE -o page.html", None),
         ("accelerate,joblib,matplotlib,sklearn,scipy", "predict RUN IMAGE", None),
         ("onnxruntime", "export RUN -o net.onnx", "export"),
@@ -391,20 +389,7 @@ def test_commands_need_only_their_packages(image_folder, tmp_path, missing, word
         assert (done.returncode, done.stderr) == (0, "")
     else:
         assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-        assert done.stderr.endswith(f'Install it: pip install ".[{needed}]" in a clone of vision_attn\n')
-
-
-def test_one_command_installs_the_packages_everywhere():
-    """The package is on no index yet, so that the name of the package alone installs nothing."""
-    root = Path(va.__file__).parents[1]
-    files = [
-        root / "README.md",
-        *(root / "docs").rglob("*.md"),
-        root / "CHANGELOG.md",
-        *(root / "examples").rglob("*.py"),
-    ]
-    files += (root / "vision_attn").rglob("*.py")
-    assert [str(file) for file in files if re.search(r"""pip install ["']?vision-attn""", file.read_text())] == []
+        assert done.stderr.endswith(f'Install it: pip install "vision-attn[{needed}]", or ".[{needed}]" in a clone\n')
 
 
 def test_pretrained_weights_that_cannot_be_downloaded_name_the_alternative(capsys, image_folder, monkeypatch):
@@ -419,7 +404,7 @@ def test_pretrained_weights_that_cannot_be_downloaded_name_the_alternative(capsy
     code, _, err = run(capsys, "train", "--data", image_folder, "--model", "resnet18", "--pretrained")
     assert (code, err.count("\n")) == (1, 1)
     assert "the pretrained weights of resnet18 cannot be downloaded. " in err
-    assert "pass a downloaded file as --weights instead of --pretrained" in err
+    assert "or load a downloaded file (--weights" in err
 
 
 def test_env_prints_versions_and_device_to_copy(capsys):
@@ -427,17 +412,15 @@ def test_env_prints_versions_and_device_to_copy(capsys):
     assert (code, err) == (0, "")
     found = dict(line.split(": ", 1) for line in out.splitlines())
     assert (found["vision_attn"], found["torch"], found["threads"]) == (va.__version__, torch.__version__, "1")
-    assert {"commit", "torchvision", "timm", "einx", "python", "os", "cpu", "gpu"} < found.keys()
-    info = Path("/proc/cpuinfo")  # not on other systems, and without a name on some processors
-    assert "model name" not in (text := info.read_text() if info.exists() else "") or found["cpu"] in text
+    assert {"torchvision", "timm", "einx", "python", "os", "cpu", "gpu"} < found.keys()
     issue = (Path(va.__file__).parents[1] / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
     assert "`vision-attn env`" in issue
 
 
 def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    code = "import vision_attn\n\n\nclass Mine(vision_attn.AttentionBlock2d):\n    pass\n"
-    (tmp_path / "my_blocks.py").write_text(code)
+    code = "class {}(vision_attn.AttentionBlock2d):\n    pass\n"
+    (tmp_path / "my_blocks.py").write_text(f"import vision_attn\n{code.format('Mine')}{code.format('Other')}")
     block, image = ("--block", "my_blocks:Mine"), image_folder / "val" / "red" / "0.png"
     options = "--block-options", "num_heads=4"
     assert train(capsys, image_folder, tmp_path, "--names", "layer2", *block, *options, model="tiny")[0] == 0
@@ -451,6 +434,12 @@ def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, 
         assert code != 0
         assert re.search("--block (my_blocks|MODULE):Mine", err), err
         assert run(capsys, *words, *block)[0] == 0
+    my_blocks = importlib.import_module("my_blocks")
+    model = va.load_model(tmp_path / "run", block=my_blocks.Mine)
+    va.insert_(model, my_blocks.Other, names="layer1", num_heads=2)
+    predict = ["predict", va.save_model(model, tmp_path / "two"), image, *block]
+    assert "block=[Mine, Other], or --block MODULE:Mine --block MODULE:Other" in run(capsys, *predict)[2]
+    assert run(capsys, *predict, "--block", "my_blocks:Other")[0] == 0
     sys.modules.pop("my_blocks")
 
 
@@ -465,7 +454,7 @@ def test_all_images_of_another_folder_are_evaluated(capsys, image_folder, tmp_pa
     settings = "--data", image_folder / "train", "--names", "layer2", "--val-fraction", 0.25
     code, out, _ = train(capsys, image_folder, tmp_path, *settings, model="tiny")
     assert (code, " and 18 validation images" in out) == (0, True)
-    logged = out.splitlines()[-4]
+    logged = out.splitlines()[-3]
     code, out, _ = run(capsys, "evaluate", tmp_path / "run")
     assert (code, "18 images of " in out, logged in out) == (0, True, True)
     assert "24 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", image_folder)[1]
@@ -475,7 +464,7 @@ def test_all_images_of_another_folder_are_evaluated(capsys, image_folder, tmp_pa
 
 
 def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
-    flags = "--img-size", 16, 32, "--num-heads", 4, "--pattern", "va.Window(4)"
+    flags = "--img-size", 16, 32, "--pattern", "va.Window(4)"
     code, out, err = run(capsys, "inspect", "resnet20", *flags)
     assert (code, err) == (0, "")
     assert out.startswith("dry run of 3 blocks, for an input of 3×16×32\n")
@@ -486,7 +475,7 @@ def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
 def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path):
     images = [image_folder / "val" / name / "0.png" for name in ("red", "blue")]
     explore = "explore", RUN, *images, "-o", tmp_path / "page.html"
-    code, out, err = run(capsys, *explore, "--top", 3)
+    code, out, err = run(capsys, *explore)
     page = (tmp_path / "page.html").read_text()
     assert (code, err) == (0, "")
     assert f"wrote {tmp_path / 'page.html'} (" in out

@@ -294,7 +294,7 @@ def test_a_data_set_of_the_hub_has_a_folder_only_if_it_is_given(root, monkeypatc
     def create(name, root, **options):
         raise OSError(f"{name} in {root!r}")
 
-    monkeypatch.setattr("timm.data.create_dataset", create)
+    monkeypatch.setattr(inputs, "create_dataset", create)
     with pytest.raises(DataError, match=re.escape(f"hfds/owner/name in {root and str(root)!r}")):
         open_data(Settings(dataset="hfds/owner/name", data=root))
 
@@ -305,4 +305,4 @@ def test_an_error_for_a_damaged_file_lists_at_most_twenty(tmp_path):
         (tmp_path / "a" / f"bad{number}.png").write_bytes(b"")
     source = Folder(tmp_path)
     with pytest.raises(DataError, match=r"^30 images cannot be read: .* and 10 more. Replace or remove them$"):
-        inputs.require_readable([Images(source, range(len(source)))])
+        inputs.require_readable(Images(source, range(len(source))).files())

@@ -12,15 +12,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from timm.data import create_transform
 from timm.models import create_model
-from timm.models.maxxvit import Attention2d as TimmAttention2d
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.capture.figures import OPAQUE, attention_figure
+from vision_attn.networks.capture.figures import OPAQUE
 from vision_attn.networks.capture.maps import AttentionMap
-from vision_attn.recipes.explore import crop_as_network
 
 CLASSES = ("cat", "dog </script><script>alert(1)</script>", "bird")
 
@@ -118,25 +115,11 @@ def test_the_page_has_the_prediction_without_each_block(page):
     assert [line["ratio"] for line in one["ablations"]][:2] == pytest.approx([b.ratio for b in report.blocks], abs=1e-5)
 
 
-def test_swapped_attention_is_disabled_by_zeros(tmp_path):
-    residual = nn.Sequential(TimmAttention2d(8, dim_head=4))
-    residual = with_forward(residual, lambda x: x + residual[0](x))
-    model = nn.Sequential(nn.Conv2d(3, 8, 4, 4), residual, CLASSIFIER).eval()
-    assert len(va.swap_(model).swapped) == 1
-    image = torch.rand(1, 3, 16, 16)
-    (one,) = content(va.explore(model, image, tmp_path / "page.html"))["images"]
-    (line,) = one["ablations"]
-    with torch.no_grad():
-        expected = model[2](model[0](image)).softmax(1)[0, int(one["prediction"][0][0].removeprefix("class "))]
-    assert (line["disabled"], line["ratio"]) == ("1.0", None)
-    assert line["probability"] == pytest.approx(expected.item(), abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "tokens"),
     [
-        ("test_vit", {"reg_tokens": 2}, ["the class token", "register 1", "register 2"]),
-        ("deit_tiny_distilled_patch16_224", {"depth": 1}, ["the class token", "the distillation token"]),
+        ("test_vit", {"reg_tokens": 2}, ["prefix token 1", "prefix token 2", "prefix token 3"]),
+        ("deit_tiny_distilled_patch16_224", {"depth": 1}, ["prefix token 1", "prefix token 2"]),
     ],
 )
 def test_class_and_register_tokens_are_queries_too(tmp_path, name, options, tokens):
@@ -147,23 +130,6 @@ def test_class_and_register_tokens_are_queries_too(tmp_path, name, options, toke
     for block in one["blocks"]:
         assert block["tokens"] == tokens
         assert_close(block["heads"], seen[block["site"]].prefix[0], first=4)
-
-
-def test_a_picture_keeps_its_resolution_and_has_the_crop_of_the_network(tmp_path):
-    # A smooth picture of 60×90, from which a network for 16×16 crops the central square, or half of its side.
-    pixels = np.stack([*np.meshgrid(np.arange(90) * 2, np.arange(60) * 4), np.full((60, 90), 50)], -1)
-    image, transform = Image.fromarray(pixels.astype(np.uint8)), create_transform((3, 16, 16), crop_pct=1.0)
-    pictures = [crop_as_network(image, transform), image.resize((3000, 2000))]
-    np.testing.assert_allclose(np.asarray(pictures[0]), pixels[:, 15:75], atol=1)
-    half = crop_as_network(image, create_transform((3, 16, 16), crop_pct=0.5))
-    np.testing.assert_allclose(np.asarray(half), pixels[15:45, 30:60], atol=1)
-    assert crop_as_network(image.resize((9, 6)), transform).size == (16, 16)
-    page = va.explore(network(), torch.rand(2, 3, 16, 24), tmp_path / "page.html", pictures=pictures)
-    sources = [one["source"].split(",") for one in content(page)["images"]]
-    small, large = (Image.open(io.BytesIO(base64.b64decode(packed))) for _, packed in sources)
-    np.testing.assert_array_equal(small, pictures[0])
-    assert (large.format, large.size) == ("JPEG", (1024, 683))
-    assert content(page)["images"][1]["size"] == [16, 24]
 
 
 def test_positions_of_large_maps_are_merged(tmp_path):
@@ -183,7 +149,11 @@ def test_invalid_arguments_raise_errors(tmp_path):
     for one, arguments, message in (
         (model, {"images": image[0]}, r"images .* \(3, 16, 24\)"),
         (model, {"images": image, "titles": ["a", "b"]}, r"zip\(\) argument 2 is longer"),
-        (flat.append(va.Attention1d(8, 2)), {"images": image}, "expected feature maps with 2 axes, got 1 at '2'"),
+        (
+            flat.append(va.blocks.Attention1d(8, 2)),
+            {"images": image},
+            "expected feature maps with 2 axes, got 1 at '2'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             va.explore(one, output=tmp_path / "page.html", **arguments)
@@ -252,7 +222,7 @@ def test_a_pointer_move_shows_what_was_captured(opened, page):
 
 
 def query(tab):
-    return re.search(r"query (row \d+, column \d+|register 1)", status(tab))[1]
+    return re.search(r"query (row \d+, column \d+|prefix token 2)", status(tab))[1]
 
 
 @pytest.mark.slow
@@ -323,7 +293,7 @@ def test_the_page_and_figures_have_the_same_color_scale(opened):
     tab, shares = opened(1000), np.array([0, 0.5, 1, 1.1, 1.5, 2, 4, 9, 16, 22])
     found = np.array(tab.evaluate(f"{shares.tolist()}.map(colorOf)"))
     seen = AttentionMap(torch.tensor(shares).view(1, 1, 1, 2, 5) / 10, ((0, 0),), (20, 50))
-    shown = attention_figure(torch.zeros(1, 3, 20, 50), seen).axes[1].images[1]
+    shown = seen.figure(torch.zeros(1, 3, 20, 50)).axes[1].images[1]
     expected = shown.to_rgba(shown.get_array()).reshape(10, 4)
     assert np.abs(found[:, :3] - 255 * expected[:, :3]).max() < 4  # the page interpolates between 17 colors
     np.testing.assert_allclose(found[:, 3] / 255, shown.get_alpha().flatten(), atol=0.003)
@@ -396,16 +366,16 @@ def test_tokens_are_selected_and_a_note_is_shown(opened, tmp_path):
     path = va.explore(model, image, tmp_path / "page.html", note="The weights are <random>.")
     tab, (name, seen) = opened(1000, path=path), list(captured(model, image).items())[-1]
     assert tab.inner_text("#note") == "The weights are <random>."
-    tab.select_option("#from", label="register 1")
+    tab.select_option("#from", label="prefix token 2")
     tab.select_option("#head", "1")
     tab.hover("#view")
     row, column = divmod(int(seen.prefix[0, 1, 1].argmax()), 2)
     assert status(tab).startswith(
-        f"{name}, head 1, query register 1: largest weight at row {row + 1}, column {column + 1} of 2×2"
+        f"{name}, head 1, query prefix token 2: largest weight at row {row + 1}, column {column + 1} of 2×2"
     )
     tab.select_option("#head", "rollout")
     assert "not available" in status(tab)
-    assert "rollout, query register 1" in status(opened(390, tab.evaluate("address()"), path=path))
+    assert "rollout, query prefix token 2" in status(opened(390, tab.evaluate("address()"), path=path))
     tab.click("#view", position={"x": 300, "y": 300})  # unlocks the query
     assert query(tab) == "row 2, column 2"
 

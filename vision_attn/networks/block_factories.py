@@ -58,7 +58,8 @@ def get_block_factory(block: BlockFactory | str | None, axes: int = 2) -> BlockF
         expected = f"a class or function that returns a module, or one of {', '.join(names)}"
         if isinstance(block, str):
             raise ValueError(f"block must be {expected}, got {block!r}.{did_you_mean(block, names)}")
-        raise ValueError(f"block must be {expected}, got an instance of {type(block).__name__}")
+        got = f"{type(block).__name__} object"
+        raise ValueError(f"block must be a class, or a function such as lambda channels: block, got a {got}")
     return block
 
 

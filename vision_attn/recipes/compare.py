@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import shlex
-import signal
 import sys
 import threading
 import time
@@ -34,15 +33,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import vision_attn as va
 from vision_attn import cli
-from vision_attn.errors import Interrupted, TrainingError
-from vision_attn.recipes.runs import (
-    describe_environment,
-    from_json,
-    import_block,
-    newest_state,
-    refuse_other_folder,
-    write_file,
-)
+from vision_attn.errors import TrainingError
+from vision_attn.recipes import runs
 from vision_attn.recipes.settings import CALL, MACHINE, Comparison, Settings, check, flag
 from vision_attn.recipes.train import train
 
@@ -58,8 +50,8 @@ DECIMALS = {"%": 1, "dB": 2, "px": 2, "steps": 0}
 LEGEND = """\
 The 95 % intervals are paired t intervals over seeds, because all variants of a seed are trained and evaluated on the
 same data, and are corrected for the number of differences in the table (Bonferroni), as is p. A verdict is better or
-worse if the interval does not contain zero. If all variants are equal, at most one table in 20 has a wrong verdict."""
-UNKNOWN = "Intervals require at least two seeds per variant and differences that vary. Use more seeds."
+worse if the interval does not contain zero. If all variants are equal, at most one table in 20 has a wrong verdict.
+Without two seeds and differences that vary, there is no interval and no verdict."""
 
 Metrics = dict[str, float]
 
@@ -86,35 +78,19 @@ class Difference:
 
     variants: tuple[str, str]
     mean: float
-    low: float | None = None
-    high: float | None = None
-    p: float | None = None
-    lower_is_better: bool = False
-
-    @property
-    def verdict(self) -> str:
-        """Verdict on the first variant, compared with the second.
-
-        >>> Difference(("attention", "plain"), 2.0, 0.5, 3.5).verdict, Difference(("a", "b"), 2.0, -1.0, 5.0).verdict
-        ('better', 'no significant difference')
-        """
-        if self.low is None or self.high is None:
-            return "no verdict"
-        if self.low <= 0 <= self.high:
-            return "no significant difference"
-        return "better" if (self.low > 0) is not self.lower_is_better else "worse"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON."""
-        return {**asdict(self), "verdict": self.verdict}
+    low: float | None
+    high: float | None
+    p: float | None
+    lower_is_better: bool
+    #: verdict on the first variant, compared with the second
+    verdict: str
 
 
 def compare_scores(scores: Mapping[str, Mapping[str, float]], *, lower_is_better: bool = False) -> list[Difference]:
     """Return the differences between the last variant and each of the other variants, from scores by seed.
 
-    Variants with the same seeds are compared by a paired t interval, others by Welch's interval.
-    With ``m`` differences, the confidence of each interval is ``1 - 0.05 / m``, and p values are multiplied by
-    ``m`` (Bonferroni).
+    Variants with the same seeds are compared by a paired t interval, others by Welch's. With ``m`` differences, the
+    confidence of each interval is ``1 - 0.05 / m``, and p values are multiplied by ``m`` (Bonferroni).
 
     Source: Dunn, *Multiple Comparisons Among Means*, 1961, https://doi.org/10.1080/01621459.1961.10482090
 
@@ -127,19 +103,18 @@ def compare_scores(scores: Mapping[str, Mapping[str, float]], *, lower_is_better
     found = []
     for other in others:
         paired = scores[last].keys() == scores[other].keys()
-        first, second = (
-            [*scores[last].values()],
-            [scores[other][seed] for seed in (scores[last] if paired else scores[other])],
-        )
-        samples = [np.subtract(first, second)] if paired else [np.array(first), np.array(second)]
-        low = high = p = None
+        first = [*scores[last].values()]
+        second = [scores[other][seed] for seed in scores[last if paired else other]]
+        mean, low, high, p, verdict = float(np.mean(first) - np.mean(second)), None, None, None, "no verdict"
         # Intervals are not defined if nothing varies, up to the rounding of scores such as 60.1 - 50.1.
+        samples = [np.subtract(first, second)] if paired else [np.array(first), np.array(second)]
         if min(map(len, samples)) > 1 and not all(np.allclose(sample, sample[0]) for sample in samples):
             result = stats.ttest_rel(first, second) if paired else stats.ttest_ind(first, second, equal_var=False)
             low, high = map(float, result.confidence_interval(1 - 0.05 / len(others)))
             p = min(1.0, len(others) * float(result.pvalue))
-        mean = float(np.mean(first) - np.mean(second))
-        found.append(Difference((last, other), mean, low, high, p, lower_is_better))
+            better = "better" if (low > 0) is not lower_is_better else "worse"
+            verdict = "no significant difference" if low <= 0 <= high else better
+        found.append(Difference((last, other), mean, low, high, p, lower_is_better, verdict))
     return found
 
 
@@ -147,7 +122,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """Format rows of cells, the header first, as a Markdown table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     align = [f"{'>' if column else '<'}{width}" for column, width in enumerate(widths)]
-    line = ["-" * (width - 1) + ("-" if not column else ":") for column, width in enumerate(widths)]
+    line = ["-" * (width - 1) + (":" if column else "-") for column, width in enumerate(widths)]
     lines = [" | ".join(map(format, row, align)) for row in (rows[0], line, *rows[1:])]
     return "\n".join(f"| {line} |" for line in lines)
 
@@ -169,44 +144,34 @@ def difference_table(found: Sequence[Difference]) -> str:
     return table(rows)
 
 
-def report(runs: Mapping[str, Mapping[str, Metrics]], note: str = "") -> tuple[str, dict[str, list[Difference]]]:
+def report(measured: Mapping[str, Mapping[str, Metrics]], note: str = "") -> tuple[str, dict[str, list[Difference]]]:
     """Return tables of the measurements and of the differences between the last variant and the others."""
-    every = [one for by_seed in runs.values() for one in by_seed.values()]
-    names = list(dict.fromkeys(name for one in every for name in one))
+    names = list(dict.fromkeys(name for by_seed in measured.values() for one in by_seed.values() for name in one))
+    scores = {name: {v: {seed: one[name] for seed, one in by_seed.items() if name in one}
+                     for v, by_seed in measured.items()} for name in names}  # fmt: skip
     rows = [["variant", *names, "runs"]]
-    for variant, by_seed in runs.items():
-        cells = [format_values(name, [one[name] for one in by_seed.values() if name in one]) for name in names]
+    for variant, by_seed in measured.items():
+        cells = [format_values(name, [*scores[name][variant].values()]) for name in names]
         rows.append([variant, *cells, str(len(by_seed))])
     parts, differences = [table(rows), *([note] if note else [])], {}
-    for name in (name for name in names if name.endswith(tuple(DECIMALS)) and len(runs) > 1):
-        scores = {
-            variant: {seed: one[name] for seed, one in found.items() if name in one} for variant, found in runs.items()
-        }
-        if (
-            all(map(len, scores.values()))
-            and len({*map(len, scores.values())}) == 1
-            and len({one.get(name) for one in every}) > 1
-        ):
-            found = differences[name] = compare_scores(scores, lower_is_better=not name.endswith(("%", "dB")))
+    for name in (name for name in names if name.endswith(tuple(DECIMALS)) and len(measured) > 1):
+        if all(scores[name].values()) and len({x for of in scores[name].values() for x in of.values()}) > 1:
+            lower_is_better = not name.endswith(("%", "dB"))
+            found = differences[name] = compare_scores(scores[name], lower_is_better=lower_is_better)
             parts += [f"Differences in {name}:", difference_table(found)]
-    known = [one.low is not None for found in differences.values() for one in found]
-    notes = [LEGEND] * any(known) + [UNKNOWN] * (not all(known))
-    return "\n\n".join(parts + notes), differences
+    return "\n\n".join([*parts, LEGEND]), differences
 
 
 def plot(differences: Mapping[str, Sequence[Difference]], file: Path) -> None:
     """Plot the differences and their intervals, with one panel per measurement."""
     from matplotlib.figure import Figure
 
-    rows = sum(map(len, differences.values()))
-    figure = Figure(figsize=(7, 1.2 * len(differences) + 0.35 * rows), layout="constrained")
-    for axis, (name, found) in zip(
-        figure.subplots(len(differences), squeeze=False)[:, 0], differences.items(), strict=True
-    ):
-        for row, one in enumerate(found):
-            color = "tab:blue" if one.verdict in ("better", "worse") else "tab:gray"
-            axis.plot([one.mean if end is None else end for end in (one.low, one.high)], [row, row], color=color)
-            axis.plot(one.mean, row, "o", color=color)
+    size = (7, 1.2 * len(differences) + 0.35 * sum(map(len, differences.values())))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(differences), squeeze=False)[:, 0]
+    for axis, (name, found) in zip(panels, differences.items(), strict=True):
+        widths = [0 if one.high is None else one.high - one.mean for one in found]
+        axis.errorbar([one.mean for one in found], range(len(found)), xerr=widths, fmt="o")
         axis.axvline(0, color="black", linewidth=0.7)
         axis.set_yticks(range(len(found)), [" − ".join(one.variants) for one in found])
         axis.set(xlabel=f"difference in {name}, 95 % interval", ylim=(len(found) - 0.5, -0.5))
@@ -215,13 +180,12 @@ def plot(differences: Mapping[str, Sequence[Difference]], file: Path) -> None:
 
 def trials(
     run: Callable[..., Metrics], variants: Sequence[str] | Mapping[str, Mapping[str, Any]], *, seeds: Sequence[int],
-    output: str | Path, jobs: int | None = None, backend: str = "loky", gpu: bool = False, note: str = "",
-    may_change: Sequence[str] = (),
-    **options: Any,
+    output: str | Path, jobs: int | None = None, backend: str = "loky", note: str = "", **options: Any,
 ) -> dict[str, dict[str, Metrics]]:  # fmt: skip
     """Run each variant with each seed, compare the measurements, and write ``runs.json`` and ``comparison.md``.
 
-    The result of each run is saved in ``VARIANT-SEED/run.json``. The same call resumes or extends a comparison.
+    The result of each run is saved in ``VARIANT-SEED/run.json``. The same call resumes or extends a comparison. On a
+    machine with GPUs, each run has one of them.
 
     Args:
         run: function ``run(variant, seed, **options)`` that trains and returns measurements by name. Measurements are
@@ -232,15 +196,14 @@ def trials(
         output: folder for the results.
         jobs: number of runs in parallel; the number of GPUs or cores by default. A single job uses this process.
         backend: name of a joblib backend.
-        gpu: assign a GPU to each run if GPUs are available.
         note: text below the table.
-        may_change: names of options that may differ when a comparison is resumed or extended, such as the device.
-        **options: options for ``run``: numbers, strings and lists.
+        **options: options for ``run``: numbers, strings and lists. Those in ``MACHINE`` may change when a comparison
+            is resumed.
     """
     if not seeds or len({*seeds}) < len(seeds) or (jobs is not None and jobs < 1):
         raise ValueError(f"--seeds must be distinct, and --jobs at least 1, got {list(seeds)} and {jobs}")
     folder = Path(output).resolve()
-    refuse_other_folder(folder, "runs.json")
+    runs.refuse_other_folder(folder, "runs.json")
     custom = variants if isinstance(variants, Mapping) else {variant: {} for variant in variants}
     settings = json.loads(json.dumps({variant: {**options, **custom[variant]} for variant in custom}, default=str))
     # Runs are ordered by seed, so that an interrupted comparison has a similar number of runs for each variant.
@@ -249,13 +212,10 @@ def trials(
         for known in filter(Path.exists, (file, file.with_name("settings.json"))):
             before = json.loads(known.read_text())
             before, now = before.get("settings", before), settings[variant]
-            if other := [name for name in before.keys() & now if name not in may_change and before[name] != now[name]]:
-                what = (
-                    f"--output: {folder} has a comparison with other settings ({', '.join(map(flag, sorted(other)))})"
-                )
+            if other := [flag(name) for name in (before.keys() & now.keys()) - MACHINE if before[name] != now[name]]:
+                what = f"--output: {folder} has a comparison with other settings ({', '.join(sorted(other))})"
                 raise ValueError(f"{what}. Choose another folder")
-    todo = [key for key, file in files.items() if not file.exists()]
-    gpus = torch.cuda.device_count() if gpu else 0
+    todo, gpus = [key for key, file in files.items() if not file.exists()], torch.cuda.device_count()
     jobs = max(1, min(jobs or gpus or min(joblib.cpu_count(), 16), len(todo)))
     print(f"{len(files)} runs, {len(files) - len(todo)} of them complete, {jobs} in parallel", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -265,7 +225,7 @@ def trials(
 
         register_ray()
     calls = [
-        joblib.delayed(make_run)(run, *key, settings[key[0]], files[key], os.getpid(), at if gpus else None)
+        joblib.delayed(make_run)(run, *key, settings[key[0]], files[key], os.getpid(), at)
         for at, key in enumerate(todo)
     ]
     try:
@@ -277,56 +237,41 @@ def trials(
     records = {key: json.loads(file.read_text()) for key, file in files.items()}
     found = {variant: {str(seed): records[variant, seed]["measured"] for seed in seeds} for variant in custom}
     text, differences = report(found, note)
-    environments = [record["environment"] for record in records.values()]
-    distinct = [one for at, one in enumerate(environments) if one not in environments[:at]]
-    rows = {name: [one.as_dict() for one in found] for name, found in differences.items()}
-    summary = {"options": options, "environments": distinct, "runs": found, "differences": rows}
-    write_file(folder / "runs.json", json.dumps(summary, indent=1, default=str))
-    write_file(folder / "comparison.md", f"{text}\n")
-    print(f"{text}\n\nTables: {folder / 'comparison.md'}")
+    environments = list({str(one["environment"]): one["environment"] for one in records.values()}.values())
+    rows = {name: [asdict(one) for one in found] for name, found in differences.items()}
+    summary = {"options": options, "environments": environments, "runs": found, "differences": rows}
+    runs.write_file(folder / "runs.json", json.dumps(summary, indent=1, default=str))
+    runs.write_file(folder / "comparison.md", f"{text}\n")
     if differences:
         plot(differences, folder / "comparison.png")
-        print(f"Plot of the differences and their intervals: {folder / 'comparison.png'}")
+    print(f"{text}\n\nTables and a plot of the intervals: {folder / 'comparison.md'}")
     return found
 
 
 def make_run(
-    run: Callable[..., Metrics],
-    variant: str,
-    seed: int,
-    settings: dict[str, Any],
-    file: Path,
-    parent: int,
-    gpu: int | None,
+    run: Callable[..., Metrics], variant: str, seed: int, settings: dict[str, Any], file: Path, parent: int, at: int
 ) -> None:
-    """Make one run and save its measurements. A local process ends with the main process, and saves its run."""
-    local = os.getppid() == parent
+    """Make one run and save its measurements. A local process ends with the main process."""
 
     def end_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(20)
         os._exit(1)
 
-    if local:
+    if os.getppid() == parent:  # not in the main process or on another machine
         threading.Thread(target=end_with_parent, daemon=True).start()
         # Loky's start method, which its processes inherit, cannot start the processes of a DataLoader.
         multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-        if gpu is not None:
-            torch.cuda.set_device(gpu % torch.cuda.device_count())
+        if gpus := torch.cuda.device_count():
+            torch.cuda.set_device(at % gpus)
     print(f"{variant}, seed {seed}: started", flush=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         measured = run(variant, seed, **settings)
     except Exception as error:
         raise TrainingError(f"{variant}, seed {seed} failed: {type(error).__name__}: {error}") from error
-    except Interrupted:
-        if local and os.getppid() != parent:
-            os._exit(1)
-        raise
-    record = {"settings": settings, "environment": describe_environment(), "measured": measured}
-    write_file(file, json.dumps(record, indent=1))
+    record = {"settings": settings, "environment": runs.describe_environment(), "measured": measured}
+    runs.write_file(file, json.dumps(record, indent=1))
     values = ", ".join(f"{name} {format_values(name, [value])}" for name, value in measured.items())
     print(f"{variant}, seed {seed}: {values}", flush=True)
 
@@ -336,27 +281,25 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
 
     The best epoch is not reported, because it is selected with the validation images.
     """
-    folder, shown = output / f"{variant}-{seed}", [time.monotonic()]
-    s: Settings = from_json(settings, seed=seed, output=folder, resume="auto")
+    folder = output / f"{variant}-{seed}"
+    s: Settings = runs.from_json(settings, seed=seed, output=folder, resume="auto")
 
     def log(line: str) -> None:
-        print(line, file=file, flush=True)
-        if line.startswith("epoch ") and time.monotonic() - shown[0] > 10:
-            shown[0] = time.monotonic()
+        if line.startswith("epoch "):
             print(f"{variant}, seed {seed}: {line}", flush=True)
 
-    with open(folder / "log.txt", "a") as file:
-        history = train(s, log=log)
-    model: Any = va.load_model(folder, block=import_block(s.block) if ":" in s.block else None)
+    history = train(s, log)
+    model: Any = va.load_model(folder, block=runs.import_block(s.block) if ":" in s.block else None)
     with warnings.catch_warnings(action="ignore"):  # a network can have attention of another library only
         va.set_impl_(model, "bmm")
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, *model.pretrained_cfg["input_size"]))
-    batch = json.loads((Path(str(newest_state(folder))) / "progress.json").read_text())["batch"]
-    speed = float(np.median([row["images_per_second"] for row in history]))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"parameters": parameters, "MACs": counter.get_total_flops() // 2, "ms per step": 1000 * batch / speed,
-            "top-1 %": history[-1]["eval_top1"]}  # fmt: skip
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "MACs": counter.get_total_flops() // 2,
+        "images/s": float(np.median([row["images_per_second"] for row in history])),
+        "top-1 %": history[-1]["eval_top1"],
+    }
 
 
 def settings_for_variant(word: str, common: Settings) -> tuple[str, Settings]:
@@ -386,9 +329,8 @@ def compare(c: Comparison) -> dict[str, dict[str, Metrics]]:
     common = Settings(**{field.name: getattr(c, field.name) for field in fields(Settings)})
     for name in ("block", "resume", "seed"):
         if getattr(c, name) != getattr(Settings(), name):
-            raise ValueError(
-                f"{flag(name)}: not available in a comparison. Pass --variants 'NAME=--block …' or --seeds"
-            )
+            remedy = "Pass --variants 'NAME=--block …' or --seeds"
+            raise ValueError(f"{flag(name)}: not available in a comparison. {remedy}")
     settings = dict(settings_for_variant(word, common) for word in c.variants)
     if len(settings) < max(2, len(c.variants)):
         raise ValueError(f"--variants: expected at least 2 distinct names, got {' '.join(c.variants)}")
@@ -401,16 +343,16 @@ def compare_settings(
     settings: Mapping[str, Settings], *, seeds: Sequence[int], output: str | Path, command: str, **options: Any
 ) -> dict[str, dict[str, Metrics]]:
     """Train the network of each variant, given by its settings, with each seed; ``options`` are those of ``trials``."""
+    checked = {name: check(s) for name, s in settings.items()}
+    if len({(s.amp, s.device) for s in checked.values()}) > 1:  # Accelerate has one of each in a process
+        raise ValueError("--amp and --device must be the same for all variants. Compare them in separate commands")
     values = {
-        name: {k: x for k, x in asdict(check(s)).items() if k not in {*CALL, "seed"}} for name, s in settings.items()
+        name: {key: x for key, x in asdict(s).items() if key not in {*CALL, "seed"}} for name, s in checked.items()
     }
-    first = next(iter(settings.values()))
-    images = "held-out training images" if first.val_fraction else "the validation images"
-    versions = f"torch {torch.__version__} and vision_attn {va.__version__}"
-    note = f"Top-1 accuracy after the last epoch on {images}, with {versions}. Command: `{command}`"
+    note = f"Top-1 accuracy after the last epoch on the validation images. Command: `{command}`"
     print(f"comparing {', '.join(settings)} with the seeds {' '.join(map(str, seeds))}", flush=True)
-    run, options["gpu"] = partial(train_variant, output=Path(output).resolve()), first.device != "cpu"
-    return trials(run, values, seeds=list(seeds), output=output, note=note, may_change=[*MACHINE], **options)
+    run = partial(train_variant, output=Path(output).resolve())
+    return trials(run, values, seeds=list(seeds), output=output, note=note, **options)
 
 
 if __name__ == "__main__":

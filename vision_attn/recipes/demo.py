@@ -86,7 +86,9 @@ def demo(d: Demo) -> dict[str, float]:
     print(__doc__.partition("\n\n")[2].partition("\n\n")[2], flush=True)
     refuse_other_folder(d.output, "demo.json")
     d.output.mkdir(parents=True, exist_ok=True)
-    scores, draw_maps = {}, va.attention_figure  # an error now if matplotlib is missing
+    import matplotlib.figure  # noqa: F401 - an error now if it is missing
+
+    scores = {}
     for name, options in VARIANTS.items():
         torch.manual_seed(d.seed)
         model = build(options)
@@ -98,7 +100,7 @@ def demo(d: Demo) -> dict[str, float]:
     with va.capture(model, queries=[(4.5 * PIXELS, 2.5 * PIXELS)]) as maps, torch.no_grad():
         predicted = model(images[chosen]).argmax(1)[:, 4, 2]
     titles = [f"prediction for the framed glyph: {[*COLORS][label]}" for label in predicted]
-    figure = draw_maps(images[chosen], next(iter(maps.values())), titles=titles, width=7.5)
+    figure = next(iter(maps.values())).figure(images[chosen], titles=titles, width=7.5)
     figure.savefig(d.output / "attention.png", dpi=150)
     page = va.explore(
         model, images[chosen], d.output / "explorer.html", title="What color has the cell of the same glyph?"

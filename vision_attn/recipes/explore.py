@@ -12,15 +12,11 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from copy import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_data_config
 from torch import Tensor, nn
 from torchvision.transforms import Compose
@@ -28,21 +24,15 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 import vision_attn as va
 from vision_attn import cli
-from vision_attn.errors import DataError
 from vision_attn.networks.models import create_model
-from vision_attn.recipes.data import find_images, load_images, open_image
+from vision_attn.recipes.data import find_images, open_image
 from vision_attn.recipes.runs import check_writable, load_run, unwrap, write_file
 from vision_attn.recipes.settings import Exploration
 
 #: Largest height and width of a map on the page. Positions of larger maps are merged.
 MAX_SIDE = 28
-#: Largest side of a picture in pixels, and largest side of pictures with lossless compression.
-MAX_PICTURE, MAX_PNG = 1024, 256
-#: Names of prefix tokens in their order, with the names of their parameters. All other prefix tokens are registers.
-TOKENS = {
-    "the class token": {"cls_token", "class_token", "class_embedding"},
-    "the distillation token": {"dist_token", "distillation_token"},
-}
+#: Number of classes to show for each image.
+TOP = 5
 #: Number of quantization levels of the weights.
 LEVELS = 255
 
@@ -55,10 +45,8 @@ def explore(
     normalize: Callable[[Tensor], Tensor] | None = None,
     classes: Sequence[str] = (),
     titles: Sequence[str] = (),
-    pictures: Sequence[Image.Image] = (),
     names: Any = None,
     where: Callable[[str, nn.Module], bool] | None = None,
-    top: int = 5,
     title: str = "Attention maps",
     note: str = "",
 ) -> Path:
@@ -77,10 +65,8 @@ def explore(
         normalize: function that converts images to the input of the network; identity by default.
         classes: name of each class.
         titles: title of each image.
-        pictures: Pillow images to show instead of ``images``, with the same content and any resolution.
         names: show only attention at or in these modules: a name, glob or compiled regular expression, or a list.
         where: show only attention at or in the modules for which ``where(name, module)`` is true.
-        top: number of classes to show for each image.
         title: title of the page.
         note: note below the title, for example that the weights are random.
 
@@ -88,7 +74,7 @@ def explore(
         The file.
 
     Raises:
-        ValueError: there is no image, the number of titles or pictures is wrong, a feature map does not have two axes,
+        ValueError: there is no image, the number of titles is wrong, a feature map does not have two axes,
             or an argument is invalid for :func:`capture`.
         OSError: the file cannot be written.
 
@@ -104,20 +90,17 @@ def explore(
     if not (images.min() > -0.01 and images.max() < 1.01):
         extremes = f"{images.min():.1f}…{images.max():.1f}"
         raise ValueError(f"images must have values in 0…1, got {extremes}. Pass the normalization as normalize=")
-    if top < 1:
-        raise ValueError(f"top must be at least 1, got {top}")
     check_writable(Path(output))
     plain = unwrap(model)
-    rounded = (images.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
     titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
     weight, shown, modes = next(plain.parameters()), [], [(module, module.training) for module in plain.modules()]
     plain.eval()
     try:
-        for image, name, picture in zip(images.split(1), titles, pictures or map(to_pil_image, rounded), strict=True):
+        for image, name in zip(images.split(1), titles, strict=True):
             x = (image if normalize is None else normalize(image)).to(weight)
             with torch.no_grad():
-                found = explore_image(plain, x, {"names": names, "where": where}, classes, top)
-            shown.append({"title": name, **found, "source": encode_picture(picture)})
+                found = explore_image(plain, x, {"names": names, "where": where}, classes)
+            shown.append({"title": name, **found, "source": encode_picture(image[0])})
     finally:
         for module, mode in modes:
             module.training = mode
@@ -132,9 +115,7 @@ def explore(
     return Path(output)
 
 
-def explore_image(
-    model: nn.Module, x: Tensor, chosen: dict[str, Any], classes: Sequence[str], top: int
-) -> dict[str, Any]:
+def explore_image(model: nn.Module, x: Tensor, chosen: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     """Return the attention maps and predictions for one image."""
     with va.capture(model, "all", **chosen) as maps:
         scores = predict(model, x)
@@ -148,7 +129,7 @@ def explore_image(
             raise ValueError(f"model: {axes}. Select other modules with names=")
     kinds = {"heads": maps, "rollout": maps.rollout()}
     encoded = {site: {kind: encode(found[site]) for kind, found in kinds.items()} for site in maps}
-    blocks = [{"site": site, **describe(model, one), **encoded[site]} for site, one in maps.items()]
+    blocks = [{"site": site, **describe(one), **encoded[site]} for site, one in maps.items()]
     shown: dict[str, Any] = {"size": x.shape[2:], "blocks": blocks, "prediction": [], "ablations": []}
     if scores is None:
         return shown
@@ -156,49 +137,33 @@ def explore_image(
     def name(label: int) -> str:
         return classes[label] if label < len(classes) else f"class {label}"
 
-    best = scores.topk(min(top, len(scores))).indices.tolist()
+    best = scores.topk(min(TOP, len(scores))).indices.tolist()
     shown["prediction"] = [[name(label), round(scores[label].item(), 6)] for label in best]
-    # For each attention map, the residual block that contains its module, or else the module.
-    modules = [module.partition(":")[0] for module in maps]
-    modules = list(dict.fromkeys(next((x for x in measures if f"{m}.".startswith(f"{x}.")), m) for m in modules))
-    ablations = {module: [module] for module in modules} | ({"all blocks": modules} if len(modules) > 1 else {})
-    for what, off in ablations.items():
-        ablated: Any = predict(model, x, [one for one in off if one in measures], [*{*off} - {*measures}])
+    blocks_off = {name: [name] for name in measures} | ({"all blocks": [*measures]} if len(measures) > 1 else {})
+    for what, names in blocks_off.items():
+        with va.disabled(model, names):
+            ablated: Any = predict(model, x)
         ratio = round(measures[what]["residual_ratio"], 6) if what in measures else None
         prediction = {"name": name(int(ablated.argmax())), "probability": round(ablated[best[0]].item(), 6)}
         shown["ablations"].append({"disabled": what, "ratio": ratio, **prediction})
     return shown
 
 
-def describe(model: nn.Module, one: Any) -> dict[str, Any]:
+def describe(one: Any) -> dict[str, Any]:
     """Return measures of each head and of all heads, and the names of the prefix tokens."""
-    known = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     count = 0 if one.prefix is None else one.prefix.shape[2]
-    tokens = [token for token, names in TOKENS.items() if names & known][:count]
     return {
         "largest": one.weights.max().item() * one.weights[0, 0, 0].numel(),  # as a multiple of uniform attention
         "selects": one.describe_width(),
         "distance": one.distance()[0].mean(1).tolist(),
         "width": (one.entropy().exp()[0].mean(1) / one.weights[0, 0, 0].numel()).tolist(),
-        "tokens": tokens + [f"register {number}" for number in range(1, count - len(tokens) + 1)],
+        "tokens": [f"prefix token {number}" for number in range(1, count + 1)],
     }
 
 
-def predict(model: nn.Module, x: Tensor, blocks: Sequence[str] = (), others: Sequence[str] = ()) -> Tensor | None:
-    """Return the probability of each class, ``(classes,)``, or None if the model does not return class scores.
-
-    The given blocks return their input, and the other modules zeros.
-    """
-
-    def zero(module: nn.Module, args: Any, y: Any) -> Any:
-        return (torch.zeros_like(y[0]), *y[1:]) if isinstance(y, tuple) else torch.zeros_like(y)
-
-    with ExitStack() as stack:
-        if blocks:
-            stack.enter_context(va.disabled(model, list(blocks)))
-        for name in others:
-            stack.callback(model.get_submodule(name).register_forward_hook(zero).remove)
-        output = model(x)
+def predict(model: nn.Module, x: Tensor) -> Tensor | None:
+    """Return the probability of each class, ``(classes,)``, or None if the model does not return class scores."""
+    output = model(x)
     output = output.get("out", output) if isinstance(output, Mapping) else output  # torchvision's segmentation models
     output = getattr(output, "logits", output)
     return output[0].float().softmax(0).cpu() if isinstance(output, Tensor) and output.dim() == 2 else None
@@ -226,27 +191,15 @@ def encode(one: Any) -> dict[str, Any]:
     return {**sizes, "names": one.heads, **{name: as_text(content) for name, content in packed.items()}}
 
 
-def encode_picture(picture: Image.Image) -> str:
-    """Encode a picture as a data URL: as PNG if it is small, otherwise as JPEG."""
-    picture, file = picture.convert("RGB"), io.BytesIO()
-    picture.thumbnail((MAX_PICTURE, MAX_PICTURE))
-    file_format = "PNG" if max(picture.size) <= MAX_PNG else "JPEG"
-    picture.save(file, file_format, quality=90)
-    return f"data:image/{file_format.lower()};base64,{as_text(file.getvalue())}"
+def encode_picture(image: Tensor) -> str:
+    """Encode an image in 0…1 as a data URL."""
+    pixels, file = (image.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8), io.BytesIO()
+    to_pil_image(pixels).convert("RGB").save(file, "PNG")
+    return f"data:image/png;base64,{as_text(file.getvalue())}"
 
 
 def as_text(content: bytes) -> str:
     return base64.b64encode(content).decode()
-
-
-def crop_as_network(image: Image.Image, transform: Any) -> Image.Image:
-    """Crop an image like a network does, but keep the resolution of the image if it is higher."""
-    steps = [copy(step) for step in transform.transforms if hasattr(step, "size")]  # resize and crop
-    scale = max(1.0, min(image.size) / max(np.max(step.size) for step in steps))
-    for step in steps:
-        step.size = (scale * np.array(step.size)).round().astype(int).tolist()
-        image = step(image)
-    return image
 
 
 def open_network(e: Exploration) -> Any:
@@ -278,23 +231,13 @@ def explore_images(e: Exploration) -> Path:
         note = f"The weights of {e.model} are random. Use --pretrained to download pretrained weights."
         print(note)
     *crop, normalize = network.transform.transforms
-    loaded: dict[Path, Tensor] = {}
-    skipped = None
-    try:
-        loaded.update(load_images(files, Compose(crop)))
-    except DataError as error:  # some images are damaged
-        skipped = error
-        if not loaded:
-            raise
-    pixels = torch.stack([*loaded.values()])
+    images = torch.stack([Compose(crop)(open_image(file)) for file in files])
     page = explore(
-        network, pixels, e.output, normalize=normalize, classes=network.classes or (), names=e.names or None, top=e.top,
-        titles=[file.name for file in loaded], title=f"Attention maps of {Path(e.model).name}", note=note,
-        pictures=[crop_as_network(open_image(file), network.transform) for file in loaded],
+        network, images, e.output, normalize=normalize, classes=network.classes or (),
+        names=e.names or None, titles=[file.name for file in files],
+        title=f"Attention maps of {Path(e.model).name}", note=note,
     )  # fmt: skip
     print(f"wrote {page} ({page.stat().st_size / 1e3:,.0f} kB). Open it in a browser")
-    if skipped:
-        raise skipped
     return page
 
 

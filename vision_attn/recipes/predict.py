@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from vision_attn import cli
-from vision_attn.recipes.data import find_images, load_images
+from vision_attn.recipes.data import find_images, open_image
 from vision_attn.recipes.runs import check_writable, load_run, write_csv
 from vision_attn.recipes.settings import Prediction
 
@@ -27,29 +27,18 @@ def predict(p: Prediction) -> list[list[Any]]:
     names = model.classes or tuple(map(str, range(model.num_classes)))
     files, top = find_images(p.images), min(p.top, len(names))
     rows: list[list[Any]] = []
-    batch: list[Any] = []
-
-    def classify() -> None:
+    for first in tqdm(range(0, len(files), p.batch_size), "predict", leave=False, disable=None):
+        batch = files[first : first + p.batch_size]
         with torch.inference_mode():
-            images = torch.stack([image for _, image in batch]).to(device)
+            images = torch.stack([model.transform(open_image(file)) for file in batch]).to(device)
             scores, labels = model(images).float().softmax(1).topk(top)
-        for (file, _), found in zip(batch, zip(scores.tolist(), labels.tolist(), strict=True), strict=True):
+        for file, *found in zip(batch, scores.tolist(), labels.tolist(), strict=True):
             best = [(names[label], score) for score, label in zip(*found, strict=True)]
             tqdm.write(cli.escape(f"{file}: {', '.join(f'{name} {100 * score:.1f} %' for name, score in best)}"))
             rows.append([file, *(cell for name, score in best for cell in (name, f"{score:.6f}"))])
-        batch.clear()
-
-    try:
-        for loaded in tqdm(load_images(files, model.transform), "predict", len(files), leave=False, disable=None):
-            batch.append(loaded)
-            if len(batch) == p.batch_size:
-                classify()
-    finally:  # damaged images raise an error after the last image
-        if batch:
-            classify()
-        if p.output:
-            columns = [f"{what}_{rank}" for rank in range(1, top + 1) for what in ("class", "probability")]
-            write_csv(p.output, [["image", *columns], *rows])
+    if p.output:
+        columns = [f"{what}_{rank}" for rank in range(1, top + 1) for what in ("class", "probability")]
+        write_csv(p.output, [["image", *columns], *rows])
     return rows
 
 

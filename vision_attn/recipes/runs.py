@@ -9,10 +9,8 @@ import json
 import os
 import pkgutil
 import platform
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,15 +21,23 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 import vision_attn as va
 from vision_attn.errors import CheckpointError, DataError, TrainingError
-from vision_attn.recipes.data import is_image
 from vision_attn.recipes.settings import CALL, MACHINE, Settings, check, flag
 
 #: Seconds to wait for the lock on a folder, which worker processes of a killed run hold for a moment.
 LOCK_TIMEOUT = 5.0
+#: Extensions of image files.
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 #: Files of folders that the recipes write.
 MARKS = {"settings.json": "a run", "runs.json": "a comparison", "demo.json": "a demo", "config.json": "a network"}
+
+
+def is_image(name: str | Path, extensions: tuple[str, ...] = EXTENSIONS) -> bool:
+    """Return True for a name with an image extension that does not start with a dot."""
+    return str(name).lower().endswith(extensions) and not os.path.basename(name).startswith(".")
 
 
 def require_run(name: str | Path, order: str) -> Path:
@@ -48,10 +54,10 @@ def require_run(name: str | Path, order: str) -> Path:
     raise ValueError(f"{name} is not the folder of a run: it has no config.json. Pass a folder such as runs/train-1")
 
 
-def load_run(name: str | Path, block: str | None, order: str) -> Any:
-    """Load the network of a run, with blocks of the class ``MODULE:CLASS`` if there is one."""
+def load_run(name: str | Path, blocks: Sequence[str], order: str) -> Any:
+    """Load the network of a run, with blocks of the classes ``MODULE:CLASS``."""
     folder = require_run(name, order)
-    return va.load_model(folder, block=import_block(block) if block and ":" in block else None)
+    return va.load_model(folder, block=[import_block(block) for block in blocks if ":" in block])
 
 
 def import_block(name: str) -> Any:
@@ -154,6 +160,27 @@ def read_progress(state: Path, data: dict[str, Any], processes: int, log: Callab
     return progress
 
 
+def save_state(acc: Any, folder: Path, progress: dict[str, Any]) -> None:
+    """Write the complete state of a run to a temporary folder, rename it, and remove older states."""
+    path = folder.resolve() / "state" / f"{progress['epoch']:05}-{progress['step']:07}"
+    new = path.with_name(f".{path.name}.new")  # the same name in every process and after a restart
+    try:
+        acc.save_state(str(new))
+        acc.wait_for_everyone()
+        if acc.is_main_process:
+            write_file(new / "progress.json", json.dumps(progress))
+            os.replace(new, path)
+            for old in {*path.parent.glob("[0-9]*-[0-9]*"), *path.parent.glob(".*-*.new")} - {path}:
+                shutil.rmtree(old)
+    except Exception as error:
+        shutil.rmtree(new, ignore_errors=True)
+        if not isinstance(error, OSError | SafetensorError) and "inline_container" not in str(error):
+            raise  # an error of torch.save contains inline_container
+        reason = f"cannot write to {folder} ({' '.join(str(error).split())})"
+        raise TrainingError(f"{reason}. Check the disk, and continue with --resume {folder}") from error
+    acc.wait_for_everyone()
+
+
 @contextmanager
 def catch_signals() -> Iterator[list[int]]:
     """Collect Ctrl-C, SIGTERM and SIGHUP, so that training stops after a step; ignored signals stay ignored."""
@@ -206,18 +233,12 @@ def write_csv(path: Path, lines: Iterable[Iterable[object]]) -> None:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return the versions of the software, the commit of a checkout, and the device."""
+    """Return the versions of the software, and the device."""
     import torch
 
-    root, info = Path(__file__).parents[2], Path("/proc/cpuinfo")  # contains the name of the processor on Linux
-    names = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
-    has_git = (root / ".git").exists() and shutil.which("git")
-    commit = has_git and subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    packages = ("torchvision", "timm", "einx", "numpy")
+    versions = {name: importlib.metadata.version(name) for name in ("torchvision", "timm", "einx", "numpy")}
     return {
-        "vision_attn": va.__version__, "commit": commit or os.environ.get("GIT_COMMIT"), "torch": torch.__version__,
-        **{name: importlib.metadata.version(name) for name in packages}, "python": platform.python_version(),
-        "os": platform.platform(), "cpu": (names or [platform.machine()])[0],
+        "vision_attn": va.__version__, "torch": torch.__version__, **versions, "python": platform.python_version(),
+        "os": platform.platform(), "cpu": platform.processor() or platform.machine(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "threads": torch.get_num_threads(),
     }  # fmt: skip

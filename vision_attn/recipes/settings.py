@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
+
+import vision_attn as va
 
 Run = Annotated[Positional[str], arg(metavar="RUN")]
 Images = Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE")]
 Output = Annotated[Path, arg(aliases=["-o"])]
+Classes = UseAppendAction[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,6 @@ class Settings:
     weights: str | None = None  # Checkpoint to start from: a file, a folder, or hf-hub:OWNER/NAME.
     rename: str | None = None  # Package whose parameter names the --weights file uses: efficientnet-pytorch.
     reset_head: bool = False  # Train a new classifier instead of loading it from --weights.
-    drop_path: float | None = None  # Stochastic depth rate of the last residual branch.
     stages: tuple[int | str, ...] = ()  # Stages after which to insert a block: indices such as -2, or names.
     names: tuple[str, ...] = ()  # Modules at which to insert a block: names, or globs such as 'layer*.1'.
     at: str = "after"  # Position of each block relative to its site: after or before.
@@ -94,9 +98,8 @@ class Evaluation:
     data: Path | None = None
     dataset: str | None = None  # Data set, as for vision-attn train.
     val_split: str | None = None  # Split of a timm data set.
-    img_size: int | None = None  # Side of the images in pixels; by default the size of the network.
     batch_size: int | None = None  # Number of images per step.
-    block: str | None = None  # Class MODULE:CLASS of custom blocks.
+    block: Classes = ()  # Class MODULE:CLASS of custom blocks. Repeat the flag for several classes.
     device: str | None = None  # Device: cpu or cuda; by default cuda if available.
     workers: int | None = None  # Number of processes that decode images.
 
@@ -106,13 +109,13 @@ class Prediction:
     """Flags of ``vision-attn predict``."""
 
     run: Run  # Folder of a run, folder written by va.save_model, or hf-hub:OWNER/NAME.
-    images: Images = ()  # Image files, or folders of images. Damaged files are skipped with a warning.
+    images: Images = ()  # Image files, or folders of images.
     top: int = 5  # Number of classes to print for each image.
     batch_size: int = 32  # Number of images per forward pass.
     device: str | None = None  # Device: cpu or cuda; by default cuda if available.
     # CSV file to write, with the classes and probabilities of all images.
     output: Annotated[Path | None, arg(aliases=["-o"])] = None
-    block: str | None = None  # Class MODULE:CLASS of custom blocks.
+    block: Classes = ()  # Class MODULE:CLASS of custom blocks. Repeat the flag for several classes.
 
 
 @dataclass(frozen=True)
@@ -120,14 +123,12 @@ class Export:
     """Flags of ``vision-attn export``."""
 
     run: Run  # Folder of a run, folder written by va.save_model, or hf-hub:OWNER/NAME.
-    # File to write: .onnx, .pt2 (torch.export), .aoti.pt2 (AOTInductor), .tflite (LiteRT) or .pte (ExecuTorch).
+    # File to write: .onnx, or .pt2 (torch.export).
     output: Annotated[Path | None, arg(aliases=["-o"])] = None
     img_size: tuple[int, ...] = ()  # Side, or height and width, of the input images; by default the size of the model.
-    # Dimensions of the input that may vary, batch and size; by default batch, and none for .tflite and .pte.
-    dynamic: tuple[str, ...] | None = None
-    int8: Path | None = None  # Folder with train/CLASS/IMAGE and val/CLASS/IMAGE, for quantization to 8 bits.
+    dynamic: tuple[str, ...] = ("batch",)  # Dimensions of the input that may vary: batch and size.
     normalize: bool = True  # Include the normalization in the file, so that it accepts pixels in 0…1.
-    block: str | None = None  # Class MODULE:CLASS of custom blocks.
+    block: Classes = ()  # Class MODULE:CLASS of custom blocks. Repeat the flag for several classes.
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,7 @@ class Exploration:
     pretrained: bool = False  # Load the pretrained weights of the timm model.
     names: tuple[str, ...] = ()  # Attention modules to show: names, or globs such as 'layer*.1'. The default is all.
     output: Output = Path("report.html")  # HTML file to write.
-    top: int = 5  # Number of classes to show for each image.
-    block: str | None = None  # Class MODULE:CLASS of custom blocks.
+    block: Classes = ()  # Class MODULE:CLASS of custom blocks. Repeat the flag for several classes.
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,8 @@ class Demo:
 class Inspection:
     """Flags of ``vision-attn inspect``."""
 
-    model: Annotated[Positional[str], arg(metavar="MODEL")]  # Name of a timm model, or torchvision:NAME.
+    model: Annotated[Positional[str], arg(metavar="MODEL")]  # Name of a timm model or of a model of this library.
     img_size: tuple[int, ...] = ()  # Side, or height and width, of the input images; by default the size of the model.
-    num_heads: int | None = None  # Number of heads; by default the largest divisor of the channels, at most 8.
     pattern: str = "full"  # Attention pattern: full, rows, columns, 'Window(7)', or an einx expression.
 
 
@@ -171,10 +170,10 @@ class Nothing:
 MACHINE, CALL = {"data", "download", "device", "workers", "compile", "log_with"}, {"output", "resume", "config"}
 #: Smallest and largest values.
 LIMITS: tuple[tuple[float, float, str], ...] = (
-    (1, 1_000_000, "epochs batch_size img_size grad_accum_steps jobs top steps num_heads"),
+    (1, 1_000_000, "epochs batch_size img_size grad_accum_steps jobs top steps"),
     (0, 2**32 - 1, "seed workers"), (1e-12, 1000, "lr attention_lr clip_grad"),
     (0, 1000, "weight_decay warmup_epochs mixup cutmix"), (0, 1, "hflip reprob label_smoothing ema"),
-    (1e-6, 1, "crop_scale"), (1e-6, 1 - 1e-6, "val_fraction layer_decay drop_path"),
+    (1e-6, 1, "crop_scale"), (1e-6, 1 - 1e-6, "val_fraction layer_decay"),
 )  # fmt: skip
 CHOICES = {
     "device": ("cpu", "cuda"), "amp": ("bfloat16", "float16", "no"), "at": ("after", "before"),
@@ -207,8 +206,6 @@ def check_values(settings: Any) -> None:
 def check(s: Settings) -> Settings:
     """Return the settings of a run with the defaults that follow from others; raise an error for wrong settings."""
     check_values(s)
-    if s.dataset not in ("folder", "cifar10", "cifar100") and not s.dataset.startswith(("torch/", "hfds/")):
-        raise ValueError(f"--dataset must be folder, cifar10, cifar100, torch/NAME or hfds/OWNER/NAME, got {s.dataset}")
     if s.model is None:
         raise ValueError("--model is required: the name of a timm model. Example: --model resnet18 --pretrained")
     if s.data is None and not s.dataset.startswith("hfds/"):
@@ -223,6 +220,42 @@ def check(s: Settings) -> Settings:
         raise ValueError(f"--warmup-epochs must be less than --epochs {s.epochs}, got {s.warmup_epochs:g}")
     opt = s.opt or ("adamw" if s.freeze_backbone else "sgd")  # with sgd, a new block on a frozen backbone trains slowly
     lr = {"sgd": 0.1, "adamw": 1e-3}.get(opt) if s.lr is None else s.lr
-    if s.lr is None and lr and (s.weights or s.pretrained) and not s.freeze_backbone:
+    if lr is None:
+        raise ValueError(f"--lr is required for --opt {opt}: only sgd and adamw have a default")
+    if s.lr is None and (s.weights or s.pretrained) and not s.freeze_backbone:
         lr /= 10
     return replace(s, opt=opt, lr=lr)
+
+
+def parse_options(words: Iterable[str]) -> dict[str, Any]:
+    """Parse options of a block.
+
+    >>> parse_options(["num_heads=4", "pattern=Window(7)", "qk_norm=match"])
+    {'num_heads': 4, 'pattern': Window(size=7, shift=0), 'qk_norm': 'match'}
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        name, sign, text = word.partition("=")
+        if not (name.isidentifier() and sign) or name in found:
+            raise ValueError(f"--block-options must be distinct NAME=VALUE pairs such as num_heads=4, got {word!r}")
+        found[name] = parse_option(text)
+    return found
+
+
+def parse_option(text: str) -> Any:
+    """Return a literal, a pattern or position encoding with literal arguments, or the text. No other code is run."""
+    names = [name for name in dir(va) if name[0].isupper()]
+    kinds = {name: kind for name in names if hasattr(kind := getattr(va, name), "__dataclass_fields__")}
+    if name := next((name for name in kinds if text.lower() == name.lower()), None):
+        example = f"{name}(7)" if name in ("Window", "Grid", "Neighborhood") else f"{name}(…)"
+        raise ValueError(f"{text!r} requires arguments in parentheses. Did you mean {example!r}?")
+    try:
+        tree = ast.parse(text.removeprefix("va."), mode="eval").body
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in kinds:
+            named = {str(word.arg): ast.literal_eval(word.value) for word in tree.keywords}
+            return kinds[tree.func.id](*map(ast.literal_eval, tree.args), **named)
+        return ast.literal_eval(tree)
+    except (SyntaxError, ValueError):
+        if "(" in text and "->" not in text:
+            raise ValueError(f"expected one of {', '.join(kinds)} with its arguments, got {text}") from None
+        return text

@@ -15,8 +15,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
-import shutil
 import signal
 import sys
 import time
@@ -32,7 +30,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator, skip_first_batches
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, broadcast, broadcast_object_list, gather_object
-from safetensors import SafetensorError
 from timm.data import Mixup, create_transform, resolve_data_config
 from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
@@ -45,27 +42,9 @@ import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import CheckpointError, DataError, Interrupted, TrainingError
 from vision_attn.networks.models import create_model
-from vision_attn.recipes.data import (
-    make_loader,
-    open_data,
-    parse_option,
-    parse_options,
-    require_readable,
-    seed_all,
-)
-from vision_attn.recipes.runs import (
-    catch_signals,
-    claim_folder,
-    import_block,
-    load_run,
-    newest_state,
-    read_progress,
-    read_settings,
-    require_run,
-    write_csv,
-    write_file,
-)
-from vision_attn.recipes.settings import Evaluation, Settings, check, flag
+from vision_attn.recipes import runs
+from vision_attn.recipes.data import make_loader, open_data, require_readable, seed_all
+from vision_attn.recipes.settings import Evaluation, Settings, check, flag, parse_option, parse_options
 
 #: Largest side of images that are padded and cropped for training. Larger images are photographs.
 MAX_PAD_SIDE = 64
@@ -79,22 +58,7 @@ def build_network(
     s: Settings, classes: Sequence[str], side: int | None, log: Log, resumed: bool
 ) -> tuple[Any, list[str]]:
     """Create the network with its blocks and weights; return it, and globs on the keys of a new classifier."""
-    name, count = str(s.model), len(classes)
-    drop_path: Any = {"drop_path_rate": s.drop_path} if s.drop_path else {}
-    try:
-        if name.startswith("hf-hub:"):
-            if not s.pretrained or s.drop_path:
-                raise ValueError(f"model: {name} requires --pretrained and no --drop-path")
-            model: Any = va.load_model(name).train()
-            if model.num_classes != count:
-                model.reset_classifier(count)
-        else:
-            model = create_model(name, num_classes=count, pretrained=s.pretrained and not resumed, **drop_path)
-    except ValueError as error:  # "model: …"
-        if isinstance(error.__cause__, FileNotFoundError):
-            remedy = "Check the connection, or pass a downloaded file as --weights instead of --pretrained"
-            raise CheckpointError(f"the pretrained weights of {name} cannot be downloaded. {remedy}") from error
-        raise
+    model: Any = create_model(str(s.model), num_classes=len(classes), pretrained=s.pretrained and not resumed)
     config = {"interpolation": "bilinear", **model.pretrained_cfg}
     native, classifier = config["input_size"], config["classifier"]
     config["input_size"] = (3, *([s.img_size or side] * 2 if s.img_size or side else native[1:]))
@@ -113,7 +77,7 @@ def build_network(
         options = parse_options(s.block_options) | ({"pattern": parse_option(s.pattern)} if s.pattern else {})
         where: Any = {"stages": s.stages or None, "names": s.names or None, "at": s.at, "example_input": example}
         try:
-            log(str(va.insert_(model, import_block(s.block), **where, **options)))
+            log(str(va.insert_(model, runs.import_block(s.block), **where, **options)))
         except TypeError as error:  # an argument that the block does not accept
             raise ValueError(f"--block-options do not match --block {s.block}: {error}") from error
     if s.weights and not resumed:  # after the insertion, because the file may contain weights of the blocks
@@ -147,21 +111,24 @@ def make_transforms(s: Settings, config: dict[str, Any]) -> tuple[Any, Any]:
 
 def make_accelerator(s: Any) -> Accelerator:
     """Create the accelerator; mixed precision is the default on CUDA only."""
-    on_cpu, logs = s.device == "cpu" or not torch.cuda.is_available(), [*s.log_with]
+    on_cpu = s.device == "cpu" or not torch.cuda.is_available()
     for name, value in (("device", "cuda"), ("amp", "float16")):  # the gradients of float16 are scaled on CUDA only
         if on_cpu and getattr(s, name) == value:
             raise ValueError(f"{flag(name)} {value} requires a CUDA device, and none is available")
-    if missing := {*logs} - {one.value for one in get_available_trackers()}:
+    if missing := {*s.log_with} - {one.value for one in get_available_trackers()}:
         raise ValueError(f"--log-with {min(missing)} is not installed. Install it: pip install {min(missing)}")
     default = "no" if on_cpu else "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    plugin = GradientAccumulationPlugin(s.grad_accum_steps, sync_with_dataloader=False)
     amp = {None: default, "no": "no", "bfloat16": "bf16", "float16": "fp16"}[s.amp]
-    return Accelerator(cpu=on_cpu, mixed_precision=amp, gradient_accumulation_plugin=plugin, dynamo_backend="no",
-                       log_with=logs or None, project_dir="logs")  # fmt: skip
+    plugin = GradientAccumulationPlugin(s.grad_accum_steps, sync_with_dataloader=False)
+    acc = Accelerator(cpu=on_cpu, mixed_precision=amp, gradient_accumulation_plugin=plugin, dynamo_backend="no",
+                      log_with=[*s.log_with] or None, project_dir="logs")  # fmt: skip
+    if (acc.device.type == "cpu") is not on_cpu:  # of an earlier run: Accelerate has one device in each process
+        raise ValueError(f"--device: this process already uses {acc.device.type}. Start another process")
+    return acc
 
 
 def score(network: nn.Module, loader: Any, acc: Accelerator) -> tuple[dict[str, float], Tensor]:
-    """Return the mean loss and the top-1 and top-5 accuracy in percent over all images, and all predictions."""
+    """Return the mean loss and the top-1 accuracy in percent over all images, and all predictions."""
     if acc.num_processes > 1:  # the statistics of batch norms differ between processes: use those of the first
         for buffer in network.buffers():
             broadcast(buffer)
@@ -171,18 +138,14 @@ def score(network: nn.Module, loader: Any, acc: Accelerator) -> tuple[dict[str, 
         with torch.no_grad(), acc.autocast():
             logits = network(images).float()
         logits, labels = acc.gather_for_metrics((logits, labels))  # every image once
-        top = logits.topk(min(5, logits.shape[1])).indices
-        loss = F.cross_entropy(logits, labels, reduction="none").double()
-        found.append(torch.stack([loss, top[:, 0] == labels, (top == labels[:, None]).any(1), top[:, 0]], 1))
+        loss, predicted = F.cross_entropy(logits, labels, reduction="none").double(), logits.argmax(1)
+        found.append(torch.stack([loss, predicted == labels, predicted], 1))
     table = torch.cat(found)
-    loss, *top = table.mean(0).tolist()
-    ranks = (1, 5) if logits.shape[1] > 5 else (1,)
-    return {"loss": loss, **{f"top{rank}": 100 * x for rank, x in zip(ranks, top, strict=False)}}, table[:, 3]
+    return {"loss": table[:, 0].mean().item(), "top1": 100 * table[:, 1].mean().item()}, table[:, 2]
 
 
 def describe(scores: dict[str, float]) -> str:
-    tops = "".join(f"top-{rank} {scores[f'top{rank}']:.2f} %, " for rank in (1, 5) if f"top{rank}" in scores)
-    return f"{tops}loss {scores['loss']:.4f}"
+    return f"top-1 {scores['top1']:.2f} %, loss {scores['loss']:.4f}"
 
 
 def score_blocks(network: nn.Module, loader: Any, acc: Accelerator, log: Log) -> dict[str, float]:
@@ -212,16 +175,15 @@ def require_everywhere(path: Path) -> None:
 def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
     """Train a network, save the run in a folder, and return the rows of ``metrics.csv``."""
     s = check(s)
+    assert s.lr is not None
     if s.opt not in list_optimizers():
         raise ValueError(f"--opt: timm has no optimizer {s.opt!r}.{cli.did_you_mean(str(s.opt), list_optimizers())}")
-    if s.lr is None:
-        raise ValueError(f"--lr is required for --opt {s.opt}: only sgd and adamw have a default")
     acc = make_accelerator(s)
     main, device = acc.is_main_process, acc.device
     log = log if main else (lambda line: None)
     with ExitStack() as stack:
         # The main process decides on the folder, and is the first to read data and weights: downloads occur once.
-        folder, state = broadcast_object_list([claim_folder(s, stack) if main else None])[0]
+        folder, state = broadcast_object_list([runs.claim_folder(s, stack) if main else None])[0]
         require_everywhere(state or Path())
         with acc.main_process_first(), nullcontext() if main else warnings.catch_warnings(action="ignore"):
             classes, train_set, val_set = open_data(s)
@@ -233,14 +195,14 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         if any(other != data for other in gather_object([data])):
             found = f"{data['images']} training and validation images of {', '.join(classes[:6])}"
             raise DataError(f"the data differs between machines: one has {found}. Copy the same --data to all")
-        progress: dict[str, Any] = {"epoch": 0, "step": 0, "loss": 0.0, "seconds": 0.0, "history": []}
+        progress: dict[str, Any] = {"epoch": 0, "step": 0, "loss": 0.0, "history": []}
         if state is not None:
-            progress = read_progress(state, data, acc.num_processes, log)
+            progress = runs.read_progress(state, data, acc.num_processes, log)
         elif main:
-            require_readable([train_set, val_set])
+            require_readable([*train_set.files(), *val_set.files()])
         parts = acc.num_processes * math.lcm(s.grad_accum_steps, 2 if s.mixup or s.cutmix else 1)
-        fitting = 2 ** int(math.log2(min(128, max(2, len(train_set) // 8))))  # at least eight steps per epoch
-        batch = s.batch_size or progress.get("batch") or max(parts, fitting // parts * parts)
+        fitting = min(128, len(train_set) // 8) // parts * parts  # at least eight steps per epoch
+        batch = s.batch_size or progress.get("batch") or max(parts, fitting)
         if batch > len(train_set) or batch % parts:
             limit = f"at most {len(train_set)}, the number of training images, and a multiple of {parts}"
             raise ValueError(f"--batch-size must be {limit}, got {batch}")
@@ -271,37 +233,10 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
             acc.prepare_model(ema.module, evaluation_mode=True)  # so that its state is saved
         mix = Mixup(s.mixup, s.cutmix, label_smoothing=0.0, num_classes=len(classes)) if s.mixup or s.cutmix else None
 
-        def fail(what: str) -> TrainingError:
-            at = f"step {progress['step']} of {steps} of epoch {progress['epoch'] + 1}, with --lr {s.lr:.3g}"
-            remedy = "Use a lower --lr, more --warmup-epochs or --clip-grad"
-            return TrainingError(f"{what} is not finite at {at}. {remedy}. The last valid state is in {folder}")
-
-        def save() -> None:
-            """Write the complete state to a temporary folder, rename it, and remove older states."""
-            path = folder.resolve() / "state" / f"{progress['epoch']:05}-{progress['step']:07}"
-            new = path.with_name(f".{path.name}.new")  # the same name in every process and after a restart
-            try:
-                acc.save_state(str(new))
-                acc.wait_for_everyone()
-                if main:
-                    write_file(new / "progress.json", json.dumps(progress))
-                    os.replace(new, path)
-                    for old in {*path.parent.glob("[0-9]*-[0-9]*"), *path.parent.glob(".*-*.new")} - {path}:
-                        shutil.rmtree(old)
-            except Exception as error:
-                shutil.rmtree(new, ignore_errors=True)
-                if not isinstance(error, OSError | SafetensorError) and "inline_container" not in str(
-                    error
-                ):  # not of torch.save
-                    raise
-                reason = f"cannot write to {folder} ({' '.join(str(error).split())})"
-                raise TrainingError(f"{reason}. Check the disk, and continue with --resume {folder}") from error
-            acc.wait_for_everyone()
-
         if main:
-            write_file(folder / "settings.json", json.dumps(asdict(s), indent=1, default=str))
+            runs.write_file(folder / "settings.json", json.dumps(asdict(s), indent=1, default=str))
         if state is None:
-            save()
+            runs.save_state(acc, folder, progress)
             require_everywhere(folder / "state" / "00000-0000000" / "progress.json")
         else:
             try:
@@ -312,17 +247,15 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         size, (c, h, w) = sum(p.numel() for p in model.parameters()), model.pretrained_cfg["input_size"]
         log(f"{s.model}: {size:,} parameters, input {c}×{h}×{w}, {len(classes)} classes, {len(train_set):,} training "
             f"and {len(val_set):,} validation images")  # fmt: skip
-        done = f"all {s.epochs} epochs are complete; a larger --epochs continues the run. " * (
-            progress["epoch"] >= s.epochs
-        )
-        log(f"{done}{s.epochs:,} epochs of {steps:,} steps of {batch} images on {device}, in {folder}")
+        if progress["epoch"] >= s.epochs:
+            log(f"all {s.epochs} epochs are complete; a larger --epochs continues the run")
+        log(f"{s.epochs:,} epochs of {steps:,} steps of {batch} images on {device}, in {folder}")
         acc.project_configuration.logging_dir = str(folder / "logs")
         acc.init_trackers("vision_attn", config={key: str(value) for key, value in asdict(s).items()})
-        received = stack.enter_context(catch_signals())
+        received = stack.enter_context(runs.catch_signals())
 
         for epoch in range(progress["epoch"], s.epochs):
-            first, total = progress["step"], torch.tensor(progress["loss"], device=device)
-            begin = time.perf_counter() - progress["seconds"]
+            first, total, begin = progress["step"], torch.tensor(progress["loss"], device=device), time.perf_counter()
             train_set.epoch.fill_(epoch)
             loader.set_epoch(epoch)
             batches, hidden = skip_first_batches(loader, first) if first else loader, None if main else True
@@ -346,41 +279,42 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
                 if ema is not None:
                     ema.update(model, step=epoch * steps + step)
                 if device.type == "cpu" or step + 1 == steps or (step + 1) % CHECK_EVERY == 0:
-                    progress |= {"step": step + 1, "seconds": time.perf_counter() - begin}
+                    progress["step"] = step + 1
                     bar.set_postfix(loss=f"{total.item() / (step + 1):.4f}", refresh=False)
                     flags = torch.stack([total.new_tensor(len(received)), (~total.isfinite()).float()])
                     stop, broken = acc.reduce(flags).tolist()
-                    if broken:
-                        raise fail("the loss")
-                    if stop or step + 1 == steps:
-                        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
-                            raise fail("a weight")
+                    last = stop or step + 1 == steps
+                    if broken or (last and not all(bool(weight.isfinite().all()) for weight in model.parameters())):
+                        at = f"step {step + 1} of {steps} of epoch {epoch + 1}, with --lr {s.lr:.3g}"
+                        remedy = "Use a lower --lr, more --warmup-epochs or --clip-grad"
+                        what = f"{'the loss' if broken else 'a weight'} is not finite at {at}. {remedy}"
+                        raise TrainingError(f"{what}. The last valid state is in {folder}")
+                    if last:
                         progress["loss"] = acc.reduce(total, "mean").item()
                     if stop:
-                        save()
+                        runs.save_state(acc, folder, progress)
                         what = f"interrupted; saved after step {step + 1} of {steps} of epoch {epoch + 1}."
                         number = received[0] if received else signal.SIGTERM
                         raise Interrupted(number, f"{what} Continue with --resume {folder}" if main else "")
+            seconds = time.perf_counter() - begin
             scores, _ = score(network, val_loader, acc)
-            speed, rate = steps * batch / max(progress["seconds"], 1e-9), optimizer.param_groups[0]
+            speed, rate = (steps - first) * batch / max(seconds, 1e-9), optimizer.param_groups[0]
             row = {"epoch": epoch + 1, "lr": rate["lr"] / rate["lr_scale"], "train_loss": progress["loss"] / steps}
-            row |= {f"eval_{key}": value for key, value in scores.items()}
-            row |= {"seconds": progress["seconds"], "images_per_second": round(speed)}
+            row |= {f"eval_{key}": value for key, value in scores.items()} | {"images_per_second": round(speed)}
             history = [*progress["history"], row]
-            progress |= {"epoch": epoch + 1, "step": 0, "loss": 0.0, "seconds": 0.0, "history": history}
+            progress |= {"epoch": epoch + 1, "step": 0, "loss": 0.0, "history": history}
             log(f"epoch {epoch + 1}/{s.epochs}: train loss {row['train_loss']:.4f}, {describe(scores)}, "
-                f"{row['seconds']:.0f} s, {speed:.0f} images/s")  # fmt: skip
+                f"{seconds:.0f} s, {speed:.0f} images/s")  # fmt: skip
             acc.log(row, step=epoch + 1)
             plain.load_state_dict(network.state_dict())
             if main and best_epoch(history) is row:
                 va.save_model(plain, folder / "model", classes=classes)
                 if s.freeze_backbone and va.inserted_blocks(plain):
-                    details = {key: plain.pretrained_cfg[key] for key in ("input_size", "mean", "std")}
-                    adapter: Any = {"also": new_head, "metadata": {**details, "classes": classes}}
-                    va.save_adapter(plain, folder / "adapter.safetensors", **adapter)
+                    about = {"input_size": plain.pretrained_cfg["input_size"], "classes": classes}
+                    va.save_adapter(plain, folder / "adapter.safetensors", also=new_head, metadata=about)
             if main:
-                write_csv(folder / "metrics.csv", [list(row), *(list(one.values()) for one in history)])
-            save()
+                runs.write_csv(folder / "metrics.csv", [list(row), *(list(one.values()) for one in history)])
+            runs.save_state(acc, folder, progress)
         for tracker in acc.trackers:
             tracker.finish()
 
@@ -389,16 +323,15 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         log(f"best epoch, {best_epoch(progress['history'])['epoch']}, in {folder / 'model'}:")
         score_blocks(plain.to(device, memory_format=layout), val_loader, acc, log)
         if s.stages or s.names:
-            log("Do the blocks help? The ablation shows how much the network relies on them. Train with and without:")
-            log(f"vision-attn compare --config {folder} --output {folder / 'compare'}")
+            log(f"Do the blocks help? vision-attn compare --config {folder} --output {folder / 'compare'}")
     return progress["history"]
 
 
 def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
     """Evaluate the network of a run on its validation images, or on other images that it was not trained on."""
-    run = require_run(e.run, "evaluate RUN")
-    given = {name: value for name, value in vars(e).items() if value is not None and name != "run"}
-    own = read_settings(run, [*map(flag, given)]) if (run / "settings.json").is_file() else Settings()
+    run = runs.require_run(e.run, "evaluate RUN")
+    given = {name: value for name, value in vars(e).items() if value not in (None, ()) and name != "run"}
+    own = runs.read_settings(run, [*map(flag, given)]) if (run / "settings.json").is_file() else Settings()
     s = replace(own, **given)
     if s.data is None and not s.dataset.startswith("hfds/"):
         raise ValueError("--data is required: a folder of images. Example: --data flowers")
@@ -407,18 +340,15 @@ def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
     acc = make_accelerator(s)
     log = log if acc.is_main_process else (lambda line: None)
     classes, train_set, val_set = open_data(s if same else replace(s, val_fraction=None), 0.1 if same else None)
-    if (state := newest_state(run)) is not None:
+    if (state := runs.newest_state(run)) is not None:
         trained, _ = json.loads((state / "progress.json").read_bytes())["data"]["digests"]
         if val_set.digest() == trained or (same and train_set.digest() != trained):
-            warnings.warn(
-                f"the run was trained on some of the images of {s.data}: its scores are too high", stacklevel=2
-            )
-    model = load_run(e.run, s.block, "evaluate RUN")
+            reason = f"the run was trained on some of the images of {s.data}"
+            warnings.warn(f"{reason}: its scores are too high", stacklevel=2)
+    model = runs.load_run(e.run, e.block, "evaluate RUN")
     if model.classes and list(model.classes) != classes:
         expected, got = (", ".join(names[:6]) for names in (model.classes, classes))
         raise ValueError(f"--data: expected the classes of {run}, {expected}, got {got}. Rename the folders")
-    if e.img_size:
-        model.pretrained_cfg |= {"input_size": (3, e.img_size, e.img_size)}
     val_set.transform = make_transforms(s, model.pretrained_cfg)[1]
     log(f"{len(val_set):,} images of {len(classes)} classes on {acc.device}")
     return score_blocks(model.to(acc.device), make_loader(acc, val_set, s.batch_size or 128, s.workers), acc, log)

@@ -129,7 +129,7 @@ def test_sites_are_selected_and_heads_are_reduced():
 
 @pytest.mark.parametrize(
     ("kind", "size", "point", "axes"),
-    [(va.Attention1d, (12,), (11,), r"\(x\)"), (va.Attention3d, (2, 6, 4), (1, 3, 2.5), r"\(t, y, x\)")],
+    [(va.blocks.Attention1d, (12,), (11,), r"\(x\)"), (va.blocks.Attention3d, (2, 6, 4), (1, 3, 2.5), r"\(t, y, x\)")],
 )
 def test_one_and_three_dimensional_feature_maps(kind, size, point, axes):
     block, x = kind(8, 2), torch.randn(2, 8, *size)

@@ -22,7 +22,7 @@ def overlays(figure):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_figure_shows_images_queries_and_weights(channels):
     attention = seen()
-    figure = figures.attention_figure(torch.rand(2, channels, 32, 32), attention, query=1, titles=["one", "two"])
+    figure = attention.figure(torch.rand(2, channels, 32, 32), query=1, titles=["one", "two"])
     assert len(figure.axes) == 5  # There are two images with two panels each, and the scale.
     assert all(axis.patches[0].get_xy() == (20, 20) for axis in figure.axes[:4])
     titles = [axis.get_title(loc="left") for axis in figure.axes[:4]]
@@ -35,12 +35,12 @@ def test_heads_and_queries():
     attention, images = seen(), torch.rand(2, 3, 32, 32)
     weights = 64 * attention.weights[:, :, 0]
     for reduction, expected in (("max", weights.amax(1, keepdim=True)), ("none", weights)):
-        figure = figures.attention_figure(images, attention, reduction=reduction)
+        figure = attention.figure(images, reduction=reduction)
         assert len(figure.axes) == 2 * (1 + expected.shape[1]) + 1
         np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected.flatten(0, 1), rtol=1e-5)
     assert [axis.get_title(loc="left") for axis in figure.axes[1:3]] == ["head 0", "head 1"]
     # Each of several queries has a row, and its index is on the images.
-    figure = figures.attention_figure(images, attention, query=[1, 0], titles=["one", "two"])
+    figure = attention.figure(images, query=[1, 0], titles=["one", "two"])
     titles = [axis.get_title(loc="left") for axis in figure.axes[:8:2]]
     assert titles == ["one 1 (5, 5)", "one 0 (1, 1)", "two 1 (5, 5)", "two 0 (1, 1)"]
     assert [axis.patches[0].get_xy() for axis in figure.axes[:8:2]] == [(20, 20), (4, 4)] * 2
@@ -52,7 +52,7 @@ def test_heads_and_queries():
 def test_queries_and_keys_can_have_different_resolutions():
     weights = torch.rand(1, 1, 1, 4, 4)
     attention = AttentionMap(weights, ((7, 2),), (32, 32), map_size=(8, 8), heads=("rollout",))
-    figure = figures.attention_figure(torch.rand(1, 3, 32, 32), attention)
+    figure = attention.figure(torch.rand(1, 3, 32, 32))
     assert figure.axes[1].patches[0].get_xy() == (8, 28)
     assert figure.axes[1].get_title(loc="left") == "attention, rollout"
     assert figure.axes[1].images[1].get_interpolation() == "nearest"
@@ -63,7 +63,7 @@ def test_a_video_has_a_panel_for_each_frame_of_the_map():
     weights = torch.rand(2, 4, 2, 4, 2, 4)
     weights = weights / weights.sum((-3, -2, -1), keepdim=True)
     attention = AttentionMap(weights, ((1, 0, 3), (3, 1, 0)), (8, 16, 32))
-    figure = figures.attention_figure(video, attention, query=1)
+    figure = attention.figure(video, query=1)
     panels = figure.axes[:5]
     titles = [axis.get_title(loc="left") for axis in panels]
     assert titles == ["", "frame 1", "frame 3", "frame 5", "frame 7"]
@@ -72,21 +72,21 @@ def test_a_video_has_a_panel_for_each_frame_of_the_map():
     assert marked == [[(0, 8)], [], [], [], [(0, 8)]]
     expected = 32 * weights[:, :, 1].mean(1).flatten(0, 1)
     np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected, rtol=1e-5)
-    both = figures.attention_figure(video, attention, query=[0, 1], reduction="none")
+    both = attention.figure(video, query=[0, 1], reduction="none")
     assert len(both.axes) == 4 * (1 + 4 * 4) + 1
     assert [axis.get_title(loc="left") for axis in both.axes[4:6]] == ["head 0, frame 7", "head 1, frame 1"]
     with pytest.raises(ValueError, match=r"images must be .*, got \(2, 3, 16, 32\) for a map with 3 axes"):
-        figures.attention_figure(video[:, :, 0], attention)
+        attention.figure(video[:, :, 0])
 
 
 def test_weights_near_an_even_share_are_transparent():
     image, even = torch.rand(1, 3, 32, 32), torch.full((1, 1, 1, 4, 4), 1 / 16)
     for weights in (even, torch.zeros_like(even)):  # The second case is a query that may not attend to any position.
-        figure = figures.attention_figure(image, AttentionMap(weights, ((0, 0),), (32, 32)))
+        figure = AttentionMap(weights, ((0, 0),), (32, 32)).figure(image)
         assert (overlays(figure)[0][1] == 0).all()
     even[..., 0, :] *= torch.tensor([1.1, 1.5, 0.2, 2.0])
     for vmax, top in ((16.0, 0.25), (2.0, 1.0)):  # The scale does not depend on the largest weight.
-        figure = figures.attention_figure(image, AttentionMap(even, ((0, 0),), (32, 32)), vmax=vmax)
+        figure = AttentionMap(even, ((0, 0),), (32, 32)).figure(image, vmax=vmax)
         np.testing.assert_allclose(overlays(figure)[0][1][0], [0.11, 0.468, 0, 0.8], atol=1e-3)
         shown = figure.axes[1].images[1]
         assert shown.norm(2.0) == pytest.approx(top)
@@ -96,12 +96,12 @@ def test_weights_near_an_even_share_are_transparent():
     one = torch.full((1, 1, 1, 4, 4), 0.5 / 15)
     one[..., 0] = 0.5
     for weights, top in ((even, 2), (one.clamp(max=0.2), 4), (one, 8), (one * 20, 16)):
-        figure = figures.attention_figure(image, AttentionMap(weights, ((0, 0),), (32, 32)))
+        figure = AttentionMap(weights, ((0, 0),), (32, 32)).figure(image)
         assert figure.axes[-1].get_ylim() == pytest.approx((1, top))
 
 
 def test_figures_are_written_as_png_svg_or_pdf(tmp_path):
-    figure = figures.attention_figure(torch.rand(2, 3, 32, 32), seen())
+    figure = seen().figure(torch.rand(2, 3, 32, 32))
     for ending, begin in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         figures.save_figure(figure, tmp_path / f"attention.{ending}")
         assert (tmp_path / f"attention.{ending}").read_bytes().startswith(begin)
@@ -113,4 +113,4 @@ def test_figures_are_written_as_png_svg_or_pdf(tmp_path):
 def test_wrong_arguments_are_rejected():
     for name, value in (("titles", ["one"]), ("query", [0, -1]), ("query", []), ("vmax", 1), ("reduction", "sum")):
         with pytest.raises(ValueError, match=name):
-            figures.attention_figure(torch.rand(2, 3, 32, 32), seen(), **{name: value})
+            seen().figure(torch.rand(2, 3, 32, 32), **{name: value})

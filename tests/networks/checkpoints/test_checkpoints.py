@@ -451,7 +451,7 @@ def test_a_single_block_is_compared_and_a_missing_configuration_is_reported(tmp_
     # The implementation and dropout are not compared.
     assert va.load_checkpoint_(va.Attention2d(8, 2, impl="bmm", attn_drop=0.1), path).unchecked == ()
     with pytest.raises(va.errors.CheckpointError, match="attention='linear' in the checkpoint, default in the model"):
-        va.load_checkpoint_(block, save(va.LinearAttention2d(8, 2).state_dict(), tmp_path))
+        va.load_checkpoint_(block, save(va.blocks.LinearAttention2d(8, 2).state_dict(), tmp_path))
     for entry in (3, {"block": {"num_heads": 4}}):
         state = block.state_dict()
         state._metadata[""] = entry

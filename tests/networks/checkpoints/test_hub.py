@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub.constants as hub
@@ -120,20 +121,15 @@ def test_a_file_is_loaded_at_a_revision(folder, requests, monkeypatch):
         va.load_checkpoint_(model, "hf-hub:user/net")
 
 
-def test_training_starts_from_a_network_of_the_hub_with_a_new_classifier_for_other_classes(folder, requests):
-    given = {"model": "hf-hub:user/net", "img_size": 32}
-    for classes in ("abc", "abcde"):
-        model, new_head = build_network(Settings(**given, pretrained=True), classes, None, print, resumed=False)
-        state, expected = model.state_dict(), va.load_model(folder).state_dict()
-        if len(classes) != 3:
-            assert new_head == ["fc.*"]
-            assert not state.pop("fc.weight").any()
-            assert state.pop("fc.bias").shape == (5,)
-        assert_same(state, {key: expected[key] for key in state})
-        assert list(va.inserted_blocks(model)) == ["layer2.2"]
-    for options in ({}, {"pretrained": True, "drop_path": 0.1}):
-        with pytest.raises(ValueError, match=r"^model: hf-hub:user/net requires --pretrained"):
-            build_network(Settings(**given, **options), "abc", None, print, resumed=False)
+def test_training_starts_from_weights_of_the_hub_with_a_new_classifier_for_other_classes(folder, requests):
+    given = Settings(model="tiny", img_size=32, names=("layer2",), block_options=("num_heads=4",))
+    given = replace(given, weights="hf-hub:user/net", reset_head=True)
+    model, new_head = build_network(given, "abcde", None, lambda line: None, resumed=False)
+    state, expected = model.state_dict(), va.load_model(folder).state_dict()
+    assert new_head == ["fc.*"]
+    assert not state.pop("fc.weight").any()
+    assert state.pop("fc.bias").shape == (5,)
+    assert_same(state, {key: expected[key] for key in state})
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 import threading
 import warnings
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from torch.nn.utils import parametrizations
 
 import vision_attn as va
 import vision_attn.networks.models
+from vision_attn.attention.position import PositionEncoding
 from vision_attn.networks.checkpoints import load_adapter_, save_adapter
 from vision_attn.networks.checkpoints.option_code import from_code, to_code
 from vision_attn.networks.insertion import inserted_keys, records
@@ -66,7 +68,7 @@ PLACES = {
     "instead": lambda model: va.replace_(model, names="layer[23].0.conv2", num_heads=2, example_input=IMAGES),
     "several at once": lambda model: (
         va.replace_(model, names="layer4.0.conv1", num_heads=4, example_input=IMAGES),
-        va.insert_(model, va.TransformerBlock2d, names=["layer1", "layer3"], num_heads=2, example_input=IMAGES),
+        va.insert_(model, va.blocks.TransformerBlock2d, names=["layer1", "layer3"], num_heads=2, example_input=IMAGES),
         va.insert_(model, names="layer2", num_heads=1, gate_init=0.5, example_input=(2, 3, 64, 32)),
         va.insert_(model, names="conv1", pattern=va.Window(2), position=va.RelPosTable(), example_input=IMAGES),
     ),
@@ -89,6 +91,8 @@ def test_blocks_are_restored_and_completely_removed(place, tmp_path):
     assert records(other) == records(model)
     assert set(report.loaded) == inserted_keys(model)
     assert not report.changed_tensors
+    assert "loaded, for an input of" in str(report)
+    assert not re.search("optimizers now|set to zero|before inserting", str(report))  # the blocks are trained
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(other(x), model(x))
     assert not torch.equal(other(x), small_network()(x))
@@ -251,6 +255,70 @@ def test_a_file_can_insert_blocks_only_at_sites(change, message, adapter, tmp_pa
     assert_same(model.state_dict(), before)
 
 
+class Renamed(nn.BatchNorm2d):
+    pass
+
+
+class Added(nn.Module):
+    """Adds a convolution; :class:`Tanh` has the same parameters and another output."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x):
+        return x + self.conv(x)
+
+
+class Tanh(Added):
+    def forward(self, x):
+        return x + self.conv(x).tanh()
+
+
+@dataclass(frozen=True)
+class Near:
+    """A position encoding and its module, which subtracts the distance along rows from the logits."""
+
+    slope: float = 0.5
+
+    def build(self, shape, device=None, dtype=None):
+        return NearEncoding(self)
+
+
+class NearEncoding(PositionEncoding):
+    def forward(self, q, k, grouping):
+        return q * self.config.slope, k, None
+
+
+def test_several_custom_classes_are_used_by_name(tmp_path):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+
+    model, x = build(), torch.randn(2, 3, 16, 16)
+    va.insert_(model, Added, names="0", example_input=(1, 3, 16, 16))
+    va.insert_(model, Tanh, names="1", example_input=(1, 3, 16, 16))
+    va.insert_(model, names="2", num_heads=2, position=Near(3.0), example_input=(1, 3, 16, 16))
+    train(model)
+    file = save_adapter(model, tmp_path / "blocks.safetensors")
+    va.save_model(model, tmp_path / "net", network=build)  # its own check uses the classes of the network
+    names = {"Added": Added, "Near": Near, "Tanh": Tanh}
+    for block in ([Tanh, Near, Added], names):
+        assert torch.equal(va.load_model(tmp_path / "net", block=block, network=build)(x), model.eval()(x))
+        other = build()
+        report = load_adapter_(other, file, block=block)
+        assert [record.block for record in report.insertion.blocks] == ["Added", "Tanh", "AttentionBlock2d"]
+        assert torch.equal(other.eval()(x), model(x))
+    for block in (Added, [Added, Tanh], lambda channels, **how: Added(channels), None, names | {"More": Added}):
+        with pytest.raises(
+            va.errors.CheckpointError, match=r"Added, Near, Tanh, which are not .*\[Added, Near, Tanh\]"
+        ):
+            load_adapter_(build(), file, block=block)
+    plain = network_with_block()
+    with pytest.raises(va.errors.CheckpointError, match=r"block must be None .*, got Added"):
+        load_adapter_(small_network(), save_adapter(plain, tmp_path / "plain.safetensors"), block=Added)
+
+
 def test_a_custom_block_needs_its_class(tmp_path):
     model = small_network()
     va.insert_(model, nn.BatchNorm2d, stages=[-2, -1], momentum=0.5, example_input=IMAGES)
@@ -261,8 +329,11 @@ def test_a_custom_block_needs_its_class(tmp_path):
         load_adapter_(other, path)
     load_adapter_(other, path, block=nn.BatchNorm2d)
     assert_same(other.state_dict(), model.state_dict())
-    with pytest.raises(va.errors.CheckpointError, match="momentum"):
-        load_adapter_(small_network(), path, block=va.AttentionBlock2d)
+    for other in (va.AttentionBlock2d, [nn.BatchNorm2d, nn.Conv2d], {"Conv2d": nn.BatchNorm2d}):
+        with pytest.raises(va.errors.CheckpointError, match=r"BatchNorm2d, which is not of this library, got \w+"):
+            load_adapter_(small_network(), path, block=other)
+    report = load_adapter_(small_network(), path, block={"BatchNorm2d": Renamed})
+    assert [block.block for block in report.insertion.blocks] == ["Renamed", "Renamed"]  # what was built
     with pytest.raises(va.errors.CheckpointError, match=r"differ in weight \(8, 8, 3, 3\)"):
         load_adapter_(small_network(), path, block=lambda channels, momentum, **how: nn.Conv2d(channels, 8, 3, **how))
 

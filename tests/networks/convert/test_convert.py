@@ -33,7 +33,7 @@ from vision_attn.networks.convert.conversion import CONVERSIONS, find_conversion
 from vision_attn.networks.convert.equivalence import compare
 from vision_attn.networks.convert.window_layers import PaddedAttention
 
-BLOCKS = {1: va.Attention1d, 2: va.Attention2d, 3: va.Attention3d}
+BLOCKS = {1: va.blocks.Attention1d, 2: va.Attention2d, 3: va.blocks.Attention3d}
 TorchvisionMaxVit = torchvision_maxvit.RelativePositionalMultiHeadAttention
 #: Gated attention requires a recent version of timm.
 GATED = {"gated": True} if "gated" in inspect.signature(tl.Attention).parameters else {}
@@ -444,7 +444,7 @@ def test_keras_multihead_attention(keras, options, size, pattern):
 def test_keras_grouped_query_attention(keras, options, value):
     layer = built(keras.layers.GroupQueryAttention(3, 6, 2, dtype="float64", **options), (7, 8), value)
     block = convert.from_layer(layer)
-    assert (type(block), block.num_heads, block.num_kv_heads) == (va.Attention1d, 6, 2)
+    assert (type(block), block.num_heads, block.num_kv_heads) == (va.blocks.Attention1d, 6, 2)
     assert_same(block, partial(run_keras, layer), (8, 7), *([value[::-1]] if value else []))
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import vision_attn as va
-from vision_attn.networks.convert.equations import attention_equations, attention_pattern, projection_equation
+from vision_attn.convert import attention_equations, attention_pattern, projection_equation
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_attention_equations_equal_those_of_keras(keras, builders, data, rank):
 def test_attention_patterns_equal_equations_along_the_same_axes(axes):
     torch.manual_seed(0)
     options = {"pattern": attention_pattern(axes, rank=5), "qkv_bias": False, "proj_bias": False}
-    block = va.Attention3d(8, 2, dtype=torch.float64, **options)
+    block = va.blocks.Attention3d(8, 2, dtype=torch.float64, **options)
     x = torch.randn(2, 8, 2, 3, 4, dtype=torch.float64)
     kernels = block.qkv.weight.view(3, 2, 4, 8).permute(0, 3, 1, 2)  # qkv, channels, heads, width
     q, k, v = (torch.einsum(projection_equation(4, 1, 2)[0], x.movedim(1, -1), kernel) for kernel in kernels)

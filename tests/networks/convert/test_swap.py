@@ -26,7 +26,7 @@ from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
 import vision_attn as va
 from vision_attn.networks.convert.swap import Swapped
-from vision_attn.networks.inspection.macs import run_on_meta
+from vision_attn.networks.inspection.macs import count_macs
 
 
 def maxxvit(name, size=64, **options):
@@ -201,7 +201,7 @@ def test_swapped_modules_support_implementations_and_capture():
 
 def test_attention_that_an_implementation_does_not_reach_is_named():
     model = timm.create_model("test_vit").eval()
-    run_on_meta(model, (3, 160, 160))  # internal uses do not warn
+    count_macs(model, (1, 3, 160, 160))  # internal uses do not warn
     library = (
         r"^impl='bmm' has no effect on attention of another library \(blocks\.0\.attn, .*Call va\.swap_\(model\) first$"
     )
@@ -219,7 +219,7 @@ def test_attention_that_an_implementation_does_not_reach_is_named():
         assert va.set_impl_(model, "einx") == 6
     with pytest.warns(UserWarning, match=reason), va.use_impl(model, "einx"):
         pass
-    run_on_meta(model, (3, 160, 160))
+    count_macs(model, (1, 3, 160, 160))
     hook.remove()
     with va.use_impl(model, "bmm"):
         assert va.set_impl_(nn.Sequential(model, nn.MultiheadAttention(8, 2)), "bmm") == 6

@@ -116,7 +116,7 @@ TRIED = {
     (HalfBiased, "float32"): ("parameters of the block set to zero", {}),
     (InPlace, "float32"): (GATE, {"gated": True, "copied": True}),
     (va.Attention2d, "float32"): (GATE, {"gated": True}),
-    (va.TransformerBlock2d, "float32"): ("attn.proj and fc2 set to zero", {}),
+    (va.blocks.TransformerBlock2d, "float32"): ("attn.proj and fc2 set to zero", {}),
     (va.AttentionBlock2d, "float32"): ("", {}),
     (both, "float32"): ("", {}),
 }

@@ -74,7 +74,7 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     ("options", "warned"),
     [
         ({}, True),
-        pytest.param({"block": va.TransformerBlock2d, "mlp_ratio": 1}, True, marks=pytest.mark.slow),
+        pytest.param({"block": va.blocks.TransformerBlock2d, "mlp_ratio": 1}, True, marks=pytest.mark.slow),
         ({"kv_stride": 4}, False),
         ({"pattern": va.Window(8)}, False),
     ],
@@ -102,7 +102,7 @@ def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warne
         (1024, {"value_dim": 128, "num_heads": 2}, (2, 256, 128)),
         (1030, {"key_dim": None, "value_dim": None}, (5, 206, 206)),
         (512, {}, (8, 64, 64)),
-        (640, {"block": va.TransformerBlock2d}, (8, 80, 80)),  # A custom block has other defaults.
+        (640, {"block": va.blocks.TransformerBlock2d}, (8, 80, 80)),  # A custom block has other defaults.
     ],
 )
 def test_a_default_block_has_at_most_512_attention_channels(channels, options, expected):

@@ -122,7 +122,7 @@ def test_blocks_at_every_selected_module_preserve_the_output_and_train(case, tmp
     assert all(map(torch.equal, run(model, example), after))
 
 
-@pytest.mark.parametrize("block", [va.AttentionBlock2d, va.LinearAttention2d])
+@pytest.mark.parametrize("block", [va.AttentionBlock2d, va.blocks.LinearAttention2d])
 def test_heads_fit_the_channels_unless_they_are_explicit(block):
     model, options = nn.Sequential(nn.Conv2d(3, 10, 1)), {"names": "0", "example_input": (1, 3, 8, 8)}
     with pytest.raises(ValueError, match="num_heads"):

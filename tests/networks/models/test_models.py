@@ -197,7 +197,7 @@ def test_botnet_has_the_papers_size():
 
 def test_the_augmented_resnet_has_the_papers_widths():
     model = on_meta("aa_resnet50")
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, va.AugmentedConv2d)}
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, va.blocks.AugmentedConv2d)}
     assert [sum(name.startswith(f"layer{stage}.") for name in blocks) for stage in range(1, 5)] == [0, 4, 6, 3]
     first = [block.attn for name, block in blocks.items() if name.endswith(".0.conv2")]
     assert [(attn.key_dim, attn.out_channels) for attn in first] == [(20, 16), (20, 24), (20, 48)]

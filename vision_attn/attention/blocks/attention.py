@@ -39,7 +39,7 @@ class Attention2d(Attention):
     Args:
         channels: input channels; divisible by ``num_heads``, unless ``key_dim`` and ``value_dim`` are given.
         num_heads: number of heads.
-        impl: the implementation: one of :data:`vision_attn.IMPLS`, ``"auto"`` or a registered name. All implementations
+        impl: the implementation: one of ``va.implementations.IMPLS``, ``"auto"`` or a registered name. All of them
             return the same result. The memory of ``"sdpa"`` and ``"flex"`` is linear in the number of tokens if torch
             has a fused kernel for the inputs; the other implementations store every attention weight. ``"auto"``
             selects the faster of ``"sdpa"`` and ``"bmm"`` by device, dtype, number of tokens, gradients, dropout and

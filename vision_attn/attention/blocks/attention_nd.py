@@ -53,6 +53,8 @@ class Attention(ConfigurableImpl):
     k_norm: nn.Module | None
 
     fixed: ClassVar[Collection[str]] = (*OPTIONS, "pattern", "position")
+    live: ClassVar[Collection[str]] = ("impl", "scale", "causal")
+    arguments: ClassVar[Collection[str]] = ("qkv_bias", "proj_bias", "output_gate")
 
     def __init__(
         self,

@@ -113,7 +113,7 @@ def set_impl_(model: nn.Module, impl: str) -> int:
 
     Args:
         model: any module.
-        impl: one of :data:`vision_attn.IMPLS`, ``"auto"``, or a name registered with :func:`register_impl`.
+        impl: one of ``va.implementations.IMPLS``, ``"auto"``, or a name registered with :func:`register_impl`.
 
     Returns:
         The number of modules whose implementation changed.

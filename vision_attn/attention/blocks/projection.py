@@ -35,7 +35,7 @@ def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 raise RuntimeError(f"{what}. {remedy}.implicit_replication()") from error
         if isinstance(x, torch.fx.Proxy):  # the operations inside depend on the size of the feature map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *given), {})
-        if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
+        if isinstance(x, Tensor) and x.dim() == 1 + self.rank and x.shape[0] == self.channels:
             return batched(self, x[None], mask, *(y[None] for y in given[1:]))[0]
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise shape_error("x", got, self.channels, self.rank)

@@ -219,6 +219,9 @@ class Grid(ExpressionPattern):
 #: Named patterns, for the argument ``pattern`` of a block.
 PATTERNS = {"full": Axial("full", None), "rows": Axial("rows", (-1,)), "columns": Axial("columns", (-2,))}
 
+#: Code of patterns with sizes, for error messages.
+EXAMPLES = ("Window(7)", "Grid(7)", "Halo(8, 3)", "Neighborhood(7)", "Pattern('b n d h w -> (b h) n w d')")
+
 
 def resolve_pattern(pattern: str | AnyPattern) -> AnyPattern:
     """Convert a name, or an einx expression that needs no sizes, to a pattern; return patterns unchanged."""
@@ -230,4 +233,6 @@ def resolve_pattern(pattern: str | AnyPattern) -> AnyPattern:
         return pattern
     kinds = "a Window, Grid, Halo, Neighborhood or Pattern, or an einx expression"
     expected = f"one of {', '.join(map(repr, PATTERNS))}, {kinds}"
-    raise ValueError(f"pattern must be {expected}, got {pattern!r}.{did_you_mean(str(pattern), PATTERNS)}")
+    name = pattern.__name__ if isinstance(pattern, type) else str(pattern)
+    example = next((f" Pass va.{code}." for code in EXAMPLES if code.lower().startswith(f"{name.lower()}(")), "")
+    raise ValueError(f"pattern must be {expected}, got {pattern!r}.{example or did_you_mean(name, PATTERNS)}")

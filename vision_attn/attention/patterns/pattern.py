@@ -32,8 +32,9 @@ class AxisTiles(NamedTuple):
 class AnyPattern:
     """Base class of all patterns, which select the positions of a feature map that attend to each other.
 
-    Subclasses implement :meth:`axis_tiles`, which splits one axis of the feature map into tiles. A group of tokens is
-    the Cartesian product of one tile per axis.
+    Subclasses are frozen dataclasses and implement :meth:`axis_tiles`, which splits one axis of the feature map into
+    tiles. A group of tokens is the Cartesian product of one tile per axis. A field with a tuple in its annotation, such
+    as ``int | tuple[int, ...]``, has one value for each axis inside a block.
     """
 
     #: The einx expression that partitions a feature map into groups. If it is None, tokens are gathered by index.
@@ -44,7 +45,7 @@ class AnyPattern:
     def expand_to_rank(self, rank: int) -> Any:
         """Return the pattern with one value for each of ``rank`` axes; raise if it has another number of axes."""
         pattern, owner = cast(Any, self), type(self).__name__
-        names = [field.name for field in fields(pattern)]
+        names = [field.name for field in fields(pattern) if "tuple" in str(field.type)]
         return replace(pattern, **{name: to_ntuple(owner, name, getattr(self, name), rank) for name in names})
 
     @property

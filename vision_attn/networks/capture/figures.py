@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise ImportError(f"figures require matplotlib. Install it: {INSTALL.format('viz')}", name=error.name) from error
 
-__all__ = ["Figure", "attention_figure", "save_figure"]
+__all__ = ["Figure", "save_figure"]
 
 #: Height of a line of text above the panels, and width of the color scale, in inches.
 TEXT_HEIGHT, SCALE_WIDTH = 0.24, 0.95
@@ -45,58 +45,28 @@ class Figure(matplotlib_figure.Figure):
         return as_bytes(self, "png", dpi=100)
 
 
-def attention_figure(
-    images: Tensor,
+def draw_maps(
     attention: AttentionMap,
-    *,
-    query: int | Iterable[int] = 0,
-    reduction: str = "mean",
-    vmax: float | None = None,
-    titles: Sequence[str] = (),
-    width: float = 7.0,
+    images: Tensor,
+    query: int | Iterable[int],
+    reduction: str,
+    vmax: float | None,
+    titles: Sequence[str],
+    width: float,
 ) -> Figure:
-    """Draw a row for each image and query: the image with the marked query, and the image with its attention map.
-
-    Colors show attention weights as multiples of uniform attention, one divided by the number of positions. Weights up
-    to 1× leave the image unchanged. Weights of 2× or more are covered by a color, which changes with each doubling. The
-    scale is the same for all maps of a figure, and the line below them says whether the attention selects positions. A
-    map with three axes has a panel for each frame of the feature map, drawn over the middle one of the image frames
-    that it covers.
-
-    Args:
-        images: images with values from 0 to 1, ``(b, 1 or 3, height, width)`` or ``(b, 1 or 3, t, height, width)``.
-        attention: map of one module, from :func:`vision_attn.capture`.
-        query: index of the query, or several indices. With several queries, each has a row with its index and position
-            in the title, and the indices are drawn on the images.
-        reduction: combination of the heads: ``"mean"``, ``"max"``, or ``"none"`` for one panel per head. To select
-            heads, pass ``heads`` to :func:`vision_attn.capture`.
-        vmax: upper end of the color scale, as a multiple of uniform attention; by default, the largest weight, rounded
-            up to 2, 4, 8 or 16.
-        titles: a title for each image.
-        width: width of the figure in inches.
-
-    Returns:
-        The figure. A notebook displays it; :func:`save_figure` saves it.
-
-    Raises:
-        ValueError: the numbers of images, maps or titles differ, images and maps have different axes, the query does
-            not exist, ``reduction`` is invalid, or ``vmax`` is not above 1.
-
-    >>> import torch
-    >>> attention = AttentionMap(torch.rand(2, 8, 1, 7, 7), query_positions=((3, 3),), image_size=(28, 28))
-    >>> figure = attention_figure(torch.rand(2, 3, 28, 28), attention)
-    >>> len(figure.axes)  # two for each image, and the scale
-    5
-    >>> len(attention_figure(torch.rand(2, 3, 28, 28), attention, reduction="none").axes)
-    19
-    """
+    """Draw a row for each image and query. Arguments and errors are those of :meth:`AttentionMap.figure`."""
+    axes = len(attention.map_size)
+    if images.dim() == 1 + axes and len(attention.weights) == 1:
+        images = images[None]
     if len(attention.weights) != len(images) or (titles and len(titles) != len(images)):
         counts = f"{len(images)} images, {len(attention.weights)} maps and {len(titles)} titles"
         raise ValueError(f"images must have one map and at most one title each, got {counts}")
-    axes = len(attention.map_size)
     if axes not in (2, 3) or images.dim() != 2 + axes:
         shape = "(b, channels, height, width), or (b, channels, t, height, width) for a map with three axes"
         raise ValueError(f"images must be {shape}, got {tuple(images.shape)} for a map with {axes} axes")
+    if not (images.min() > -0.01 and images.max() < 1.01):
+        extremes = f"{images.min():.1f}…{images.max():.1f}"
+        raise ValueError(f"images must have values in 0…1, got {extremes}. Pass the images before normalization")
     check_above(1, vmax=vmax)
     queries = check_indices("query", query, len(attention.query_positions))
     weights = attention.weights[:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from vision_attn.checks import product
+
+if TYPE_CHECKING:
+    from vision_attn.networks.capture.figures import Figure
 
 #: Effective width, as a fraction of all positions, above which attention is nearly uniform.
 UNIFORM = 0.9
@@ -129,13 +132,62 @@ class AttentionMap:
             rows.append((both - (entropy + entropy[:, [head]]) / 2).mean(2))
         return 1 - torch.stack(rows, 1) / torch.tensor(2.0).log()
 
+    def figure(
+        self,
+        images: Tensor,
+        *,
+        query: int | Iterable[int] = 0,
+        reduction: str = "mean",
+        vmax: float | None = None,
+        titles: Sequence[str] = (),
+        width: float = 7.0,
+    ) -> Figure:
+        """Draw a row for each image and query: the image with the marked query, and the image with its attention map.
+
+        Colors show attention weights as multiples of uniform attention, one divided by the number of positions. Weights
+        up to 1× leave the image unchanged. Weights of 2× or more are covered by a color, which changes with each
+        doubling. The scale is the same for all maps of a figure, and the line below them says whether the attention
+        selects positions. A map with three axes has a panel for each frame of the feature map, drawn over the middle
+        one of the image frames that it covers.
+
+        Args:
+            images: images with values in 0…1, ``(b, 1 or 3, height, width)`` or ``(b, 1 or 3, t, height, width)``; a
+                map of one image also accepts the image without ``b``.
+            query: index of the query, or several indices. With several queries, each has a row with its index and
+                position in the title, and the indices are drawn on the images.
+            reduction: combination of the heads: ``"mean"``, ``"max"``, or ``"none"`` for one panel per head. To select
+                heads, pass ``heads`` to :func:`vision_attn.capture`.
+            vmax: upper end of the color scale, as a multiple of uniform attention; by default, the largest weight,
+                rounded up to 2, 4, 8 or 16.
+            titles: a title for each image.
+            width: width of the figure in inches.
+
+        Returns:
+            The matplotlib figure. A notebook displays it, and ``figure.savefig(path)`` saves it.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: images have values outside 0…1, the numbers of images, maps or titles differ, images and maps
+                have different axes, the query does not exist, ``reduction`` is invalid, or ``vmax`` is not above 1.
+
+        >>> attention = AttentionMap(torch.rand(2, 8, 1, 7, 7), query_positions=((3, 3),), image_size=(28, 28))
+        >>> figure = attention.figure(torch.rand(2, 3, 28, 28))
+        >>> len(figure.axes)  # two for each image, and the scale
+        5
+        >>> len(attention.figure(torch.rand(2, 3, 28, 28), reduction="none").axes)
+        19
+        """
+        from vision_attn.networks.capture.figures import draw_maps  # loads matplotlib
+
+        return draw_maps(self, images, query, reduction, vmax, titles, width)
+
 
 class AttentionMaps(dict[str, AttentionMap]):
     """Attention maps of a forward pass by module path, in the order in which the modules run.
 
     >>> AttentionMaps()["layer4"]
     Traceback (most recent call last):
-    KeyError: "there is no attention map of 'layer4' (captured: none): the module did not run in the forward pass"
+    KeyError: "there is no attention map of 'layer4' (captured: none): no attention with this path has run"
     """
 
     def __init__(self, *items: Any) -> None:
@@ -145,7 +197,9 @@ class AttentionMaps(dict[str, AttentionMap]):
 
     def __missing__(self, path: str) -> AttentionMap:
         captured = ", ".join(map(repr, self)) or "none"
-        reason = self.reasons.get(path, "the module did not run in the forward pass")
+        inside = any(name.startswith(f"{path}.") for name in self)
+        default = "it is not attention, but contains attention" if inside else "no attention with this path has run"
+        reason = self.reasons.get(path, default)
         raise KeyError(f"there is no attention map of {path!r} (captured: {captured}): {reason}")
 
     def rollout(self, *, residual: float = 0.5) -> AttentionMaps:

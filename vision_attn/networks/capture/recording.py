@@ -66,7 +66,7 @@ def capture(
     other threads can run the model at the same time. A compiled model runs in eager mode inside the ``with`` block.
 
     Args:
-        model: a network with :class:`vision_attn.Attention1d`, :class:`Attention2d` or :class:`Attention3d` modules.
+        model: a network with :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d` modules.
             The modules may be inserted blocks, replacements of other modules, results of :func:`vision_attn.swap_`, or
             part of the network.
         queries: query points ``(y, x)`` in pixels of the image, or ``(t, y, x)`` for a video; ``"all"`` or None for

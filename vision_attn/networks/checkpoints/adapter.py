@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from vision_attn.errors import CheckpointError
 from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints import file_format
-from vision_attn.networks.checkpoints.file_format import Saved, fingerprint, gather, unwrap_key
+from vision_attn.networks.checkpoints.file_format import BlockClasses, Saved, fingerprint, gather, unwrap_key
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import copy_all_, refuse_read_only, refuse_without_values
 from vision_attn.networks.insertion import InsertionReport, inserted_blocks, records, remove_
@@ -102,7 +102,7 @@ def save_adapter(
 
 @torch.inference_mode(False)  # Tensors created in inference mode cannot be trained.
 def load_adapter_(
-    model: nn.Module, file: str | Path, *, strict: bool = True, block: Callable[..., nn.Module] | None = None
+    model: nn.Module, file: str | Path, *, strict: bool = True, block: BlockClasses | None = None
 ) -> AdapterReport:
     """Insert the blocks of an adapter file into the network that the adapter was trained on.
 
@@ -113,7 +113,8 @@ def load_adapter_(
         file: a file that was written by :func:`save_adapter`, a folder with ``adapter.safetensors``, or a file or
             repository of the Hugging Face Hub, ``"hf-hub:owner/name[@revision][/file]"``.
         strict: raise an error if values or dtypes of the network differ. Names and shapes must always match.
-        block: the class of the inserted blocks, if they are not blocks of this library.
+        block: the class of the inserted blocks, if they are not blocks of this library; several classes in a list, or
+            in a dictionary by their names in the file. Custom patterns and position encodings are passed the same way.
 
     Returns:
         A report of the inserted blocks and loaded tensors.
@@ -140,18 +141,18 @@ def load_adapter_(
         raise ValueError(f"model must have no inserted blocks, got blocks at {sites}. Call va.remove_(model) first")
     path = resolve_source(file)
     adapter = read_adapter(path)
-    factories = file_format.find_factories(adapter, path, block)
+    classes = file_format.match_classes(adapter, path, block)
     state = unwrap_state(model)
     changed_tensors = compare_network(state, adapter, path, strict=strict)
     try:
         with torch.random.fork_rng(devices=[]):  # random initial values are replaced, so they must not advance the RNG
-            file_format.insert_saved_(model, adapter, factories)
+            file_format.insert_saved_(model, adapter, classes)
         state = unwrap_state(model)
         shapes = {(unwrap_key(key), state[unwrap_key(key)].shape) for key in insertion.inserted_keys(model)}
         if wrong := shapes ^ {(key, value.shape) for key, value in adapter.tensors.items() if key not in adapter.also}:
             raise CheckpointError(f"created and saved blocks differ in {shorten(sorted(dict(wrong)))}")
         refuse_read_only({key: state[key] for key in adapter.tensors})
-        report = InsertionReport(records(model))
+        report = InsertionReport(records(model), "loaded")
     except BaseException as error:
         if inserted_blocks(model):
             remove_(model)

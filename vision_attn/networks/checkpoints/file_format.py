@@ -21,9 +21,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,16 @@ from vision_attn.attention.blocks.config import blocks_with_impl
 from vision_attn.errors import CheckpointError
 from vision_attn.networks import insertion
 from vision_attn.networks.block_factories import BLOCKS, TIMM_BLOCKS, get_block_factory, make_block
-from vision_attn.networks.checkpoints.option_code import Arguments, check_saved_arguments, from_code, to_code
+from vision_attn.networks.checkpoints.option_code import (
+    CONFIG_CLASSES,
+    Arguments,
+    Classes,
+    ForeignCode,
+    check_saved_arguments,
+    class_names,
+    from_code,
+    to_code,
+)
 from vision_attn.networks.insertion import InsertedBlock
 from vision_attn.networks.insertion.build import replacement_options
 from vision_attn.networks.insertion.exact import unwrap_exact_block
@@ -54,6 +63,8 @@ FORMAT = 5
 
 #: A part that torch.compile, activation checkpointing or FSDP adds to the path of a wrapped layer.
 WRAPPER = re.compile(rf"{COMPILED}|_[a-z]+_wrapped_module")
+#: A class or function, several of them, or classes by name.
+BlockClasses = Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]]
 #: name -> (shape, dtype, first digits of the SHA-256 hash of the values)
 Fingerprint = dict[str, tuple[tuple[int, ...], str, str]]
 
@@ -186,7 +197,7 @@ def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     block = InsertedBlock(
         Site(texts["site"], texts["at"], channels, size, images, texts["layout"], elements[0], used),
         texts["block"],
-        {str(name): from_code(code) for name, code in values["options"].items()},
+        {str(name): decode_option(code) for name, code in values["options"].items()},
         texts["block_path"],
         SecondMap(texts["context"], texts["context_layout"], elements[1], second) if texts["context"] else None,
         (texts["identity_init"], dict(values.get("wrapper_options", {}))),
@@ -195,6 +206,11 @@ def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     if unknown := values.keys() - encode_block(block).keys():
         raise ValueError(f"the record of a block has unknown entries: {shorten(sorted(unknown))}")
     return block
+
+
+def decode_option(code: str) -> Any:
+    """Return the value of an option; the code remains if it has classes that are not of this library."""
+    return from_code(code) if class_names(code) <= CONFIG_CLASSES.keys() else ForeignCode(code)
 
 
 # --- blocks of a network ----------------------------------------------------------------------------------------------
@@ -239,18 +255,69 @@ def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:
         }
 
 
-def insert_saved_(model: nn.Module, saved: Saved, factories: Mapping[str, Callable[..., nn.Module]]) -> None:
+def foreign_classes(model: nn.Module) -> dict[str, Callable[..., Any]]:
+    """Return the classes of the blocks of a model, and of their options, that are not of this library, by name."""
+    blocks, classes = insertion.inserted_blocks(model), dict[str, Callable[..., Any]]()
+    for record in insertion.records(model):
+        if record.block not in (*BLOCKS, *TIMM_BLOCKS):
+            classes[record.block] = type(unwrap_exact_block(blocks[record.site]))
+        classes |= {type(x).__name__: type(x) for x in record.options.values() if is_dataclass(x)}
+    return {name: kind for name, kind in classes.items() if name not in CONFIG_CLASSES}
+
+
+def match_classes(saved: Saved, path: Path, block: Any) -> Classes:
+    """Return the classes that a file requires and that are not of this library, by name.
+
+    Args:
+        saved: content of the file.
+        path: path of the file, for errors.
+        block: a class, several classes, or classes by name. A function is accepted if the file has one such name.
+    """
+    options = [code for record in saved.blocks for code in record.options.values() if isinstance(code, ForeignCode)]
+    names = {record.block for record in saved.blocks}.union(*map(class_names, options))
+    foreign = sorted(names - {*BLOCKS, *TIMM_BLOCKS, *CONFIG_CLASSES})
+    passed = block if isinstance(block, list | tuple) else [] if block is None else [block]
+    if isinstance(block, Mapping):
+        classes = dict(block)
+    elif len(passed) == len(foreign) == 1 and not isinstance(passed[0], type):
+        classes = {foreign[0]: passed[0]}
+    else:
+        classes = {getattr(kind, "__name__", repr(kind)): kind for kind in passed}
+    if classes.keys() != {*foreign}:
+        got = f", got {', '.join(classes)}" if classes else ""
+        if not foreign:
+            raise CheckpointError(f"block must be None for {path}, which contains only classes of this library{got}")
+        several, listed = len(foreign) > 1, ", ".join(foreign)
+        what = f"{path} contains {listed}, which {'are' if several else 'is'} not of this library{got}"
+        argument = f"the classes: block=[{listed}]" if several else f"the class: block={listed}"
+        flags = " ".join(f"--block MODULE:{name}" for name in foreign)
+        if len(foreign) == len(classes) == 1:
+            argument += f", or block={{{foreign[0]!r}: {next(iter(classes))}}} if its name has changed"
+        raise CheckpointError(f"{what}. Pass {argument}, or {flags} on the command line")
+    return classes
+
+
+def insert_saved_(model: nn.Module, saved: Saved, classes: Classes) -> None:
     """Insert blocks with the classes and options in a file, without their weights.
 
     Args:
         model: a network without inserted blocks.
         saved: content of the file.
-        factories: functions that build the blocks, by class name.
+        classes: the classes of :func:`match_classes`.
     """
     # A compiled layer has two paths, with and without its wrapper. The wrapper does not run hooks.
     paths = {unwrap_key(path): path for path, _ in model.named_modules(remove_duplicate=False)}
-    records = [relocate(record, lambda path: paths.get(path, path)) for record in saved.blocks]
-    insertion.attach_records_(model, records, factories)
+    records, known = (
+        [relocate(record, lambda path: paths.get(path, path)) for record in saved.blocks],
+        {**CONFIG_CLASSES, **classes},
+    )
+    for at, record in enumerate(records):
+        options = {name: from_code(x, known) if isinstance(x, ForeignCode) else x for name, x in record.options.items()}
+        records[at] = replace(record, options=options)
+    parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
+    shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
+    makers = {record.block: get_block_factory(classes.get(record.block, record.block)) for record in records}
+    insertion.attach_records_(model, records, {name: limit_shapes(make, shapes) for name, make in makers.items()})
 
 
 def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlock:
@@ -258,21 +325,6 @@ def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlo
     owner, _, child = record.block_path.rpartition(".")
     path = rename(record.site) if record.target.at == "replace" else f"{rename(owner)}.{child}"
     return record.moved(rename(record.site), path, rename)
-
-
-def find_factories(
-    saved: Saved, path: Path, block: Callable[..., nn.Module] | None
-) -> dict[str, Callable[..., nn.Module]]:
-    """Return the functions that build the blocks of a file, by class name."""
-    names = sorted({record.block for record in saved.blocks})
-    foreign = [name for name in names if name not in (*BLOCKS, *TIMM_BLOCKS)]
-    if foreign and block is None:
-        what = f"{', '.join(foreign)}, which is not a block of this library"
-        flag = f"--block MODULE:{foreign[0]} on the command line"
-        raise CheckpointError(f"{path} contains {what}. Pass the class: block={foreign[0]}, or {flag}")
-    parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
-    shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
-    return {name: limit_shapes(get_block_factory(block if name in foreign else name), shapes) for name in names}
 
 
 def limit_shapes(

@@ -33,14 +33,12 @@ from torchvision.transforms import Compose
 from torchvision.transforms.v2 import RGB, Grayscale
 
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.block_factories import BLOCKS
 from vision_attn.networks.checkpoints import file_format
-from vision_attn.networks.checkpoints.file_format import gather, unwrap_key
+from vision_attn.networks.checkpoints.file_format import BlockClasses, gather, unwrap_key
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.insertion import inserted_blocks, records, remove_
-from vision_attn.networks.insertion.exact import unwrap_exact_block
 from vision_attn.networks.inspection.example import float_tensors, make_example, tree_leaves
 from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
 from vision_attn.networks.models.registry import get_model_cfg
@@ -167,7 +165,7 @@ def save_model(
 def load_model(
     folder: str | Path,
     *,
-    block: Callable[..., nn.Module] | None = None,
+    block: BlockClasses | None = None,
     network: Callable[..., nn.Module] | None = None,
 ) -> nn.Module:
     """Load a network with its blocks, classes and image transform, in evaluation mode on the CPU.
@@ -178,7 +176,8 @@ def load_model(
         folder: a folder written by :func:`save_model`, by timm (without blocks), or by a training run, or a repository
             of the Hugging Face Hub with such a folder, ``"hf-hub:owner/name[@revision]"``. For a training run, the best
             network is loaded.
-        block: the class of the inserted blocks, if they are not blocks of this library.
+        block: as in :func:`vision_attn.load_adapter_`: the classes of blocks, patterns and position encodings that are
+            not of this library.
         network: the class or function that was passed to :func:`save_model`, if timm cannot create the network.
 
     Returns:
@@ -225,12 +224,14 @@ def load_model(
     if network is not None and not name:
         raise ValueError(f"network must be None for {str(folder)!r}, whose network is created by timm")
 
+    block_classes = {} if saved is None else file_format.match_classes(saved, folder, block)
+
     def build() -> nn.Module:
         model = create(config) if network is None else network(**config["model_args"])
         if saved is not None:
             if inserted_blocks(model):  # inserted by the class of the network; the file lists all blocks
                 remove_(model)
-            file_format.insert_saved_(model, saved, file_format.find_factories(saved, folder, block))
+            file_format.insert_saved_(model, saved, block_classes)
         shapes = {key: value.shape for key, value in model.state_dict().items()}
         if other := [k for k in {**shapes, **weights} if k not in weights or weights[k].shape != shapes.get(k)]:
             raise CheckpointError(f"{folder}: the weights do not match the network in config.json: {shorten(other)}")
@@ -314,12 +315,11 @@ def verify(
     model: nn.Module, folder: Path, architecture: object, network: Callable[..., nn.Module] | None, example_input: Any
 ) -> None:
     """Raise an error unless the network in a folder and the model have the same output."""
-    classes = [type(unwrap_exact_block(block)) for block in inserted_blocks(model).values()]
     if example_input is None:  # Blocks for tokens require the image size with which they were inserted.
         example_input = next(((1, *block.target.input_shape[1:]) for block in records(model)), None)
     example = make_example(model, example_input)
     try:
-        copy = load_model(folder, block=next((c for c in classes if c.__name__ not in BLOCKS), None), network=network)
+        copy = load_model(folder, block=file_format.foreign_classes(model), network=network)
         with quiet_eval(model):
             try:
                 expected = float_tensors(model(*example.args, **example.kwargs))

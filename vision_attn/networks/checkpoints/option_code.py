@@ -1,25 +1,32 @@
 """Convert options of blocks to Python code and back, and compare the arguments of blocks in state dicts.
 
 The code consists of literals, and of patterns and position encodings with literal arguments. It is parsed, not run.
+Classes that are not of this library are known only while a file is written or if the caller passes them.
 """
 
 from __future__ import annotations
 
 import ast
-import keyword
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from vision_attn.attention.blocks.config import CONFIG_KEY
 from vision_attn.attention.patterns import Grid, Halo, Neighborhood, Pattern, Window
 from vision_attn.attention.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope, SinCos
 from vision_attn.networks.safe.pickled import METADATA
-from vision_attn.text import did_you_mean
 
 PATTERNS = (Window, Grid, Halo, Neighborhood, Pattern)
 POSITIONS = (RelPosDecomposed, RelPosTable, AbsPos, Rope, ConditionalPos, SinCos)
-#: The names that are allowed in the code.
-CONFIG_CLASSES: dict[str, Callable[..., Any]] = {cls.__name__: cls for cls in (*PATTERNS, *POSITIONS)}
+#: name -> class or function
+Classes = Mapping[str, Callable[..., Any]]
+#: The classes of this library that are allowed in the code.
+CONFIG_CLASSES: Classes = {cls.__name__: cls for cls in (*PATTERNS, *POSITIONS)}
+
+
+class ForeignCode(str):
+    """Code of an option with classes that are not of this library."""
+
 
 #: path of a block -> {argument: code}
 Arguments = Mapping[str, Mapping[str, str]]
@@ -34,19 +41,22 @@ def to_code(name: str, value: object) -> str:
     >>> to_code("pattern", Window(7, shift=3))
     'Window(size=7, shift=3)'
     """
-    code = repr(value)
+    if isinstance(value, ForeignCode):
+        return value
+    code, kind = repr(value), type(value)
+    classes = {kind.__name__: kind, **CONFIG_CLASSES} if is_dataclass(kind) else CONFIG_CLASSES
     try:
-        again = from_code(code)
+        again = from_code(code, classes)
     except ValueError:
         again = NotImplemented
-    if type(again) is not type(value) or repr(again) != code:
+    if type(again) is not kind or repr(again) != code:
         plain = "numbers, strings, True, False, None, tuples, lists and dictionaries of these values"
-        raise ValueError(f"{name}={code} cannot be saved: options must be {plain}, or {', '.join(CONFIG_CLASSES)}")
+        raise ValueError(f"{name}={code} cannot be saved: options must be {plain}, a pattern or a position encoding")
     return code
 
 
-def from_code(code: str) -> Any:
-    """Return the value of code.
+def from_code(code: str, classes: Classes = CONFIG_CLASSES) -> Any:
+    """Return the value of code, which may create objects of these classes.
 
     >>> from_code("{'pattern': Window(size=7, shift=3), 'heads': -1}")
     {'pattern': Window(size=7, shift=3), 'heads': -1}
@@ -54,35 +64,38 @@ def from_code(code: str) -> Any:
     if len(code) > MAX_LENGTH:
         raise ValueError(f"{code[:80]!r}… is not a valid value: it has more than {MAX_LENGTH:,} characters")
     try:
-        return eval_node(ast.parse(code, mode="eval").body)
+        return eval_node(ast.parse(code, mode="eval").body, classes)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(f"{code[:200]!r} is not a valid value: {error}") from error
 
 
-def parse_option(word: str) -> Any:
-    """Parse a value from the command line: names and einx expressions need no quotes, other values are code.
+def class_names(code: str) -> set[str]:
+    """Return the names of the classes in code.
 
-    >>> parse_option("rows"), parse_option("Grid(7)"), parse_option("b n d h w -> (b w) n h d"), parse_option("0.5")
-    ('rows', Grid(size=7), 'b n d h w -> (b w) n h d', 0.5)
+    >>> sorted(class_names("{'pattern': Window(7), 'position': Distance(0.5)}"))
+    ['Distance', 'Window']
     """
-    is_text = "->" in word or (word.isidentifier() and not keyword.iskeyword(word))
-    return word if is_text else from_code(word.removeprefix("va."))
+    if len(code) > MAX_LENGTH:
+        return set()
+    try:
+        calls = [node.func for node in ast.walk(ast.parse(code, mode="eval")) if isinstance(node, ast.Call)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    return {name.id for name in calls if isinstance(name, ast.Name)}
 
 
-def eval_node(node: ast.expr) -> Any:
+def eval_node(node: ast.expr, classes: Classes) -> Any:
     match node:
         case ast.Tuple(elts=items):
-            return tuple(map(eval_node, items))
+            return tuple(eval_node(item, classes) for item in items)
         case ast.List(elts=items):
-            return list(map(eval_node, items))
+            return [eval_node(item, classes) for item in items]
         case ast.Dict(keys=keys, values=values) if None not in keys:
-            return {eval_node(key): eval_node(item) for key, item in zip(keys, values, strict=True) if key}
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in CONFIG_CLASSES:
-            named = {str(item.arg): eval_node(item.value) for item in keywords}  # **{} becomes an argument "None"
-            return CONFIG_CLASSES[name](*map(eval_node, args), **named)
-        case ast.Call(func=ast.Name(id=name)):
-            guess = did_you_mean(name, CONFIG_CLASSES)
-            raise ValueError(f"expected one of {', '.join(CONFIG_CLASSES)}, got {name}.{guess}")
+            pairs = zip(keys, values, strict=True)
+            return {eval_node(key, classes): eval_node(item, classes) for key, item in pairs if key}
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in classes:
+            named = {str(item.arg): eval_node(item.value, classes) for item in keywords}  # **{} has the name "None"
+            return classes[name](*(eval_node(arg, classes) for arg in args), **named)
     return ast.literal_eval(node)
 
 

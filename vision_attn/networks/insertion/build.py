@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks.gated_residual import GatedResidual
+from vision_attn.attention.patterns import resolve_pattern
+from vision_attn.attention.position.relative_table import RelativePosition
 from vision_attn.errors import SiteError
 from vision_attn.networks import block_factories
 from vision_attn.networks.block_factories import BlockFactory, describe_error, make_block
@@ -67,6 +69,11 @@ def new_block(
     is_timm = isinstance(block, str) and block in block_factories.TIMM_BLOCKS
     if is_timm and "feat_size" in block_factories.get_arguments(make):
         options = {"feat_size": x.size, **options}
+    position = options.get("position")
+    if isinstance(position, RelativePosition) and position.feat_size is None:
+        sides = resolve_pattern(options.get("pattern", "full")).expand_to_rank(len(x.size)).window_shape
+        feat_size = tuple(None if side else length for side, length in zip(sides, x.size, strict=True))
+        options["position"] = replace(position, feat_size=feat_size if any(feat_size) else None)
     if context is not None:
         options = {"context_channels": context.shape[1], **options}
     new = build_block(run.model, x.target, at, make, channels, options, spec)
@@ -103,8 +110,9 @@ def rebuild(model: nn.Module, record: InsertedBlock, factories: Mapping[str, Blo
     site = record.target
     block = build_block(model, site.path, site.at, factories[record.block], site.channels, record.options)
     target = require_module(model, site.path)
+    name = record.block if record.block in block_factories.TIMM_BLOCKS else type(block).__name__
     block = wrap_exactly(block, site.channels, like_parameters(target, model), record.identity[1])
-    return set_record_(block, replace(record, replaced=(target,) if site.at == "replace" else ()))
+    return set_record_(block, replace(record, block=name, replaced=(target,) if site.at == "replace" else ()))
 
 
 def build_block(

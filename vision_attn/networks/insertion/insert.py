@@ -178,7 +178,7 @@ def replace_(
 ) -> InsertionReport:
     """Replace selected modules of a model by attention, in place.
 
-    A ``Conv2d`` is replaced by a :class:`vision_attn.StridedAttention2d` with the same input and output channels. As in
+    A ``Conv2d`` is replaced by a :class:`StridedAttention2d` with the same input and output channels. As in
     BoTNet, average pooling replaces the stride. The projections have the groups of the convolution; pass ``groups=1``
     for dense projections. Kernel size and dilation have no counterpart, because every position attends to every other
     position. The attention uses all channels.

@@ -208,7 +208,7 @@ class InsertionReport(Report):
 
     #: records in the order of their sites
     blocks: tuple[InsertedBlock, ...]
-    #: ``"inserted"``, ``"inserted by replacement"``, ``"removed"`` or ``"dry run"``
+    #: ``"inserted"``, ``"inserted by replacement"``, ``"loaded"``, ``"removed"`` or ``"dry run"``
     verb: str = "inserted"
     #: cost of the network before insertion; None if it was not measured
     model_cost: Cost | None = None

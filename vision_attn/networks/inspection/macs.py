@@ -76,13 +76,18 @@ def count_attention_pairs(block: nn.Module, size: tuple[int, ...]) -> int:
     return max((product(size) * product(-(-side // x.kv_stride) for side in size) for x in full), default=0)
 
 
-def run_on_meta(module: nn.Module, shape: Sequence[int], context: Sequence[int] | None = None) -> tuple[Tensor, int]:
-    """Return the output of a module for feature maps of these shapes, without values, and the MACs.
+def count_macs(module: nn.Module, shape: tuple[int, ...]) -> int:
+    """Return the MACs of one forward pass of one image or feature map, without computing values.
 
     >>> from vision_attn.attention.blocks import Attention2d
-    >>> run_on_meta(Attention2d(64, 4, device="meta"), (64, 14, 14))[1]  # 4·64²·196 + 2·64·196²
+    >>> count_macs(Attention2d(64, 4, device="meta"), (1, 64, 14, 14))  # 4·64²·196 + 2·64·196²
     8128512
     """
+    return run_on_meta(module, shape[1:])[1]
+
+
+def run_on_meta(module: nn.Module, shape: Sequence[int], context: Sequence[int] | None = None) -> tuple[Tensor, int]:
+    """Return the output of a module for feature maps of these shapes, without values, and the MACs."""
     state = {name: x.to("meta") for name, x in (*module.named_parameters(), *module.named_buffers())}
     like = next(module.parameters(), torch.empty(0))
 

@@ -111,7 +111,7 @@ def botnet50(pretrained: bool = False, **kwargs: object) -> ResNet:
             arguments of timm's ResNet-50.
 
     Returns:
-        timm's ``ResNet`` with :class:`vision_attn.StridedAttention2d` instead of 3×3 convolutions in the last stage.
+        timm's ``ResNet`` with :class:`StridedAttention2d` instead of 3×3 convolutions in the last stage.
 
     Raises:
         RuntimeError: ``pretrained`` is True.
@@ -134,7 +134,7 @@ def aa_resnet50(pretrained: bool = False, **kwargs: object) -> ResNet:
             arguments of timm's ResNet-50.
 
     Returns:
-        timm's ``ResNet`` with :class:`vision_attn.AugmentedConv2d` instead of 3×3 convolutions in the last three
+        timm's ``ResNet`` with :class:`AugmentedConv2d` instead of 3×3 convolutions in the last three
         stages.
 
     Raises:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import timm
+from huggingface_hub.errors import LocalEntryNotFoundError
 from timm.layers import create_classifier
 from timm.models import build_model_with_cfg, checkpoint_seq, get_arch_pretrained_cfgs, register_model
 from torch import Tensor, nn
 
+from vision_attn.errors import CheckpointError
 from vision_attn.text import did_you_mean
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -118,6 +120,7 @@ def create_model(
 
     Raises:
         ValueError: the model, tag or weights do not exist, or the network cannot be created.
+        CheckpointError: the weights cannot be downloaded.
 
     >>> create_model("resnet20", num_classes=100).pretrained_cfg["tag"]
     'cifar100'
@@ -130,6 +133,9 @@ def create_model(
         name = next((full for full, cfg in configurations.items() if cfg.num_classes == num_classes), name)
     try:
         return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_chans, **options)
+    except LocalEntryNotFoundError as error:
+        remedy = "Check the connection, or load a downloaded file (--weights on the command line)"
+        raise CheckpointError(f"the pretrained weights of {name} cannot be downloaded. {remedy}") from error
     except (FileNotFoundError, RuntimeError, TypeError) as error:
         raise ValueError(f"model: {name!r} cannot be created ({str(error) or 'its weights are missing'})") from error
 
