@@ -11,18 +11,6 @@ from typing import NamedTuple
 INSTALL = 'pip install "vision-attn[{0}]", or ".[{0}]" in a clone'
 
 
-def markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Format rows of cells, the header first, as a Markdown table; see :class:`Table`.
-
-    >>> print(markdown([("site", "size"), ("layer4", "7×7")]))
-    | site | size |
-    | --- | ---: |
-    | layer4 | 7×7 |
-    """
-    sides = ["---" if column in left else "---:" for column in range(len(rows[0]))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], sides, *rows[1:]))
-
-
 class Table(NamedTuple):
     """Table that prints with aligned columns; displayed as an HTML table in a notebook.
 

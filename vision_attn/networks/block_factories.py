@@ -22,8 +22,6 @@ BlockFactory = Callable[..., nn.Module]
 
 #: The default block, by the number of axes of a feature map.
 ATTENTION_BLOCKS: dict[int, BlockFactory] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
-#: Arguments of :func:`vision_attn.insert_` that are not options of a block.
-SITE_ARGUMENTS = ("stages", "names", "where", "exclude", "at", "layout", "example_input", "exact")
 #: Blocks of this library by name.
 BLOCKS: dict[str, BlockFactory] = {name: kind for name, kind in vars(blocks).items() if isinstance(kind, type)}
 #: The names of timm's ``create_attn``, except ``"ge"``, which timm cannot build.
