@@ -40,7 +40,7 @@ def collapsed(summary: str, text: str) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Format rows of cells, the header first, as a Markdown table.
+    """Format rows of cells as a Markdown table, the header first; ``left`` are the indices of left-aligned columns.
 
     >>> print(markdown([("site", "size"), ("layer4", "7×7")]))
     | site | size |

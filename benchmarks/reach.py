@@ -105,7 +105,11 @@ def parameters(library, name):
 
 
 def make(library, name):
-    return timm.create_model(name) if library == "timm" else create_network(f"torchvision:{name}")
+    if library == "timm":
+        return timm.create_model(name)
+    # Without this option, some of torchvision's networks issue a warning about their initialization.
+    options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    return torchvision.models.get_model(name, weights=None, **options)
 
 
 def families():

@@ -36,8 +36,10 @@ def __getattr__(name: str) -> object:
     for module in ("blocks", "convert", "errors", "implementations"):
         known |= {public: f"va.{module}.{public}" for public in _import_name(module).__all__ if public not in known}
     known |= {"train": "vision_attn.recipes.train.train", "attention_figure": "AttentionMap.figure"}
-    known["MultiheadAttention"] = "va.Attention2d"
+    known |= {"MultiheadAttention": "va.Attention2d", "MHSA": "va.Attention2d", "visualize": "va.explore or va.capture"}
+    known |= {"attention_maps": "va.capture", "add_attention": "va.insert_"}
     same = [public for public in known if public.lower().rstrip("_") == name.lower().rstrip("_")]
     close = same or [public for public in known if public.startswith(name)] or difflib.get_close_matches(name, known)
-    suggestion = f" Did you mean {' or '.join(known[public] for public in close[:3])}?" if close else ""
+    close.sort(key=lambda public: known[public].count("."))  # names of va first
+    suggestion = f" Did you mean {' or '.join(dict.fromkeys(known[public] for public in close[:3]))}?" if close else ""
     raise AttributeError(f"vision_attn has no attribute {name!r}.{suggestion}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -20,16 +21,17 @@ def check_divides(name: str, value: int, total_name: str, total: int) -> None:
         raise ValueError(f"{name} must divide {total_name}, got {total_name}={total} and {name}={value}. {choice}")
 
 
-def check_above(limit: float, **values: float | None) -> None:
-    """Raise for the first value that is neither above the limit nor None.
+def check_above(limit: float, kind: Any = Real, **values: Any) -> None:
+    """Raise for the first value that is neither a number of this kind above the limit nor None.
 
     >>> check_above(0, lr=0.0)
     Traceback (most recent call last):
-    ValueError: lr must be above 0, got 0.0
+    ValueError: lr must be a number above 0, got 0.0
     """
+    word = "an integer" if kind is Integral else "a number"
     for name, value in values.items():
-        if value is not None and not value > limit:
-            raise ValueError(f"{name} must be above {limit:g}, got {value!r}")
+        if value is not None and not (isinstance(value, kind) and value > limit):
+            raise ValueError(f"{name} must be {word} above {limit:g}, got {value!r}")
 
 
 def check_choice(name: str, value: object, choices: Iterable[str], context: str = "") -> None:

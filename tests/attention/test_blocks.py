@@ -431,7 +431,8 @@ INVALID = [
     (va.blocks.LinearAttention2d, {"feature_map": "gelu"}, "feature_map must"),
     (va.blocks.LinearAttention2d, {"impl": "sdpa"}, "impl must"),
     (va.blocks.AugmentedConv2d, {"key_channels": 7}, "num_heads must divide key_channels"),
-    *((va.Attention2d, {name: 0}, f"{name} must be above 0") for name in ("num_heads", "num_kv_heads", "kv_stride")),
+    *((va.Attention2d, {name: 0}, f"{name} must be an integer above 0") for name in ("num_heads", "kv_stride")),
+    *((va.Attention2d, {name: "4"}, f"{name} must be an integer above 0, got '4'") for name in ("channels", "key_dim")),
 ]
 
 

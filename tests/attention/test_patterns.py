@@ -203,6 +203,7 @@ STRIPES = "b n d h (w s) -> (b s) n (h w) d"
         (lambda: va.Pattern(STRIPES, h=2, q=2), "q=2 was given, but 'q' does not occur"),
         (lambda: va.Pattern(STRIPES, s=0), "the size of 's' must be at least 1, got 0"),
         (lambda: va.Window(0), "Window: size must"),
+        (lambda: va.Window(7.0), "Window: size must be an integer or a tuple, at least 1, got 7.0"),
         (lambda: va.Window((7, 7), shift=(3, 3, 3)), "Window: size and shift must"),
         (lambda: va.Window((4, 2), shift=2), "Window: shift must"),
         (lambda: va.Grid((7, 0)), "Grid: size must"),

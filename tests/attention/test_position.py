@@ -124,7 +124,7 @@ def test_rotations_equal_those_of_transformers(rank, size):
     expected = apply(q, k, *angles)
     position = va.Rope() if rank == 1 else va.Rope(100.0, normalized=True)
     block = (va.blocks.Attention1d, va.Attention2d)[rank - 1](48, 3, position=position)
-    grouping = block.plans.find(size, size, q.device, False, False)
+    grouping = block.plans.find(size, size, q.device)
     *found, bias = block.position(interleave(q), interleave(k), grouping)
     assert bias is None
     for rotated, other in zip(found, expected, strict=True):

@@ -280,7 +280,7 @@ def test_uniform_attention_is_named_above_the_image_and_the_scale_is_that_of_the
     nn.init.zeros_(model[1].attn.qkv.weight)
     path = va.explore(model, torch.rand(2, 3, 16, 24), tmp_path / "page.html")
     first, _, second = (text := path.read_text()).rpartition('"largest": ')
-    path.write_text(f'{first}"largest": 9{second[second.index(","):]}')
+    path.write_text(f'{first}"largest": 9{second[second.index(",") :]}')
     assert text != path.read_text()
     tab = opened(1000, path=path)
     expected = "Mean effective width: 96.0 of 96 positions (100 %), so the attention is nearly uniform."

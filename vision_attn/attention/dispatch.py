@@ -40,7 +40,7 @@ def repeat_kv(q: Tensor, k: Tensor) -> Tensor:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context without autocast, which would compute the logits in half precision."""
+    """Return a ``with`` block without autocast, which would compute the logits in half precision."""
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # the meta device has no autocast
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
@@ -149,13 +149,15 @@ def attend_chunked(
         added = sum(logits[1:], logits[0]).reshape(-1, groups, *q.shape[1:3], keys)
         return attend(q, k, v, mask=added if mask is None else combine_masks(added, mask), causal=False)
 
-    run: Callable[..., Tensor] = attend_chunk
+    compute: Callable[..., Tensor] = attend_chunk
     if torch.is_grad_enabled() and q.shape[:3].numel() * keys > RECOMPUTE_ABOVE:
-        run = partial(checkpoint, attend_chunk, use_reentrant=False, preserve_rng_state=attend.keywords["dropout"] > 0)
+        compute = partial(
+            checkpoint, attend_chunk, use_reentrant=False, preserve_rng_state=attend.keywords["dropout"] > 0
+        )
         # einx wraps every exception, including the one with which torch stops early
-        run = partial(run, early_stop=attend.func is not attend_einx)
+        compute = partial(compute, early_stop=attend.func is not attend_einx)
     if images >= q.shape[0] and rows >= q.shape[2]:
-        return run(q, k, v, mask, *terms)
+        return compute(q, k, v, mask, *terms)
     by_image: Any = [x.split(images) for x in (q, k, v, *terms)]
     outputs = []
     for image_mask, queries, keys_, values, *logits in zip(
@@ -163,5 +165,7 @@ def attend_chunked(
     ):
         by_row: Any = [x.split(rows, dim=2) for x in (queries, *logits)]
         chunks = zip(split_mask(image_mask, rows, axis=3), *by_row, strict=False)
-        outputs.append(torch.cat([run(chunk, keys_, values, part, *added) for part, chunk, *added in chunks], dim=2))
+        outputs.append(
+            torch.cat([compute(chunk, keys_, values, part, *added) for part, chunk, *added in chunks], dim=2)
+        )
     return torch.cat(outputs)

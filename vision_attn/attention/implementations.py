@@ -46,6 +46,8 @@ def register_impl(name: str, function: Callable[..., Tensor]) -> None:
     """
     if name in IMPLEMENTATIONS:
         raise ValueError(f"name must be new, not one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {name!r}")
+    if not callable(function):
+        raise TypeError(f"function must be callable as function(q, k, v, scale=…), got {function!r}")
 
     def with_groups(q: Tensor, k: Tensor, v: Tensor, *, mask: masks.Mask, **options: float) -> Tensor:
         if mask is None:

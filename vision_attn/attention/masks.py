@@ -51,20 +51,20 @@ def align_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask.logical_not(), -torch.inf)
 
 
-def combine_masks(first: Tensor, second: Mask) -> Tensor:
+def combine_masks(mask: Tensor, other: Mask) -> Tensor:
     """Combine two masks: into a bool mask if both are bool, otherwise into an additive one.
 
     >>> combine_masks(torch.tensor([True, True, False]), torch.tensor([0.5, 0.0, 0.5]))
     tensor([0.5000, 0.0000,   -inf])
     """
-    if second is None:
-        return first
-    if first.dtype == second.dtype == torch.bool:
-        return torch.logical_and(first, second)
-    if first.dtype == torch.bool or second.dtype == torch.bool:
-        allowed, added = (first, second) if first.dtype == torch.bool else (second, first)
+    if other is None:
+        return mask
+    if mask.dtype == other.dtype == torch.bool:
+        return torch.logical_and(mask, other)
+    if mask.dtype == torch.bool or other.dtype == torch.bool:
+        allowed, added = (mask, other) if mask.dtype == torch.bool else (other, mask)
         return torch.where(allowed, added, -torch.inf)
-    return upcast(first) + second  # in half precision the sum of two finite values may be infinite
+    return upcast(mask) + other  # in half precision the sum of two finite values may be infinite
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:

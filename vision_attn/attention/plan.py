@@ -92,21 +92,21 @@ class Plan(NamedTuple):
 def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]) -> Plan | None:
     """Decide how a block attends on inputs of this kind; None if they are empty.
 
-    ``find(size, keys_size, device, causal, as_mask)`` returns a grouping of the block's pattern.
+    ``find(size, keys_size, device, causal=…, as_mask=…)`` returns a grouping of the block's pattern.
     """
     if 0 in kind.shape:  # some implementations and patterns do not support empty tensors
         return None
     size, kernel, causal = tuple(kind.shape[2:]), kind.kernel, kind.causal
     keys_shape = kind.shape if kind.context is None else kind.context.shape
-    find = partial(find, size, pooled_size(keys_shape[2:], config.kv_stride), kind.device, causal)
+    find = partial(find, size, pooled_size(keys_shape[2:], config.kv_stride), kind.device, causal=causal)
 
     # The groups. A kernel for patterns gets the feature map as one group, unless the groups are a plain reshape.
-    grouping = find(False)
+    grouping = find()
     queries, keys = grouping.query_layout, grouping.key_layout
     if kernel.attend_pattern is not None and not grouping.is_global:
         is_reshape = keys is queries and queries.rearrangement is not None
         if not is_reshape or kind.mask is not None or causal:
-            grouping = find(True)
+            grouping = find(as_mask=True)
 
     # The projections. Rearranging one input is cheaper than rearranging its projections.
     one_input = kind.context is None and config.context_channels is None and config.qk_norm != "match"
@@ -178,11 +178,12 @@ class PlanCache:
             self.recent[kind] = plan
         return plan
 
-    def find(self, *key: Any) -> Grouping:
+    def find(self, *sizes: Any, **options: Any) -> Grouping:
         """Return a grouping, which the plans for a size share."""
+        key = (*sizes, *options.items())
         grouping = self.groupings.get(key)
         if grouping is None:
-            grouping = self.create(*key)
+            grouping = self.create(*sizes, **options)
             if can_cache(grouping.axes[0].queries.positions):
                 if len(self.groupings) >= CACHED_SIZES:
                     self.groupings.clear()
@@ -190,7 +191,9 @@ class PlanCache:
                 self.groupings[key] = grouping
         return grouping
 
-    def create(self, size: Any, keys_size: Any, device: torch.device, causal: bool, as_mask: bool) -> Grouping:
+    def create(
+        self, size: Any, keys_size: Any, device: torch.device, *, causal: bool = False, as_mask: bool = False
+    ) -> Grouping:
         options = {"causal": causal, "pattern_as_mask": as_mask}
         make = partial(Grouping, self.config.resolved_pattern, size, keys_size, device, **options)
         with torch.inference_mode(False):  # also valid in training

@@ -32,25 +32,25 @@ class Segment(NamedTuple):
 def running_segments() -> Iterator[Segment]:
     """Yield the segments that are running in this thread, innermost first."""
     frame: FrameType | None = inspect.currentframe()
-    found, passed = False, set[CodeType]()
+    in_segment, passed = False, set[CodeType]()
     while frame is not None:
         code, names = frame.f_code, frame.f_globals
         if code.co_varnames[:1] == ("ctx",) and code.co_name in ("forward", "backward"):
             ctx: Any = frame.f_locals["ctx"]
             # Without ctx in its forward method, a function cannot be identified while it runs first.
             if isinstance(ctx, FunctionCtx) and "ctx" in type(ctx)._forward_cls.forward.__code__.co_varnames[:1]:  # type: ignore[attr-defined]
-                found = True
+                in_segment = True
                 yield Segment(ctx, code.co_name == "backward", compiled_code() in passed)
         elif names is vars(torch.utils.checkpoint):
             if code.co_name == "unpack_hook":
                 yield Segment(read_local(frame, "frame"), True, compiled_code() in passed)
             elif (generator := frame.f_locals.get("gen")) is not None:
-                found = True
+                in_segment = True
                 yield Segment(read_local(generator.gi_frame, "new_frame"), False, compiled_code() in passed)
             elif code.co_name == "checkpoint":
-                if not found:
+                if not in_segment:
                     raise unknown_checkpoint()
-                found = False
+                in_segment = False
         passed.add(code)
         frame = frame.f_back
 

@@ -100,10 +100,10 @@ def scoped_values(module: nn.Module, *kinds: str) -> list[list[Any]]:
         scopes = active_scopes(module)
         recorded = not scopes or record_segments(scopes)
     owner = vars(module).get(ORIGINAL, module)
-    found = [[value for values in scopes if (value := values.get((kind, owner))) is not None] for kind in kinds]
-    if not recorded and any(found[kinds.index(kind)] for kind in WITH_EFFECT.intersection(kinds)):
+    values_of = [[value for values in scopes if (value := values.get((kind, owner))) is not None] for kind in kinds]
+    if not recorded and any(values_of[kinds.index(kind)] for kind in WITH_EFFECT.intersection(kinds)):
         UNRECORDED.add(module)
-    return found
+    return values_of
 
 
 def scoped_output(block: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -153,9 +153,9 @@ def used_values(module: nn.Module) -> bool:
 
 def record_segments(scopes: tuple[Values, ...]) -> bool:
     """Keep the values of the running forward pass for its segments; return False if there is no segment."""
-    found = False
+    in_segment = False
     for segment in running_segments():
-        found = True
+        in_segment = True
         if segment.again:
             break
         if segment.identity not in RECORDED:
@@ -164,7 +164,7 @@ def record_segments(scopes: tuple[Values, ...]) -> bool:
                 remedy = "Compile the model instead of the part, or turn activation checkpointing off"
                 raise RuntimeError(f"{what} (va.padded, va.context, va.disabled or va.use_impl). {remedy}")
             RECORDED[segment.identity] = tuple(fixed_values(values) for values in scopes)
-    return found
+    return in_segment
 
 
 def fixed_values(values: Values) -> Values:
@@ -196,9 +196,9 @@ def has_scopes() -> bool:
 
 def outside_scopes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function outside all ``with`` blocks, so that it runs compiled."""
-    context = copy_context()
-    context.run(SCOPES.set, ())
-    return context.run(function, *args, **kwargs)
+    variables = copy_context()
+    variables.run(SCOPES.set, ())
+    return variables.run(function, *args, **kwargs)
 
 
 class EagerInScopes(str):

@@ -58,8 +58,8 @@ def get_block_factory(block: BlockFactory | str | None, axes: int = 2) -> BlockF
         expected = f"a class or function that returns a module, or one of {', '.join(names)}"
         if isinstance(block, str):
             raise ValueError(f"block must be {expected}, got {block!r}.{did_you_mean(block, names)}")
-        got = f"{type(block).__name__} object"
-        raise ValueError(f"block must be a class, or a function such as lambda channels: block, got a {got}")
+        expected = "a class, or a function such as lambda channels: block"
+        raise ValueError(f"block must be {expected}, got an instance of {type(block).__name__}")
     return block
 
 
@@ -96,14 +96,14 @@ def default_widths(make: BlockFactory, channels: int, options: Mapping[str, Any]
     """
     default = getattr(get_arguments(make).get("num_heads"), "default", None)
     num_heads = options.get("num_heads", default)
-    found: dict[str, int] = {}
+    widths: dict[str, int] = {}
     if make in ATTENTION_BLOCKS.values() and channels > MAX_WIDTH and isinstance(num_heads, int) and num_heads > 0:
         width = MAX_WIDTH // num_heads
-        found = {name: max(width // 8 * 8, width % 8, 1) for name in ("key_dim", "value_dim") if name not in options}
-    shared = any({**options, **found}.get(name) is None for name in ("key_dim", "value_dim"))
+        widths = {name: max(width // 8 * 8, width % 8, 1) for name in ("key_dim", "value_dim") if name not in options}
+    shared = any({**options, **widths}.get(name) is None for name in ("key_dim", "value_dim"))
     if shared and "num_heads" not in options and isinstance(default, int) and channels % default:
-        found["num_heads"] = fitting_heads(channels, default)
-    return found
+        widths["num_heads"] = fitting_heads(channels, default)
+    return widths
 
 
 def fitting_heads(channels: int, most: int = 8) -> int:
@@ -165,7 +165,7 @@ def timm_layer(block: BlockFactory | None = None, **options: Any) -> BlockFactor
     >>> layer(64)(torch.randn(2, 64, 7, 7)).shape
     torch.Size([2, 64, 7, 7])
     """
-    return partial(build_timm_layer, AttentionBlock2d if block is None else block, options)
+    return partial(build_timm_layer, get_block_factory(block), options)
 
 
 def describe_error(error: BaseException) -> str:

@@ -133,11 +133,11 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
         return Ablation(int((scores.argmax(1) != ablated.argmax(1)).sum()), rise)
 
     with quiet_eval(model):
-        with measure_branches(model) as found:
+        with measure_branches(model) as squares_by_site:
             scores = compute_scores(model, images)
         blocks = tuple(
             BlockContribution(site, rms_ratio(squares.sum(1)).item(), rms_ratio(squares), ablate([site]))
-            for site, squares in found.items()
+            for site, squares in squares_by_site.items()
         )
         all_blocks = ablate(sites)
     return Contribution(blocks, all_blocks, 0 if scores is None else scores.argmax(1).numel())
@@ -182,15 +182,15 @@ def measure_blocks(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, dic
     attention = {block.attn: partial(record, site) for site, block in blocks.items() if hasattr(block, "attn")}
     with quiet_eval(model), measure_branches(model) as squares, scope(model, "attention", attention):
         unwrap_model(model)(*args, **kwargs)
-    found = {}
+    measures = {}
     for site, block in blocks.items():
-        found[site] = {"residual_ratio": rms_ratio(squares[site].sum(1)).item()}
+        measures[site] = {"residual_ratio": rms_ratio(squares[site].sum(1)).item()}
         if isinstance(gate := getattr(block, "gate", None), Tensor):
             whole = getattr(gate, "full_tensor", gate.detach)()  # a gate that is sharded by FSDP2
-            found[site]["gate"] = whole.abs().mean().item()
+            measures[site]["gate"] = whole.abs().mean().item()
         if entropies[site]:
-            found[site]["entropy"] = torch.cat(entropies[site]).mean().item()
-    return found
+            measures[site]["entropy"] = torch.cat(entropies[site]).mean().item()
+    return measures
 
 
 def split_batch(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor], Tensor | None]:
@@ -226,11 +226,11 @@ def compute_scores(model: nn.Module, images: Tensor | list[Tensor], off: Iterabl
 def branches(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks with a residual branch by site or path: inserted blocks, and gated blocks of the network."""
     replaced = replaced_modules(model)
-    found = {site: block for site, block in inserted_blocks(model).items() if site not in replaced}
+    blocks = {site: block for site, block in inserted_blocks(model).items() if site not in replaced}
     for path, module in unwrap_model(model).named_modules():
-        if isinstance(module, GatedResidual) and module not in found.values():
-            found[path] = module
-    return found
+        if isinstance(module, GatedResidual) and module not in blocks.values():
+            blocks[path] = module
+    return blocks
 
 
 def disabled(
@@ -263,10 +263,10 @@ def disabled(
     >>> torch.equal(model(images), without), torch.equal(va.remove_(model) and model(images), without)
     (False, True)
     """
-    found = branches(model)
-    sites = list(found) if names is None else match_names(found, names)
-    if where is not None and not (sites := [site for site in sites if where(site, found[site])]):
-        raise SiteError(f"where returns True for no block. The model has blocks at {', '.join(found)}")
+    blocks = branches(model)
+    sites = list(blocks) if names is None else match_names(blocks, names)
+    if where is not None and not (sites := [site for site in sites if where(site, blocks[site])]):
+        raise SiteError(f"where returns True for no block. The model has blocks at {', '.join(blocks)}")
     return disable_sites(model, sites)
 
 
@@ -288,13 +288,13 @@ def measure_branches(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     Yields:
         The sums over all forward passes by site and channel, ``(2, c)``.
     """
-    found = {site: torch.zeros(2, 1) for site in branches(model)}
+    sums_by_site = {site: torch.zeros(2, 1) for site in branches(model)}
 
     def measure(site: str, x: Tensor, y: Tensor) -> Tensor:
         stream, output = (z.detach().float().transpose(0, 1).flatten(1) for z in (x, y))
         sums = torch.stack([(output - stream).square().sum(1), stream.square().sum(1)])
-        found[site] = found[site].to(x.device) + sums
+        sums_by_site[site] = sums_by_site[site].to(x.device) + sums
         return y
 
     with scope(model, "output", {block: partial(measure, site) for site, block in branches(model).items()}):
-        yield found
+        yield sums_by_site

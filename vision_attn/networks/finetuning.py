@@ -193,7 +193,7 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     >>> check_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
     """
     optimizers = [optimizer] if hasattr(optimizer, "param_groups") else [*optimizer]
-    known = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     blocks = inserted_blocks(model)
     trained = {site: {id(p) for p in block.parameters() if p.requires_grad} for site, block in blocks.items()}
     if sites := ", ".join(repr(site) for site in trained if not trained[site] <= known):

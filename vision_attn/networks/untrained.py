@@ -39,15 +39,15 @@ def warn_if_untrained(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None
         model, module, state = network(), block(), waiting.get(site)
         if model is None or module is None or state is None:
             return
-        own = {id(p): p for p in module.parameters()}
-        others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
-        before, state.sums = state.sums, [add_up(own.values()), add_up(others[-1:])]
+        params = {id(p): p for p in module.parameters()}
+        others = [p for p in model.parameters() if p.requires_grad and id(p) not in params]
+        before, state.sums = state.sums, [add_up(params.values()), add_up(others[-1:])]
         if before and state.sums[0] != before[0]:
             waiting.pop(site).handle.remove()
             return
         state.missed += before not in ([], state.sums)
         if state.missed > MAX_MISSED_UPDATES:
-            sites = ", ".join(repr(one) for one, x in waiting.items() if x.missed >= MAX_MISSED_UPDATES)
+            sites = ", ".join(repr(site_name) for site_name, x in waiting.items() if x.missed >= MAX_MISSED_UPDATES)
             while waiting:
                 waiting.popitem()[1].handle.remove()
             warnings.warn(

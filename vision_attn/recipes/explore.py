@@ -85,8 +85,10 @@ def explore(
     >>> page.read_text()[:15]
     '<!doctype html>'
     """
-    if images.dim() != 4 or images.shape[1] not in (1, 3) or not len(images):
-        raise ValueError(f"images must have shape (b, 1 or 3, height, width) with b ≥ 1, got {tuple(images.shape)}")
+    shape = images.shape if isinstance(images, Tensor) else ()
+    if len(shape) != 4 or shape[1] not in (1, 3) or not shape[0]:
+        got = tuple(shape) if isinstance(images, Tensor) else repr(images)
+        raise ValueError(f"images must be a tensor of shape (b, 1 or 3, height, width) with b ≥ 1, got {got}")
     if not (images.min() > -0.01 and images.max() < 1.01):
         extremes = f"{images.min():.1f}…{images.max():.1f}"
         raise ValueError(f"images must have values in 0…1, got {extremes}. Pass the normalization as normalize=")

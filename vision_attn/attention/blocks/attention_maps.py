@@ -71,18 +71,18 @@ def select(rows: Rows, axis: int, index: Tensor | None) -> Rows:
     if index is None:
         return rows
     k = rows.k.index_select(1, index) if axis == 1 else rows.k
-    both = (x if x is None or x.shape[axis + 1] == 1 else x.index_select(axis + 1, index) for x in rows[3:])
-    return Rows(rows.q.index_select(axis, index), k, rows.scale, *both)
+    masking = (x if x is None or x.shape[axis + 1] == 1 else x.index_select(axis + 1, index) for x in rows[3:])
+    return Rows(rows.q.index_select(axis, index), k, rows.scale, *masking)
 
 
 def select_in_groups(rows: Rows, group: Tensor, row: Tensor, grouping: Grouping) -> Rows:
     """Select queries by their group and their row in the group; each query becomes a separate group."""
-    q, k, scale, *both = rows
+    q, k, scale, *masking = rows
     shape = (-1, groups := grouping.groups, -1, grouping.query_layout.tokens, -1)
     q = q.unflatten(0, (-1, groups))[:, group, :, row].movedim(0, 1).flatten(0, 1)[:, :, None]
     k = k.unflatten(0, (-1, groups))[:, group].flatten(0, 1)
-    both = [x if x is None else x.expand(shape)[:, group, :, row].movedim(0, 1)[:, :, :, None] for x in both]
-    return Rows(q, k, scale, *both)
+    masking = [x if x is None else x.expand(shape)[:, group, :, row].movedim(0, 1)[:, :, :, None] for x in masking]
+    return Rows(q, k, scale, *masking)
 
 
 def softmax_rows(rows: Rows) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -38,17 +38,6 @@ class Attention(ConfigurableImpl):
     """Multi-head attention on feature maps with ``rank`` axes; :class:`.Attention2d` documents the arguments."""
 
     rank: int
-    channels: int
-    num_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    out_channels: int
-    context_channels: int | None
-    groups: int
-    qk_norm: bool | str
-    kv_stride: int
-    resolved_pattern: AnyPattern
     q_norm: nn.Module | None
     k_norm: nn.Module | None
 
@@ -82,10 +71,10 @@ class Attention(ConfigurableImpl):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        given = SimpleNamespace(**locals())
+        arguments = SimpleNamespace(**locals())
         super().__init__()
         self.check_impl(impl)
-        config = check_arguments(given, resolve_pattern(pattern).expand_to_rank(self.rank))
+        config = check_arguments(arguments, resolve_pattern(pattern).expand_to_rank(self.rank))
         for name in OPTIONS:
             setattr(self, name, getattr(config, name))
         n, m, d, e = num_heads, config.num_kv_heads, config.key_dim, config.value_dim
@@ -115,6 +104,10 @@ class Attention(ConfigurableImpl):
             config = config._replace(adds_bias=self.position.adds_bias, is_relative=self.position.is_relative)
         self.plans: PlanCache = PlanCache(config)
         self.init_match()
+
+    if TYPE_CHECKING:  # the options of AttentionConfig are attributes
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def init_match(self) -> None:
         """Initialize queries and keys as one isometric projection, for ``qk_norm="match"``."""
@@ -323,8 +316,8 @@ class Attention(ConfigurableImpl):
         # A learned scale is part of the state dict.
         scale = self.default_scale if isinstance(self.scale, Tensor) else self.scale
         values = {name: getattr(self, name) for name in defaults} | {"scale": scale}
-        found = {name: value for name, value in values.items() if value != defaults[name]}
-        return {**found, "qk_norm": "match"} if self.qk_norm == "match" else found
+        changed = {name: value for name, value in values.items() if value != defaults[name]}
+        return {**changed, "qk_norm": "match"} if self.qk_norm == "match" else changed
 
     def extra_repr(self) -> str:
         shown = [f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"]

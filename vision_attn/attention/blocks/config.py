@@ -47,7 +47,7 @@ class ConfigurableImpl(Configurable):
 
     @property
     def impl(self) -> str:
-        """The current implementation, selected by the innermost :func:`use_impl` context or by :func:`set_impl_`."""
+        """The current implementation, selected by the innermost ``with`` :func:`use_impl` or by :func:`set_impl_`."""
         return [self._impl, *scoped_values(self, "impl")[0]][-1]
 
     @impl.setter
@@ -106,7 +106,7 @@ def warn_unreached(model: nn.Module, impl: str, level: int) -> None:
 def set_impl_(model: nn.Module, impl: str) -> int:
     """Set the implementation of every attention block in a model; the weights stay the same.
 
-    Inside a :func:`use_impl` context, whose choice takes precedence, the new setting applies after the context ends.
+    Inside a ``with`` block of :func:`use_impl`, whose choice takes precedence, the setting applies after its end.
     Attention of another library is reached after :func:`vision_attn.swap_`, except in calls that run its original code:
     ``maps.reasons`` of :func:`vision_attn.capture` lists them. A warning names swapped modules that were changed since,
     and all attention of a model without blocks.

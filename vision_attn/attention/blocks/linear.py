@@ -46,8 +46,8 @@ def linear_einx(q: Tensor, k: Tensor, v: Tensor, feature_map: str) -> Tensor:
         q, k = einx.softmax("b n i [d]", q), einx.softmax("b n [j] d", k)
     elif feature_map != "none":
         q, k = positive_features(q, k, feature_map)
-    context = einx.dot("b n j d, b n j e -> b n d e", k.to(v.dtype), v)
-    return einx.dot("b n i d, b n d e -> b n i e", q.to(v.dtype), context)
+    summary = einx.dot("b n j d, b n j e -> b n d e", k.to(v.dtype), v)
+    return einx.dot("b n i d, b n d e -> b n i e", q.to(v.dtype), summary)
 
 
 def linear_bmm(q: Tensor, k: Tensor, v: Tensor, feature_map: str) -> Tensor:
@@ -58,8 +58,8 @@ def linear_bmm(q: Tensor, k: Tensor, v: Tensor, feature_map: str) -> Tensor:
     elif feature_map != "none":
         q, k = positive_features(q, k, feature_map)
     q, k = q.to(v.dtype), k.to(v.dtype)
-    context = torch.bmm(k.reshape(b * n, j, d).transpose(1, 2), v.reshape(b * n, j, e))
-    return torch.bmm(q.reshape(b * n, i, d), context).view(b, n, i, e)
+    summary = torch.bmm(k.reshape(b * n, j, d).transpose(1, 2), v.reshape(b * n, j, e))
+    return torch.bmm(q.reshape(b * n, i, d), summary).view(b, n, i, e)
 
 
 def positive_features(q: Tensor, k: Tensor, feature_map: str) -> tuple[Tensor, Tensor]:

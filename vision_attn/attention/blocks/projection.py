@@ -23,10 +23,10 @@ def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(forward)
     def batched(self: Any, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        given = (mask,) if context is None else (mask, context)  # some blocks have no argument context
+        inputs = (mask,) if context is None else (mask, context)  # some blocks have no argument context
         if isinstance(x, Tensor) and x.dim() == 2 + self.rank and x.shape[1] == self.channels:
             try:
-                return forward(self, x, *given)
+                return forward(self, x, *inputs)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" not in str(error):
                     raise
@@ -34,9 +34,9 @@ def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 remedy = "Run the model and the backward pass in torch.distributed.tensor.experimental"
                 raise RuntimeError(f"{what}. {remedy}.implicit_replication()") from error
         if isinstance(x, torch.fx.Proxy):  # the operations inside depend on the size of the feature map
-            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *given), {})
+            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *inputs), {})
         if isinstance(x, Tensor) and x.dim() == 1 + self.rank and x.shape[0] == self.channels:
-            return batched(self, x[None], mask, *(y[None] for y in given[1:]))[0]
+            return batched(self, x[None], mask, *(y[None] for y in inputs[1:]))[0]
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise shape_error("x", got, self.channels, self.rank)
 

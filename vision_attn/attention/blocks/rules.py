@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 from vision_attn.attention.kind import AttentionConfig
@@ -11,8 +12,8 @@ from vision_attn.checks import check_above, check_divides
 
 def check_arguments(a: Any, pattern: AnyPattern) -> AttentionConfig:
     """Raise if arguments contradict each other, and return them with their defaults; the pattern is resolved."""
-    names = "num_heads", "num_kv_heads", "key_dim", "value_dim", "groups", "kv_stride"
-    check_above(0, **{name: getattr(a, name) for name in names})
+    names = "channels", "num_heads", "num_kv_heads", "key_dim", "value_dim", "groups", "kv_stride"
+    check_above(0, Integral, **{name: getattr(a, name) for name in names})
     if a.key_dim is None or a.value_dim is None:
         check_divides("num_heads", a.num_heads, "channels", a.channels)
     n, width, context = a.num_heads, a.channels // a.num_heads, a.context_channels

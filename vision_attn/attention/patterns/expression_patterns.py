@@ -37,15 +37,15 @@ class ExpressionPattern(AnyPattern):
 
     @property
     def window_shape(self) -> tuple[int | None, ...]:
-        given = dict(self.rearrangement.sizes)
+        fixed = dict(self.rearrangement.sizes)
         axes, tokens = self.rearrangement.axes, self.rearrangement.tokens
-        sizes = [[given.get(name) for name in names if name in tokens] for names in axes]
+        sizes = [[fixed.get(name) for name in names if name in tokens] for names in axes]
         return tuple([None if None in lengths else product(filter(None, lengths)) for lengths in sizes])
 
     def axis_tiles(self, axis: int, length: int, device: torch.device) -> AxisTiles:
-        given, names, tokens = dict(self.rearrangement.sizes), self.rearrangement.axes[axis], self.rearrangement.tokens
-        multiple = product([given.get(name, 1) for name in names])
-        if all(name in given for name in names) and length > multiple:
+        fixed, names, tokens = dict(self.rearrangement.sizes), self.rearrangement.axes[axis], self.rearrangement.tokens
+        multiple = product([fixed.get(name, 1) for name in names])
+        if all(name in fixed for name in names) and length > multiple:
             raise ValueError(f"x must have at most {multiple} positions on axis {axis + 2} for {self}, got {length}")
         padded = length if multiple == 1 else length + -length % multiple
         # A graph that is exported with a symbolic length must not depend on its value.
@@ -53,7 +53,7 @@ class ExpressionPattern(AnyPattern):
         # As in Swin, an axis that fits into one window is not shifted.
         given_shift = self.shift[axis] if isinstance(self.shift, tuple) else self.shift
         shift: int | Tensor = given_shift if any_length or padded > multiple else 0
-        sizes = tuple([given.get(name, padded // multiple) for name in names])
+        sizes = tuple([fixed.get(name, padded // multiple) for name in names])
         order = sorted(range(len(names)), key=lambda i: names[i] in tokens)  # tiles first, then tokens
         tiles = product([n for n, name in zip(sizes, names, strict=True) if name not in tokens])
 

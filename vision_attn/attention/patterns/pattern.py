@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from numbers import Integral
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -91,9 +92,9 @@ class AnyPattern:
 
 
 def check_lengths(owner: str, name: str, value: int | tuple[int, ...], least: int = 1) -> None:
-    """Raise unless all numbers are at least ``least``; smaller ones would give another pattern."""
-    if min(value if isinstance(value, tuple) else (value,)) < least:
-        raise ValueError(f"{owner}: {name} must be at least {least}, got {value!r}")
+    """Raise unless all values are integers and at least ``least``; others would give another pattern."""
+    if not all(isinstance(x, Integral) and x >= least for x in (value if isinstance(value, tuple) else (value,))):
+        raise ValueError(f"{owner}: {name} must be an integer or a tuple, at least {least}, got {value!r}")
 
 
 def same_length(*values: int | tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -86,8 +86,8 @@ class Rearrangement:
             if len(unknown) > 1:
                 raise reject(f"pass the size of {' or '.join(map(repr, unknown))} as a keyword argument")
         groups, tokens = (tuple(name for name in names if name in side) for side in (groups, tokens))
-        given = tuple((name, sizes[name]) for name in names if name in sizes)
-        return Rearrangement(tuple(axes), groups, tokens, given)
+        fixed = tuple((name, sizes[name]) for name in names if name in sizes)
+        return Rearrangement(tuple(axes), groups, tokens, fixed)
 
     @property
     def names(self) -> tuple[str, ...]:

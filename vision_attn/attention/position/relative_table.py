@@ -22,12 +22,14 @@ class RelativePosition:
 def table_lengths(config: RelativePosition, shape: AttentionShape) -> tuple[int, ...]:
     """Return the number of positions along each axis that a table covers; 1 for an axis without attention."""
     owner, pattern, lengths = type(config).__name__, shape.pattern, []
-    given = to_ntuple(owner, "feat_size", config.feat_size, shape.rank)
-    for length, fixed, attends in zip(given, pattern.window_shape, pattern.attention_axes, strict=True):
+    feat_size = to_ntuple(owner, "feat_size", config.feat_size, shape.rank)
+    for length, fixed, attends in zip(feat_size, pattern.window_shape, pattern.attention_axes, strict=True):
         if attends and fixed is None and length is None:
             raise ValueError(f"{owner}: feat_size must be given, because the groups of the pattern have no fixed size")
         if attends and fixed is not None and length not in (None, fixed):
-            raise ValueError(f"{owner}: feat_size must be None or {pattern.window_shape} for this pattern, got {given}")
+            raise ValueError(
+                f"{owner}: feat_size must be None or {pattern.window_shape} for this pattern, got {feat_size}"
+            )
         lengths.append((fixed or length or 1) if attends else 1)
     return tuple(lengths)
 

@@ -128,8 +128,8 @@ class AttentionMap:
         weights, entropy = self.normalized_weights(), self.entropy()
         rows = []
         for head in range(weights.shape[1]):
-            both = torch.special.entr((weights + weights[:, [head]]) / 2).sum(3)
-            rows.append((both - (entropy + entropy[:, [head]]) / 2).mean(2))
+            mixture = torch.special.entr((weights + weights[:, [head]]) / 2).sum(3)
+            rows.append((mixture - (entropy + entropy[:, [head]]) / 2).mean(2))
         return 1 - torch.stack(rows, 1) / torch.tensor(2.0).log()
 
     def figure(
@@ -187,7 +187,7 @@ class AttentionMaps(dict[str, AttentionMap]):
 
     >>> AttentionMaps()["layer4"]
     Traceback (most recent call last):
-    KeyError: "there is no attention map of 'layer4' (captured: none): no attention with this path has run"
+    KeyError: "there is no attention map of 'layer4' (captured: none): the model has not run inside the with block"
     """
 
     def __init__(self, *items: Any) -> None:
@@ -198,8 +198,8 @@ class AttentionMaps(dict[str, AttentionMap]):
     def __missing__(self, path: str) -> AttentionMap:
         captured = ", ".join(map(repr, self)) or "none"
         inside = any(name.startswith(f"{path}.") for name in self)
-        default = "it is not attention, but contains attention" if inside else "no attention with this path has run"
-        reason = self.reasons.get(path, default)
+        ran = "no attention with this path has run" if self else "the model has not run inside the with block"
+        reason = self.reasons.get(path, "it is not attention, but contains attention" if inside else ran)
         raise KeyError(f"there is no attention map of {path!r} (captured: {captured}): {reason}")
 
     def rollout(self, *, residual: float = 0.5) -> AttentionMaps:
@@ -232,7 +232,7 @@ class AttentionMaps(dict[str, AttentionMap]):
         tensor([[0.6250, 0.1250],
                 [0.1250, 0.1250]])
         """
-        found = AttentionMaps()
+        rollouts = AttentionMaps()
         rolled: Tensor | None = None
         first: tuple[int, ...] = ()
         previous: tuple[int, ...] = ()
@@ -248,8 +248,8 @@ class AttentionMaps(dict[str, AttentionMap]):
                 step = step @ area_overlap(size, previous).to(device) @ rolled
             rolled, first, previous = step, first or size, size
             weights = rolled.unflatten(2, first)[:, None]
-            found[path] = AttentionMap(weights, attention.query_positions, attention.image_size, size, ("rollout",))
-        return found
+            rollouts[path] = AttentionMap(weights, attention.query_positions, attention.image_size, size, ("rollout",))
+        return rollouts
 
 
 def area_overlap(size: Sequence[int], other: Sequence[int]) -> Tensor:

@@ -186,18 +186,20 @@ class Recording:
         if in_backward():  # activation checkpointing computes the forward pass again
             return
         calls = self.running_calls()
-        found: TokenPositions | str = TokenPositions(inputs.grouping.query_layout.size, inputs.grouping.key_layout.size)
+        location: TokenPositions | str = TokenPositions(
+            inputs.grouping.query_layout.size, inputs.grouping.key_layout.size
+        )
         if swap is not None:
             sizes = vars(calls[0][0])[MAP_SIZES]
-            found = locate_tokens(swap, inputs, sizes, parents, calls, self.images, self.image_size)
+            location = locate_tokens(swap, inputs, sizes, parents, calls, self.images, self.image_size)
         elif isinstance(module, PaddedAttention):
             _, args, kwargs = calls[0]
             unpadded = tuple((args[0] if args else kwargs["x"]).shape[-module.rank :])
-            found = TokenPositions(unpadded, unpadded)
-        if isinstance(found, str):
-            self.maps.reasons[path] = found
+            location = TokenPositions(unpadded, unpadded)
+        if isinstance(location, str):
+            self.maps.reasons[path] = location
             return
-        size, keys, outer, prefix = found
+        size, keys, outer, prefix = location
         grouping = outer or inputs.grouping
         padded = grouping.query_layout.size
         positions = find_positions(self.points, size, self.image_size)
@@ -245,29 +247,32 @@ def select_modules(
     if not modules:
         reason = f"{shorten(others.values())}: {NOT_CONVERTED}" if others else "Call va.insert_ to add a block"
         raise ValueError(f"model has no Attention2d to capture. {reason}.")
-    if not (found := select_inside(named, modules, names, where)):
+    if not (selected := select_inside(named, modules, names, where)):
         unconverted = shorten(others[path] for path in select_inside(named, others, names, where))
         available = f"Available: {', '.join(modules)}" + (f". {unconverted}: {NOT_CONVERTED}" if unconverted else "")
         raise ValueError(f"names and where must select modules with attention. {available}")
-    reasons = dict.fromkeys(others, NOT_CONVERTED) | dict.fromkeys(modules.keys() - {*found}, NOT_SELECTED)
-    return {path: modules[path] for path in found}, reasons
+    reasons = dict.fromkeys(others, NOT_CONVERTED) | dict.fromkeys(modules.keys() - {*selected}, NOT_SELECTED)
+    return {path: modules[path] for path in selected}, reasons
 
 
 def parse_points(queries: Iterable[Point] | str | None) -> list[Point] | None:
     """Return the query points, or None for all positions."""
     if queries is None or (isinstance(queries, str) and queries == "all"):
         return None
-    if isinstance(queries, str) or not (points := [tuple(map(float, point)) for point in queries]):
-        raise ValueError(f"queries must be points (y, x), or 'all' or None for all positions, got {queries!r}")
-    return points  # type: ignore[return-value]
+    try:
+        if points := [] if isinstance(queries, str) else [tuple(map(float, point)) for point in queries]:
+            return points  # type: ignore[return-value]
+    except TypeError:  # a single point
+        pass
+    raise ValueError(f"queries must be a list of points (y, x), or 'all' or None for all positions, got {queries!r}")
 
 
 def check_indices(name: str, value: int | Iterable[int] | None, count: int) -> list[int]:
     """Return indices of heads or queries as a list; all indices when None. Raise for indices out of range."""
     indices = list(range(count)) if value is None else as_list(name, value, "integers", single=Integral)
-    if not indices or not all(isinstance(one, Integral) and 0 <= int(one) < count for one in indices):
+    if not indices or not all(isinstance(index, Integral) and 0 <= int(index) < count for index in indices):
         raise ValueError(f"{name} must be between 0 and {count - 1}, got {value}")
-    return [int(one) for one in indices]  # torch would interpret True and False as masks.
+    return [int(index) for index in indices]  # torch would interpret True and False as masks.
 
 
 def find_positions(points: list[Point] | None, size: Sequence[int], image_size: Sequence[int]) -> list[tuple[int, ...]]:

@@ -60,34 +60,34 @@ def locate_tokens(
     if windows is None and swap.conversion.axes != "b t c":
         return TokenPositions(size, keys_size or size)
     pattern: AnyPattern = resolve_pattern("full")
-    groups, prefix, found, padded = len(inputs.q) // images, 0, None, None
+    groups, prefix, map_size, padded = len(inputs.q) // images, 0, None, None
     on_map = partial(find_map, calls, len(image_size), swap.block.channels)
     if windows is not None:
         window = size if len(size) > 1 else to_tuple(windows.size)
         ratios = [length * product(window) // side for length, side in zip(image_size, window, strict=True)]
         tiles = (1,) * len(window) if groups == 1 else find_grid(groups, ratios)
-        pattern, found = replace(windows, size=window), tiles and tuple(map(int.__mul__, tiles, window))
-        if found and len(found) > 2:  # MONAI pads the feature map before it shifts it
-            padded, found = found, on_map(product(found), window) or found
+        pattern, map_size = replace(windows, size=window), tiles and tuple(map(int.__mul__, tiles, window))
+        if map_size and len(map_size) > 2:  # MONAI pads the feature map before it shifts it
+            padded, map_size = map_size, on_map(product(map_size), window) or map_size
     elif len(size) > 1:
-        found = on_map(groups * product(size)) if groups > 1 else None
-        pattern, found = (pattern, size) if found is None else (Window(size), found)
+        map_size = on_map(groups * product(size)) if groups > 1 else None
+        pattern, map_size = (pattern, size) if map_size is None else (Window(size), map_size)
     else:
         declared, grids = read_tokens(outers)
         prefix = declared or 0
         count = size[0] - prefix
-        found = on_map(count)
-        if found is None and declared is not None:
+        map_size = on_map(count)
+        if map_size is None and declared is not None:
             grid = grids.get(tuple(image_size))
-            found = grid if grid and product(grid) == count else find_grid(count, image_size)
-    if found is None:
+            map_size = grid if grid and product(grid) == count else find_grid(count, image_size)
+    if map_size is None:
         return f"the positions of its {product(size)} tokens on the image are unknown"
-    keys = keys_size or found
-    if len(keys) != len(found):
+    keys = keys_size or map_size
+    if len(keys) != len(map_size):
         return f"its {product(keys)} keys are not positions of the feature map"
-    pattern, padded = pattern.expand_to_rank(len(found)), padded or found
-    grouping = Grouping(pattern, padded, padded if keys == found else keys, inputs.q.device)
-    return TokenPositions(found, keys, grouping, prefix)
+    pattern, padded = pattern.expand_to_rank(len(map_size)), padded or map_size
+    grouping = Grouping(pattern, padded, padded if keys == map_size else keys, inputs.q.device)
+    return TokenPositions(map_size, keys, grouping, prefix)
 
 
 def find_map(
@@ -103,8 +103,8 @@ def find_map(
     >>> find_map([(nn.Identity(), (empty(2, 1, 1, 15), empty(2, 8, 3, 5)), {})], axes=2, channels=8, count=15)
     (3, 5)
     """
-    for _, *given in calls if axes > 1 else ():
-        leaves = tree_leaves(given)
+    for _, *arguments in calls if axes > 1 else ():
+        leaves = tree_leaves(arguments)
         maps = [x for x in leaves if isinstance(x, Tensor) and x.dim() == 2 + axes]
         numbers = [x for x in leaves if type(x) is int]
         sizes = [tuple(x.shape[2:]) for x in maps]

@@ -187,15 +187,18 @@ def fingerprint_network(state: Mapping[str, Tensor], exclude: Collection[str]) -
 def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, strict: bool) -> tuple[str, ...]:
     """Return the keys of tensors that differ from the fingerprint of an adapter; raise an error if ``strict``."""
     sites = tuple(f"{block.site}." for block in adapter.blocks if block.target.at == "replace")
-    base, own = adapter.base or {}, fingerprint_network(state, {key for key in state if key.startswith(sites)})
+    base, ours = adapter.base or {}, fingerprint_network(state, {key for key in state if key.startswith(sites)})
     saved = base | fingerprint_network(adapter.tensors, adapter.tensors.keys() - set(adapter.also))
-    here, there = ({name: shape for name, (shape, *_) in tensors.items()} for tensors in (own, saved))
-    if other := [name for name in there | here if here.get(name) != there.get(name)]:
-        shapes = [f"{name} (model {here.get(name, 'none')}, adapter {there.get(name, 'none')})" for name in other]
+    model_shapes, adapter_shapes = ({name: shape for name, (shape, *_) in tensors.items()} for tensors in (ours, saved))
+    if other := [name for name in adapter_shapes | model_shapes if model_shapes.get(name) != adapter_shapes.get(name)]:
+        shapes = [
+            f"{name} (model {model_shapes.get(name, 'none')}, adapter {adapter_shapes.get(name, 'none')})"
+            for name in other
+        ]
         raise CheckpointError(f"{path} is for another network: {shorten(shapes)}. Use the network of the adapter")
-    changed = tuple(name for name in base if own.get(name, base[name]) != base[name])
+    changed = tuple(name for name in base if ours.get(name, base[name]) != base[name])
     if strict and changed:
-        types = [", ".join(sorted({tensors[name][1] for name in changed})) for tensors in (own, base)]
+        types = [", ".join(sorted({tensors[name][1] for name in changed})) for tensors in (ours, base)]
         raise CheckpointError(
             f"{path} is for different weights of this network: {len(changed)} of {len(base)} tensors differ, "
             f"{shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter). Load the original checkpoint of "

@@ -126,9 +126,9 @@ def save_model(
     if network is None and not timm.is_model(str(architecture)):
         remedy = "For another network, pass its class or function as network= and its arguments as model_args="
         raise ValueError(f"architecture must be a model name of timm, got {architecture!r}. {remedy}")
-    count, own = getattr(model, "num_classes", None), get_classes(model)
-    if classes is None and count in (None, len(own)):
-        classes = own
+    count, known_classes = getattr(model, "num_classes", None), get_classes(model)
+    if classes is None and count in (None, len(known_classes)):
+        classes = known_classes
     if classes is not None and count not in (None, len(classes)):
         raise ValueError(f"classes must be the names of the {count} classes, got {len(classes)} names")
     arguments, blocks = get_arguments(model.state_dict()), file_format.blocks_to_save(model)
@@ -262,9 +262,9 @@ def load_model(
 
 def get_classes(model: nn.Module) -> tuple[str, ...]:
     """Return ``model.classes`` if it contains names, as in a loaded network. Some networks store the number there."""
-    found: Any = getattr(model, "classes", None)
-    names = isinstance(found, list | tuple) and all(isinstance(name, str) for name in found)
-    return tuple(found) if names else ()
+    classes: Any = getattr(model, "classes", None)
+    names = isinstance(classes, list | tuple) and all(isinstance(name, str) for name in classes)
+    return tuple(classes) if names else ()
 
 
 def create_eval_transform(model: nn.Module) -> Compose:

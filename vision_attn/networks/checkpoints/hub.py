@@ -26,6 +26,9 @@ def resolve_source(source: str | Path) -> Path:
     >>> resolve_source("net.pth").name
     'net.pth'
     """
+    if not isinstance(source, str | Path):
+        remedy = "For a state dict in memory, call model.load_state_dict"
+        raise TypeError(f"file must be a path or {SCHEME}owner/name, got {type(source).__name__}. {remedy}")
     name = source.as_posix() if isinstance(source, Path) else source
     if not name.startswith(SCHEME):
         return Path(source)

@@ -108,8 +108,8 @@ def load_file_(
     target = Target(model, skip)
     tensors, arguments, source = find_weights(file, target.required, **source_options)
 
-    def prepare(found: Tensors, timm_filter: str = "") -> tuple[LoadReport, Tensors, Tensors]:
-        saved = {key: value for key, value in found.items() if not any(fnmatchcase(key, glob) for glob in target.skip)}
+    def prepare(loaded: Tensors, timm_filter: str = "") -> tuple[LoadReport, Tensors, Tensors]:
+        saved = {key: value for key, value in loaded.items() if not any(fnmatchcase(key, glob) for glob in target.skip)}
         converted = convert_tensors(model, target.tensors, saved, adapt_input_conv)
         return compare(target, saved, converted, arguments, {**source, "timm_filter": timm_filter}), saved, converted
 
@@ -151,10 +151,10 @@ def filter_by_timm(model: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
     # DeiT III has the filter of other ViTs, with an option for its keys.
     names = signature(family.checkpoint_filter_fn).parameters.keys() & {"adapt_layer_scale"}
     try:
-        found = family.checkpoint_filter_fn({**tensors}, model, **dict.fromkeys(names, True))
+        filtered = family.checkpoint_filter_fn({**tensors}, model, **dict.fromkeys(names, True))
     except Exception:  # the tensors of another network can cause any exception
         return {}
-    return {key: value for key, value in found.items() if isinstance(value, Tensor)}
+    return {key: value for key, value in filtered.items() if isinstance(value, Tensor)}
 
 
 class Target:
@@ -209,7 +209,7 @@ def refuse_without_values(model: nn.Module) -> None:
         raise ValueError(f"model has tensors without values. {remedy}")
 
 
-def convert_tensors(model: nn.Module, own: Tensors, saved: Tensors, adapt_input_conv: bool) -> dict[str, Tensor]:
+def convert_tensors(model: nn.Module, ours: Tensors, saved: Tensors, adapt_input_conv: bool) -> dict[str, Tensor]:
     """Resize position tables to the feature maps of the model, and convert the first convolution if requested."""
     converted = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -219,8 +219,8 @@ def convert_tensors(model: nn.Module, own: Tensors, saved: Tensors, adapt_input_
             fits = value.shape == table.shape or get_kind(value) != get_kind(table)
             if not fits and (resized := module.resize_pos_embed(name, value)) is not None:
                 converted[key] = resized
-    if adapt_input_conv and (key := find_input_conv(compare_shapes(own, saved))):  # as timm's adapt_input_conv
-        weight, channels, count = saved[key], saved[key].shape[1], own[key].shape[1]
+    if adapt_input_conv and (key := find_input_conv(compare_shapes(ours, saved))):  # as timm's adapt_input_conv
+        weight, channels, count = saved[key], saved[key].shape[1], ours[key].shape[1]
         repeated = torch.cat([weight] * math.ceil(count / channels), 1)[:, :count] * (channels / count)
         converted[key] = weight.sum(1, keepdim=True) if count == 1 else repeated
     return converted
@@ -258,9 +258,9 @@ def compare(
     )
 
 
-def compare_shapes(own: Tensors, saved: Tensors) -> Shapes:
+def compare_shapes(ours_by_key: Tensors, saved: Tensors) -> Shapes:
     """Return the shapes of tensors whose shapes in the model and in the checkpoint differ."""
-    shapes = {key: (tuple(own[key].shape), tuple(saved[key].shape)) for key in own if key in saved}
+    shapes = {key: (tuple(ours_by_key[key].shape), tuple(saved[key].shape)) for key in ours_by_key if key in saved}
     return {key: (ours, theirs) for key, (ours, theirs) in shapes.items() if ours != theirs}
 
 

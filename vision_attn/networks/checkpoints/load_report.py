@@ -90,11 +90,11 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
     replaced = ", ".join(repr(site) for site in lost if any(k.startswith(f"{site}.attn.") for k in report.unexpected))
     shapes = dict(report.mismatched)
     if key := find_input_conv(shapes):
-        own, other = shapes.pop(key)
-        remedy = f"Create the model with in_chans={other[1]}, or convert the weights with adapt_input_conv=True"
-        yield f"The checkpoint has {other[1]} input channels, the model has {own[1]}. {remedy}."
+        ours, theirs = shapes.pop(key)
+        remedy = f"Create the model with in_chans={theirs[1]}, or convert the weights with adapt_input_conv=True"
+        yield f"The checkpoint has {theirs[1]} input channels, the model has {ours[1]}. {remedy}."
     parameters = {key: pair for key, pair in shapes.items() if key.endswith((".weight", ".bias")) and all(pair)}
-    heads = {key.rpartition(".")[0] for key, (own, other) in parameters.items() if own[1:] == other[1:]}
+    heads = {key.rpartition(".")[0] for key, (ours, theirs) in parameters.items() if ours[1:] == theirs[1:]}
     if report.config_mismatches:
         yield "Insert the blocks with the options in the checkpoint, or load the weights anyway with strict=False."
     elif sites or replaced:
@@ -107,10 +107,10 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
         remedy = 'or keep the position tables of the model with skip=["*position.*"]'
         yield f"Create the block with the feat_size and pattern of the checkpoint, {remedy}."
     elif len(heads) == 1 and len(parameters) == len(shapes) <= 2 and not report.missing and not report.unexpected:
-        (own, other), *_ = shapes.values()
+        (ours, theirs), *_ = shapes.values()
         skip = f'keep the classifier of the model with skip=["{heads.pop()}.*"] (--reset-head on the command line)'
-        remedy = f"Create the model with {other[0]} classes, or {skip}"
-        yield f"The checkpoint has {other[0]} classes, the model has {own[0]}. {remedy}."
+        remedy = f"Create the model with {theirs[0]} classes, or {skip}"
+        yield f"The checkpoint has {theirs[0]} classes, the model has {ours[0]}. {remedy}."
     elif shapes and not (report.missing or report.unexpected):
         yield "Create the model with the sizes of the checkpoint, or load only the keys that fit with strict=False."
     elif report.missing or report.unexpected:

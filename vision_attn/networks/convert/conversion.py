@@ -152,7 +152,7 @@ def run_on_tokens(block: Any, rank: int, x: Tensor, mask: Tensor | None = None, 
 
 def no_bias(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return None, or :data:`FALLBACK` for a call with arguments other than the feature map."""
-    return FALLBACK if any(given is not None for given in (*args, *kwargs.values())) else None
+    return FALLBACK if any(value is not None for value in (*args, *kwargs.values())) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,13 +201,13 @@ class LayerConversion:
         """Number of axes of positions when the layer is swapped."""
         return len(self.axes.split()) - 2
 
-    def empty_block(self, layer: Any, weights: dict[str, Any], **given: Any) -> Attention:
+    def empty_block(self, layer: Any, weights: dict[str, Any], **others: Any) -> Attention:
         """Create the block on the meta device; its widths and options are inferred from the weights."""
         attn_drop, proj_drop = (get_dropout(layer, name) for name in self.dropouts)
         options: dict[str, Any] = {"num_heads": "num_heads", "rank": self.rank, **self.options}
         for name, x in options.items():
             options[name] = getattr(layer, x) if isinstance(x, str) else x(layer) if callable(x) else x
-        options |= given
+        options |= others
         if (rank := options.pop("rank")) not in ATTENTION:
             raise ValueError(f"rank must be 1, 2 or 3, for Attention1d, Attention2d or Attention3d, got {rank!r}")
         first, out, heads = weights.get("qkv") or weights["q"], weights["proj"], options["num_heads"]
@@ -296,7 +296,7 @@ def find_conversion(module: nn.Module) -> tuple[str, Any, LayerConversion]:
     why = next((f": {reason}" for names, reason in UNSUPPORTED.items() if kind.__name__ in names.split()), "")
     linear = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("qkv", "proj"))
     if why or not linear or not isinstance(getattr(module, "num_heads", None), int):
-        raise ValueError(f"{path} is not supported{why}")
+        raise ValueError(f"{path} is not supported{why or '. Pass an attention layer; docs/convert.md lists them'}")
     for name in (name for name in (*vars(module), *own_children(module)) if "drop" in name):
         if name not in ("attn_drop", "proj_drop") and get_dropout(module, name):
             raise ValueError(f"{path} is not supported: it has another dropout, {name!r}")

@@ -131,10 +131,10 @@ def check_equivalence(
         with torch.inference_mode(False), torch.enable_grad(), make_copy(source, dtype) as copied:
             for scale in SCALES:
                 step = f"run in {dtype} with the arguments of its class"
-                given = example(copied)
+                inputs = example(copied)
                 # The same tensor can be passed as several arguments.
-                scaled = {id(x): scale * x.to(dtype) for x in given if isinstance(x, Tensor)}
-                arguments = [scaled.get(id(x), x) for x in given]
+                scaled = {id(x): scale * x.to(dtype) for x in inputs if isinstance(x, Tensor)}
+                arguments = [scaled.get(id(x), x) for x in inputs]
                 expected = get_output(copied(*arguments, **options))
                 step = BLOCK_STEP
                 worst = max(worst, compare(source, expected, get_output(compute(copied, *arguments))))

@@ -26,9 +26,9 @@ from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
 from vision_attn.networks.convert.timm_layers import VIT, add_window_masks
 
 
-def is_set(given: Any) -> bool:
+def is_set(value: Any) -> bool:
     """Return True if an optional argument of a call is neither None nor False."""
-    return given is not None and given is not False
+    return value is not None and value is not False
 
 
 #: The implementation of a layer of transformers, which has no public name.
@@ -51,8 +51,13 @@ def attend_multihead(
     layer: Any, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Any:
     order = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
-    given = {"need_weights": True, **dict(zip(order, others, strict=False)), **options, "average_attn_weights": None}
-    if any(map(is_set, given.values())) or key is not value or query.dim() != 3 or query.is_nested:
+    arguments = {
+        "need_weights": True,
+        **dict(zip(order, others, strict=False)),
+        **options,
+        "average_attn_weights": None,
+    }
+    if any(map(is_set, arguments.values())) or key is not value or query.dim() != 3 or query.is_nested:
         return FALLBACK
     x, context = (y.transpose(1, 2) if layer.batch_first else y.permute(1, 2, 0) for y in (query, key))
     y = attend(x, None, None if key is query else context)
@@ -78,10 +83,10 @@ CONVERSIONS["torch.nn.modules.activation.MultiheadAttention"] = LayerConversion(
 # --- transformers -----------------------------------------------------------------------------------------------------
 
 
-def needs_layer(layer: Any, *given: Any) -> bool:
+def needs_layer(layer: Any, *options: Any) -> bool:
     """Return True if a call requires attention weights or an option that torch's fused kernel does not support."""
     fused = not hasattr(layer, "config") or attrgetter(ATTENTION)(layer) == "sdpa"
-    return not fused or any(map(is_set, given))
+    return not fused or any(map(is_set, options))
 
 
 def transformers_bias(layer: Any, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
@@ -95,19 +100,19 @@ def transformers_bias(layer: Any, x: Tensor, mask: Tensor | None = None) -> Tens
 
 
 def attend_transformers(
-    layer: Any, attend: Attend, hidden_states: Tensor, attention_mask: Any = None, *given: Any, **others: Any
+    layer: Any, attend: Attend, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **others: Any
 ) -> Any:
-    if needs_layer(layer, *given, *others.values()):
+    if needs_layer(layer, *args, *others.values()):
         return FALLBACK
     y = attend(hidden_states.mT, transformers_bias(layer, hidden_states, attention_mask)).mT
     return (y, None) if hasattr(layer, "config") else (y,)
 
 
 def attend_segformer(
-    layer: Any, attend: Attend, hidden_states: Tensor, height: int, width: int, *given: Any, **others: Any
+    layer: Any, attend: Attend, hidden_states: Tensor, height: int, width: int, *args: Any, **others: Any
 ) -> Any:
     """Run SegFormer's attention, whose keys are from a smaller feature map."""
-    if needs_layer(layer, *given, *others.values()):
+    if needs_layer(layer, *args, *others.values()):
         return FALLBACK
     maps = keys = hidden_states.mT.unflatten(2, (height, width))
     if (ratio := layer.sequence_reduction_ratio) > 1:

@@ -70,8 +70,8 @@ class SwapReport(Report):
             rows = [(x.site, x.kind, x.block, f"{x.difference:.1e}") for x in self.swapped]
             parts = [Table([("site", "module", "block", "difference"), *rows], left=(0, 1, 2))]
         elif self.verb != "unswapped":
-            found = len(self.modules)
-            headline += f"; {found or 'no'} attention module{'s' * (found != 1)} found"
+            count = len(self.modules)
+            headline += f"; {count or 'no'} attention module{'s' * (count != 1)} found"
             hint = ["See docs/convert.md for the supported layers, or call va.insert_ to add attention blocks."]
         for kind, reason in dict.fromkeys((x.kind, x.reason) for x in self.skipped):
             paths = [x.site or "the model" for x in self.skipped if (x.kind, x.reason) == (kind, reason)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vision_attn.attention.blocks import Attention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.attention.patterns import resolve_pattern
 from vision_attn.attention.position.relative_table import RelativePosition
@@ -33,6 +35,7 @@ from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.macs import count_attention_pairs
 from vision_attn.networks.inspection.selection import ancestor_paths
+from vision_attn.text import did_you_mean
 
 #: Modules that contain other modules and may loop over them.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -88,8 +91,8 @@ def new_block(
         zeros = attempt.zeros and {*run.model.parameters()}.isdisjoint(new.parameters())
         identity = init_identity_(new, x.target, x.shape, test_spec, exact, zeros)
         new = wrap_exactly(new, channels, test_spec, identity[1]).to(spec.device)
-    second = None if context is None else SecondMap(context.target, context.layout, context.element, context.size)
-    shape, dtype = context_shape(options, second, x.size), like_parameters(new, run.model).dtype
+    second_map = None if context is None else SecondMap(context.target, context.layout, context.element, context.size)
+    shape, dtype = context_shape(options, second_map, x.size), like_parameters(new, run.model).dtype
     parameters, macs = measure_cost(new, x, y or x, shape)
     saved = count_saved_bytes(new, (1, channels, *x.size), dtype, shape) if dry_run else 0
     record = InsertedBlock(
@@ -97,7 +100,7 @@ def new_block(
         name,
         options,
         choose_block_path(run.model, x.target, attempt.inside) if y is None else x.target,
-        second,
+        second_map,
         identity,
         Measured(parameters, macs, count_attention_pairs(new, x.size), saved),
         () if y is None else (run.model.get_submodule(x.target),),
@@ -125,13 +128,16 @@ def build_block(
     target = require_module(model, site)
     if like is None:
         like = like_parameters(target, model)
-    own = replacement_options(target) if at == "replace" else {}
+    copied = replacement_options(target) if at == "replace" else {}
     try:
-        block = make_block(make, channels, device=like.device, dtype=like.dtype, **own, **options)
+        block = make_block(make, channels, device=like.device, dtype=like.dtype, **copied, **options)
     except Exception as error:  # A custom block may raise any exception.
         kind = TypeError if isinstance(error, TypeError) else ValueError
         what = f"the block at {site!r} cannot be built for {channels} channels"
-        raise kind(f"{what}: {describe_error(error)}") from error
+        unknown = re.search("unexpected keyword argument '(.*?)'", str(error))
+        known = (name for maker in (make, Attention2d) for name in block_factories.get_arguments(maker))
+        guess = did_you_mean(unknown[1], known) if unknown else ""
+        raise kind(f"{what}: {describe_error(error)}{guess and '.'}{guess}") from error
     if not isinstance(block, nn.Module) or is_inserted(block):
         raise ValueError(f"block must return a new module for each site, got {type(block).__name__}")
     return block.train(target.training)

@@ -132,11 +132,11 @@ def insert_(
     sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude, block_options)
     side = "before" if at == "before" else "after"
     maps = run.select_maps(find_targets(run, sites, at), side)
-    second = None if context is None else select_context(run, context, maps)
+    second_map = None if context is None else select_context(run, context, maps)
 
     def build(attempt: Attempt) -> list[nn.Module]:
         return [
-            new_block(run, block, x, side, block_options, None, exact, attempt, context=second, dry_run=dry_run)
+            new_block(run, block, x, side, block_options, None, exact, attempt, context=second_map, dry_run=dry_run)
             for x in maps
         ]
 
@@ -292,16 +292,18 @@ def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str]
 
 def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> FeatureMap:
     """Return the feature map of the module that gives the second feature map of blocks; it must run before them."""
-    found = match_names(dict(run.model.named_modules()), context, "context")
-    if len(found) > 1:
-        raise SiteError(f"context: {context!r} matches {len(found)} modules: {shorten(found)}. Pass the path of one")
-    (second,) = run.select_maps([end_of_sequential(run.model, found[0])], "after")
+    matches = match_names(dict(run.model.named_modules()), context, "context")
+    if len(matches) > 1:
+        raise SiteError(
+            f"context: {context!r} matches {len(matches)} modules: {shorten(matches)}. Pass the path of one"
+        )
+    (second_map,) = run.select_maps([end_of_sequential(run.model, matches[0])], "after")
     order = list(run.calls)
     for x in maps:
-        if order.index(second.target) >= order.index(x.target):
-            what = f"context: {second.target!r} does not run before {x.target!r}"
+        if order.index(second_map.target) >= order.index(x.target):
+            what = f"context: {second_map.target!r} does not run before {x.target!r}"
             raise SiteError(f"{what}. Choose a module that runs earlier")
-    return second
+    return second_map
 
 
 def warn_about(blocks: Sequence[nn.Module], pads_images: bool) -> None:

@@ -176,15 +176,15 @@ def replaced_module(block: nn.Module) -> nn.Module | None:
 
 def get_substitute(target: nn.Module, block: nn.Module) -> nn.Module:
     """Return the module that runs in place of a block outside its target, by default the block."""
-    found: nn.Module = getattr(target, SUBSTITUTE, (block,))[0]
-    return found
+    substitute: nn.Module = getattr(target, SUBSTITUTE, (block,))[0]
+    return substitute
 
 
-def set_substitute_(target: nn.Module, found: nn.Module | None, block: nn.Module) -> None:
+def set_substitute_(target: nn.Module, substitute: nn.Module | None, block: nn.Module) -> None:
     """Store the module that runs in place of a block outside its target; the block itself or None is not stored."""
-    if found is not None and found is not get_substitute(target, block):
-        setattr(target, SUBSTITUTE, (found,))
-    elif found is None and hasattr(target, SUBSTITUTE):
+    if substitute is not None and substitute is not get_substitute(target, block):
+        setattr(target, SUBSTITUTE, (substitute,))
+    elif substitute is None and hasattr(target, SUBSTITUTE):
         delattr(target, SUBSTITUTE)
 
 

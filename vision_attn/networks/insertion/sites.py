@@ -21,6 +21,7 @@ from vision_attn.networks.inspection.selection import (
     Globs,
     ancestor_paths,
     check_list,
+    check_where,
     end_of_sequential,
     first_names,
     match_names,
@@ -36,10 +37,15 @@ def select_sites(
     dry_run: DryRun, stages: Stages, names: Globs, where: Where, exclude: Globs, options: Iterable[str]
 ) -> list[str]:
     """Return the paths of the modules that are selected by stage, name or function, and not excluded."""
-    given = [name for name, x in (("stages", stages), ("names", names), ("where", where)) if x is not None]
-    if len(given) != 1:
-        guess = next(filter(None, (did_you_mean(name, ("stages", "names", "where")) for name in options)), "")
-        raise ValueError(f"pass exactly one of stages, names and where, got {' and '.join(given) or 'none'}.{guess}")
+    selections = [name for name, x in (("stages", stages), ("names", names), ("where", where)) if x is not None]
+    if len(selections) != 1:
+        guesses = (did_you_mean(name, ("stages", "names", "where")) for name in options)
+        unused = f" {shorten(map(repr, options))} would be passed to the block" if options else ""
+        guess = next(filter(None, guesses), unused)
+        raise ValueError(
+            f"pass exactly one of stages, names and where, got {' and '.join(selections) or 'none'}.{guess}"
+        )
+    check_where(where)
     # A block that replaced a module is a site, for which an error is raised later. Modules inside blocks are not sites.
     blocks = inserted_blocks(dry_run.model)
     inside = {id(module) for block in blocks.values() for module in block.modules()}

@@ -57,16 +57,16 @@ def propose(stages: Iterable[tuple[int, tuple[int, ...]]]) -> list[str]:
     sides = {index: math.sqrt(product(size)) for index, size in sizes.items()}
     late = [index for index, side in sides.items() if MIN_SIDE <= side <= MAX_SIDE][-2:]
     large = [index for index, side in sides.items() if side > MAX_SIDE and len(sizes[index]) == 2][-1:]
-    found = []
+    choices = []
     if late:
         listed = " and ".join("×".join(map(str, sizes[index])) for index in late)
-        found.append(f"va.insert_(model, stages={late}): late, with feature maps of {listed}")
+        choices.append(f"va.insert_(model, stages={late}): late, with feature maps of {listed}")
     for index in large:
         # The window size divides the feature map; if none does, the most common size is used, with padding.
         window = next((side for side in WINDOWS if not any(length % side for length in sizes[index])), WINDOWS[0])
         why = f"finer detail, in windows because full attention on {product(sizes[index]):,} positions is too expensive"
-        found.append(f"va.insert_(model, stages={[index]}, pattern=va.Window({window})): {why}")
-    return found
+        choices.append(f"va.insert_(model, stages={[index]}, pattern=va.Window({window})): {why}")
+    return choices
 
 
 def count_saved_bytes(

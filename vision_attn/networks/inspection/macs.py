@@ -93,7 +93,7 @@ def run_on_meta(module: nn.Module, shape: Sequence[int], context: Sequence[int] 
 
     def inputs(device: Any) -> tuple[tuple[Tensor], dict[str, Tensor]]:
         shapes = {"x": shape} if context is None else {"x": shape, "context": context}
-        maps = {name: torch.zeros(1, *one, device=device, dtype=like.dtype) for name, one in shapes.items()}
+        maps = {name: torch.zeros(1, *sizes, device=device, dtype=like.dtype) for name, sizes in shapes.items()}
         return (maps.pop("x"),), maps
 
     # All products of the implementation "bmm" are matrix products, which the counter supports.

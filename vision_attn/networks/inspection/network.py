@@ -43,6 +43,9 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     >>> unwrap_model(nn.DataParallel(nn.ReLU()))
     ReLU()
     """
+    if not isinstance(model, nn.Module):
+        remedy = "Create it first, for example with timm.create_model" if isinstance(model, str) else "Pass an instance"
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r:.80}. {remedy}")
     while True:
         wraps = isinstance(model, nn.DataParallel) or is_synchronized(model)
         inner = compiled_module(model) or (getattr(model, "module", None) if wraps else None)
@@ -66,6 +69,7 @@ def require_modifiable(model: nn.Module, call: str) -> nn.Module:
     >>> require_modifiable(nn.DataParallel(nn.ReLU()), "va.insert_")
     ReLU()
     """
+    network = unwrap_model(model)
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             what = f"a TorchScript program ({type(module).__name__}) cannot be changed"
@@ -73,7 +77,7 @@ def require_modifiable(model: nn.Module, call: str) -> nn.Module:
     if (wrapper := synchronizer(model)) is not None:
         what = f"model is wrapped in {wrapper}, which does not synchronize parameters that are added later"
         raise SiteError(f"{what}. Call {call} on the network before wrapping it")
-    return unwrap_model(model)
+    return network
 
 
 def synchronizer(model: nn.Module) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -28,6 +29,17 @@ def first_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Return the first path of each module, without duplicates."""
     first = {id(module): name for name, module in model.named_modules()}
     return list(dict.fromkeys(first[id(model.get_submodule(name))] for name in names))
+
+
+def check_where(where: Callable[[str, nn.Module], bool] | None) -> None:
+    """Raise unless a function accepts the path of a module and the module."""
+    try:
+        if where is not None:
+            inspect.signature(where).bind("", None)
+    except TypeError as error:
+        raise ValueError(
+            f"where must be a function of path and module, such as lambda name, module: … ({error})"
+        ) from None
 
 
 def check_list(argument: str, value: Any, kinds: tuple[type, ...]) -> list[Any]:
@@ -64,9 +76,10 @@ def select_inside(
     """Return the paths at or in the modules that ``names`` and ``where`` select; all paths without either."""
     if names is None and where is None:
         return list(paths)
+    check_where(where)
     chosen = list(modules) if names is None else match_names(modules, names)
     chosen = [name for name in chosen if where is None or where(name, modules[name])]
-    return [path for path in paths if any(not one or f"{path}.".startswith(f"{one}.") for one in chosen)]
+    return [path for path in paths if any(not outer or f"{path}.".startswith(f"{outer}.") for outer in chosen)]
 
 
 def glob_matches(pattern: str, name: str) -> bool:
@@ -93,19 +106,19 @@ def select_keys(argument: str, globs: str | Iterable[str], model: nn.Module, key
     listed = f" The classifier of this model is {shorten(map(repr, heads))}; "
     known = f'{listed}pass {argument}="head" or "{heads[0]}.*"' if heads else ""
     named = {"head": [f"{head}.*" for head in heads]} if heads else {}
-    given = as_list(argument, globs, 'globs on state-dict keys, or "head"', single=str)
-    return match_keys(argument, [glob for one in given for glob in named.get(one, [one])], keys, known)
+    patterns = as_list(argument, globs, 'globs on state-dict keys, or "head"', single=str)
+    return match_keys(argument, [glob for pattern in patterns for glob in named.get(pattern, [pattern])], keys, known)
 
 
 def match_keys(argument: str, globs: str | Iterable[str], keys: Iterable[str], hint: str = "") -> set[str]:
     """Return the keys that match any of the globs; raise if a glob matches no key."""
-    keys, found = list(keys), set[str]()
+    keys, matching = list(keys), set[str]()
     for glob in as_list(argument, globs, "globs on state-dict keys", single=str):
         matches = {key for key in keys if fnmatchcase(key, glob)}
         if not matches:
             raise ValueError(f"{argument}={glob!r} matches no parameter.{hint or f' Available keys: {shorten(keys)}'}")
-        found |= matches
-    return found
+        matching |= matches
+    return matching
 
 
 def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
