@@ -237,7 +237,7 @@ def trials(
     records = {key: json.loads(file.read_text()) for key, file in files.items()}
     found = {variant: {str(seed): records[variant, seed]["measured"] for seed in seeds} for variant in custom}
     text, differences = report(found, note)
-    environments = list({str(one["environment"]): one["environment"] for one in records.values()}.values())
+    environments = [runs.describe_environment()]
     rows = {name: [asdict(one) for one in found] for name, found in differences.items()}
     summary = {"options": options, "environments": environments, "runs": found, "differences": rows}
     runs.write_file(folder / "runs.json", json.dumps(summary, indent=1, default=str))
@@ -270,8 +270,7 @@ def make_run(
         measured = run(variant, seed, **settings)
     except Exception as error:
         raise TrainingError(f"{variant}, seed {seed} failed: {type(error).__name__}: {error}") from error
-    record = {"settings": settings, "environment": runs.describe_environment(), "measured": measured}
-    runs.write_file(file, json.dumps(record, indent=1))
+    runs.write_file(file, json.dumps({"settings": settings, "measured": measured}, indent=1))
     values = ", ".join(f"{name} {format_values(name, [value])}" for name, value in measured.items())
     print(f"{variant}, seed {seed}: {values}", flush=True)
 
