@@ -1,6 +1,6 @@
 """Compatibility of `va.insert_` with 15 blocks in 20 networks: how each block is made an identity at initialization.
 
-python benchmarks/any_block.py      # writes a section of docs/compatibility.md
+python benchmarks/any_block.py      # writes a section of docs/performance.md
 """
 
 import functools
@@ -10,7 +10,7 @@ import warnings
 import timm
 import torch
 import torchvision
-from page_sections import COMPATIBILITY, collapsed, write_section
+from page_sections import PERFORMANCE, collapsed, write_section
 from reach import anatomy, as_after_training, outputs, tensors
 from torch import nn
 from torchvision.models import detection, segmentation
@@ -164,7 +164,7 @@ def main():
     versions = ", ".join(
         f"{module.__name__} {module.__version__.split('+')[0]}" for module in (torch, timm, torchvision)
     )
-    write_section(COMPATIBILITY, "any_block", f"Measured with {versions}.\n\n{format_section(header, rows)}")
+    write_section(PERFORMANCE, "any_block", f"Measured with {versions}.\n\n{format_section(header, rows)}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-#: The pages with the tables of `block_costs.py`, and of `reach.py` and `any_block.py`.
-PERFORMANCE, COMPATIBILITY = DOCS / "performance.md", DOCS / "compatibility.md"
+#: The page with the tables of `block_costs.py`, `reach.py` and `any_block.py`.
+PERFORMANCE = DOCS / "performance.md"
 
 
 def markers(name: str) -> tuple[str, str]:

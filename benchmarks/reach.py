@@ -1,6 +1,6 @@
 """Compatibility of `va.insert_` with networks: a block at every stage of the smallest model of each family.
 
-python benchmarks/reach.py                # writes a section of docs/compatibility.md, in about 15 minutes on two cores
+python benchmarks/reach.py                # writes a section of docs/performance.md, in about 15 minutes on two cores
 python benchmarks/reach.py convnext swin  # prints the rows of these families
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import timm
 import torch
 import torchvision
-from page_sections import COMPATIBILITY, collapsed, write_section
+from page_sections import PERFORMANCE, collapsed, write_section
 from timm.models import list_models, list_modules
 from torch import Tensor, nn
 
@@ -232,7 +232,7 @@ def main():
     if len(sys.argv) == 1:
         torch_version, threads = torch.__version__.split("+")[0], torch.get_num_threads()
         conditions = f"Measured with torch {torch_version} on a CPU (threads: {threads})."
-        write_section(COMPATIBILITY, "reach", f"{conditions}\n\n{format_section(rows)}")
+        write_section(PERFORMANCE, "reach", f"{conditions}\n\n{format_section(rows)}")
     sys.exit(any(row.sites and not row.passed for row in rows))
 
 

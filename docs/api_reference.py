@@ -26,8 +26,8 @@ PAGES = {
     ),
     "blocks": (
         "Layers and blocks",
-        "Attention layers and blocks, their patterns and position encodings ([guide](../patterns.md)), and the "
-        "selection of the implementation ([guide](../implementations.md)).",
+        "Attention layers and blocks, their patterns and position encodings, and the selection of the implementation "
+        "([guide](../implementations.md)).",
         """
         Attention2d blocks.Attention1d blocks.Attention3d AttentionBlock2d blocks.AttentionBlock1d
         blocks.AttentionBlock3d blocks.TransformerBlock2d blocks.LinearAttention2d blocks.StridedAttention2d
@@ -61,7 +61,7 @@ PAGES = {
     ),
     "training": (
         "Training and export",
-        "Train on a folder of images or on a data set ([guide](../training.md)), and export the network "
+        "Train on a folder of images or on a data set ([guide](../quickstart.md)), and export the network "
         "([guide](../deploy.md)).",
         "recipes.train.train recipes.settings.Settings export_model",
     ),

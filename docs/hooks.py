@@ -32,7 +32,7 @@ SHOWN = (
 #: Cards of the home page: page, title, text and picture.
 CARDS = (
     (
-        *("docs/quickstart.md", "Quickstart"),
+        *("docs/quickstart.md", "Quickstart and training"),
         "Fine-tune a pretrained network on a folder of images, in Python or on the command line.",
         "examples/pictures/quickstart.png",
     ),
@@ -47,7 +47,7 @@ CARDS = (
         "docs/explorer/light.png",
     ),
     (
-        *("docs/patterns.md", "Patterns and positions"),
+        *("docs/implementations.md#patterns", "Patterns and positions"),
         "Full, axial, window, grid and neighborhood attention, or a custom einx expression.",
         "examples/pictures/einx_patterns.png",
     ),
@@ -85,6 +85,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["hide"] = ["toc"]  # leaves room for two columns
         markdown = markdown.replace(table, columns(table))
     if page.file.src_uri == "README.md":
+        markdown = re.sub(r"^\[!\[CI\].*\n\n", "", markdown, flags=re.MULTILINE)  # works on GitHub and PyPI only
         markdown = markdown.replace("\n## ", f"\n{cards()}\n\n## ", 1)
     return markdown
 

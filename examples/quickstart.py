@@ -123,7 +123,8 @@ fit(model)
 # ## Compare
 #
 # The same training without a block. One run of each is not enough to conclude that a block helps:
-# [`vision-attn compare`](../docs/results.md#on-your-images) repeats both with several seeds and tests the difference.
+# [`vision-attn compare`](../docs/quickstart.md#compare-blocks-over-several-seeds) repeats both with several seeds and
+# tests the difference.
 
 # %%
 plain = create_model(len(train_set.classes))
@@ -184,5 +185,5 @@ exported = va.export_model(loaded, OUTPUT / "flowers.onnx")
 print(f"wrote {OUTPUT / 'flowers.onnx'}: largest difference {exported.difference:.0e}")
 
 # %% [markdown]
-# Next: [choose sites and blocks](../docs/insert.md), [train from the command line](../docs/training.md), or
-# [find out whether a block helps](../docs/when-not.md).
+# Next: [choose sites and blocks](../docs/insert.md), [train from the command
+# line](../docs/quickstart.md#models-and-data), or [find out whether a block helps](../docs/results.md).

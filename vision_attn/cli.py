@@ -26,8 +26,8 @@ import vision_attn as va
 from vision_attn.errors import CheckpointError, Interrupted, VisionAttnError
 
 FAILURE, BAD_USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
-#: Command that installs the packages of the extras, in all messages. It changes when the package is on PyPI.
-INSTALL = 'pip install ".[{}]" in a clone of vision_attn'
+#: Command that installs the packages of the extras, in all messages.
+INSTALL = 'pip install "vision-attn[{0}]", or ".[{0}]" in a clone'
 #: For each command, the class of its flags, its function in ``vision_attn``, and its help.
 COMMANDS = {
     "train": ("Settings", "recipes.train:train", "Train an image classifier, with or without inserted attention."),

@@ -7,8 +7,8 @@ import html
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-#: Command that installs the packages of an extra, in all messages. It changes when the package is on PyPI.
-INSTALL = 'pip install ".[{}]" in a clone of vision_attn'
+#: Command that installs the packages of an extra, in all messages.
+INSTALL = 'pip install "vision-attn[{0}]", or ".[{0}]" in a clone'
 
 
 def markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:

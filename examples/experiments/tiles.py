@@ -11,7 +11,20 @@ The four neighbors are at four unknown positions. One head averages values with 
 four neighbors; several heads can attend to different neighbors. `found %` is the percentage of drawn tiles that are
 closer to the true neighbor than to any of the other 62, `one-to-one found %` the same if each tile may be chosen once
 in each direction, and dB the peak signal-to-noise ratio of the drawn tiles. The variant `solver` (`border_solver`) has
-no training steps: it is fitted in closed form for each direction.
+no training steps: it is fitted in closed form for each direction, to the number of lines of pixels that finds most
+tiles in training photographs.
+
+All trained variants have the same number of parameters, except for the scales of their heads: attention with one, two,
+four and eight heads and `qk_norm="match"`, two blocks of half the width with one head each, cost volumes with separate
+features and one and four heads, and linear attention.
+
+The plan, written after a pilot and before the runs: eight trained variants, 4,000 steps, test photographs, and as many
+of the seeds 0 to 4 as two hours of one core allow, all variants of a seed before the next. The learning rate is 0.006
+for all variants, and was not selected for each. In the pilot with seed 100, on held-out training photographs, one head
+found 10.4 % of the tiles, four heads 15.0 %, and the solver 35.6 %. Expected: four heads find more tiles than one head,
+and than two blocks with one head; the difference between four and eight heads is not significant; a cost volume with
+four heads and separate features is not significantly different from attention with four heads; the solver finds more
+than every trained variant.
 """
 
 import sys
@@ -36,17 +49,14 @@ DIRECTIONS = {"above": (-1, 0), "right": (0, 1), "below": (1, 0), "left": (0, -1
 COLUMNS = (1, 2, 3)  # lines of pixels of a border that the solver may compare
 MATCH = {"qk_norm": "match"}
 BLOCKS = {
-    "plain": (None, {}),
     "linear": (LinearBlock2d, {"num_heads": 4}),
-    "cost-volume": (CostVolumeBlock2d, {"num_heads": 4}),
-    "separate-cost-volume-1": (CostVolumeBlock2d, {"num_heads": 1, "separate": True}),
-    "separate-cost-volume-4": (CostVolumeBlock2d, {"num_heads": 4, "separate": True}),
+    "cost-volume-1": (CostVolumeBlock2d, {"num_heads": 1, "separate": True}),
+    "cost-volume-4": (CostVolumeBlock2d, {"num_heads": 4, "separate": True}),
     # two blocks of half the width have as many parameters as one block
     "two-blocks-1": ("attention", {"num_heads": 1, "key_dim": WIDTH // 2, "value_dim": WIDTH // 2, **MATCH}),
     **{f"heads-{heads}": ("attention", {"num_heads": heads, **MATCH}) for heads in (1, 2, 8, 4)},
 }
 VARIANTS = ("solver", *BLOCKS)
-LEARNING_RATES = dict.fromkeys(VARIANTS, 0.006)
 
 
 def cut(photographs):
@@ -93,8 +103,7 @@ class Drawer(nn.Module):
         self.blocks = nn.Sequential(*(nn.Identity() for _ in range(2 if variant.startswith("two-blocks") else 1)))
         hidden = nn.Conv2d(WIDTH, 2 * WIDTH, 1), nn.BatchNorm2d(2 * WIDTH), nn.ReLU()
         self.decode = nn.Sequential(*hidden, nn.Conv2d(2 * WIDTH, len(DIRECTIONS) * 3 * SIDE**2, 1))
-        if block is not None:
-            va.insert_(self.blocks, block, names="*", example_input=(1, WIDTH, CELLS, CELLS), **options)
+        va.insert_(self.blocks, block, names="*", example_input=(1, WIDTH, CELLS, CELLS), **options)
 
     def forward(self, tiles):
         features = self.encode(tiles.flatten(0, 1) - 0.5).view(len(tiles), CELLS, CELLS, WIDTH).movedim(3, 1)
@@ -178,20 +187,18 @@ def run(variant, seed, steps, data, split, learning_rate):
         candidates = [Solver(training, lines) for lines in COLUMNS]
         best = max(candidates, key=lambda x: evaluate(x, training, seed)["found %"])
         return {"parameters": 0, **evaluate(best, pool, seed)}
-    model = train(variant, seed, steps, learning_rate or LEARNING_RATES[variant], training).eval()
+    model = train(variant, seed, steps, learning_rate, training).eval()
     parameters = sum(p.numel() for p in model.parameters())
     return {"parameters": parameters, **evaluate(partial(draw_by, model), pool, seed)}
 
 
 def main(arguments=None):
-    parser = build_parser(__doc__, VARIANTS, steps=3000, output="runs/tiles")
+    parser = build_parser(__doc__, VARIANTS, steps=4000, output="runs/tiles")
     parser.add_argument(
         "--data", required=True, help="folder of CIFAR-100, with train/CLASS/IMAGE and test/CLASS/IMAGE"
     )
     parser.add_argument("--split", choices=("val", "test"), default="test", help="photographs to evaluate on")
-    parser.add_argument(
-        "--learning-rate", type=float, help="learning rate of all variants (default: the selected rates)"
-    )
+    parser.add_argument("--learning-rate", type=float, default=0.006, help="learning rate of all variants")
     trials(run, **vars(parser.parse_args(arguments)))
 
 

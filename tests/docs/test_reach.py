@@ -7,7 +7,7 @@ import pytest
 import reach
 import timm
 
-SECTION = page_sections.read_section(page_sections.COMPATIBILITY, "reach")
+SECTION = page_sections.read_section(page_sections.PERFORMANCE, "reach")
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in SECTION.splitlines() if line.startswith("| ")]
 START = ROWS.index(list(reach.HEADER))
 HEADER, BODY = ROWS[START], ROWS[START + 2 :]

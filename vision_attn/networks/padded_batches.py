@@ -26,7 +26,7 @@ def padded(
     on the other images of its batch. Inside this context, the output of a block at the positions of an image is its
     output for the image alone, for full attention, rows, columns and windows, with every implementation.
 
-    ``docs/patterns.md`` lists the options for which this does not hold. Convolutions still read padding near its
+    ``docs/implementations.md`` lists the options for which this does not hold. Convolutions still read padding near its
     border. A compiled model runs in eager mode inside the ``with`` block. With activation checkpointing, the backward
     pass may run inside or outside of it.
 

@@ -106,9 +106,7 @@ def explore(
             module.training = mode
     architecture = (getattr(plain, "pretrained_cfg", None) or {}).get("architecture") or type(plain).__name__
     about = f"{architecture}, {sum(parameter.numel() for parameter in plain.parameters()):,} parameters"
-    largest = max(block["largest"] for image in shown for block in image["blocks"])
-    scale = next((end for end in (2, 4, 8) if largest <= end), 16)  # as a multiple of uniform attention
-    content = {"title": title, "note": note, "about": about, "top": scale, "images": shown}
+    content = {"title": title, "note": note, "about": about, "images": shown}
     page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     text = json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")  # no closing script tag
     write_file(Path(output), page.replace("/* DATA */", text))
