@@ -44,7 +44,7 @@ def to_code(name: str, value: object) -> str:
     if isinstance(value, ForeignCode):
         return value
     code, kind = repr(value), type(value)
-    classes = {kind.__name__: kind, **CONFIG_CLASSES} if is_dataclass(kind) else CONFIG_CLASSES
+    classes: Classes = {kind.__name__: kind, **CONFIG_CLASSES} if is_dataclass(kind) else CONFIG_CLASSES
     try:
         again = from_code(code, classes)
     except ValueError:
