@@ -10,7 +10,7 @@ import warnings
 import timm
 import torch
 import torchvision
-from page_sections import PERFORMANCE, collapsed, write_section
+from page_sections import PERFORMANCE, collapsed, markdown, write_section
 from reach import anatomy, as_after_training, outputs, tensors
 from torch import nn
 from torchvision.models import detection, segmentation
@@ -18,7 +18,6 @@ from torchvision.ops import SqueezeExcitation
 
 import vision_attn as va
 from vision_attn.networks.insertion import CHILD
-from vision_attn.text import markdown
 
 #: The meaning of each result.
 RESULTS = {

@@ -16,14 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from page_sections import write_section
+from page_sections import markdown, write_section
 from speed import describe_machine, format_number, time_in_turns, with_gradients
 from timm.layers import create_attn
 from torch import nn
 
 import vision_attn as va
 from vision_attn.networks.inspection.macs import count_macs
-from vision_attn.text import markdown
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "experiments"))
 from controls import ConvBlock2d

@@ -22,13 +22,12 @@ from typing import Any
 import timm
 import torch
 import torchvision
-from page_sections import DOCS, write_section
+from page_sections import DOCS, markdown, write_section
 from reach import as_after_training, tensors
 from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.convert.equivalence import REMEDY
-from vision_attn.text import markdown
 
 
 @dataclass(frozen=True)

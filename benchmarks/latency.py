@@ -20,12 +20,12 @@ from tempfile import TemporaryDirectory
 
 import timm
 import torch
+from page_sections import markdown
 from runtime_cases import FILES
 from speed import describe_machine, time_in_turns
 
 import vision_attn as va
 from vision_attn.recipes.export import export_program
-from vision_attn.text import markdown
 
 NETWORKS = ("resnet18", "mobilenetv3_small_100", "convnext_atto")
 

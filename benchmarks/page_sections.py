@@ -1,6 +1,7 @@
 """Generated sections of documentation pages: the text between two markers that name the script that writes it."""
 
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -36,3 +37,15 @@ def write_section(page: Path, name: str, text: str) -> None:
 def collapsed(summary: str, text: str) -> str:
     """Format Markdown that is shown after a click on its summary, on GitHub and on the documentation site."""
     return f"<details markdown>\n<summary>{summary}</summary>\n\n{text.strip()}\n\n</details>"
+
+
+def markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Format rows of cells as a Markdown table, the header first; ``left`` are the indices of left-aligned columns.
+
+    >>> print(markdown([("site", "size"), ("layer4", "7×7")]))
+    | site | size |
+    | --- | ---: |
+    | layer4 | 7×7 |
+    """
+    sides = ["---" if column in left else "---:" for column in range(len(rows[0]))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], sides, *rows[1:]))

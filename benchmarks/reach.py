@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import timm
 import torch
 import torchvision
-from page_sections import PERFORMANCE, collapsed, write_section
+from page_sections import PERFORMANCE, collapsed, markdown, write_section
 from timm.models import list_models, list_modules
 from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.insertion import inserted_keys, records
-from vision_attn.networks.models.registry import create_network
-from vision_attn.text import markdown
+from vision_attn.networks.models import create_model
+from vision_attn.text import did_you_mean
 
 #: Side of the images for models that accept any size: 2×2 positions at a stride of 32.
 SMALL = 64
@@ -80,6 +80,20 @@ class Row:
         return [self.library, self.family, *where, *checks, f"{self.seconds:.0f}", "; ".join(self.notes)]
 
 
+def create_network(name: str) -> nn.Module:
+    """Create a network with random weights from a timm name, or from a torchvision name after ``torchvision:``."""
+    from torchvision.models import get_model, list_models
+
+    library, _, wanted = name.rpartition(":")
+    if library != "torchvision":
+        return create_model(name)
+    if wanted not in list_models():
+        raise ValueError(f"model: {name!r} does not exist.{did_you_mean(wanted, list_models())}")
+    # Without this option, some of torchvision's networks issue a warning about their initialization.
+    options = {"init_weights": False} if wanted in ("googlenet", "inception_v3") else {}
+    return get_model(wanted, weights=None, **options)
+
+
 def parameters(library, name):
     if library == "torchvision":
         return int(torchvision.models.get_model_weights(name).DEFAULT.meta["num_params"])
@@ -91,7 +105,11 @@ def parameters(library, name):
 
 
 def make(library, name):
-    return timm.create_model(name) if library == "timm" else create_network(f"torchvision:{name}")
+    if library == "timm":
+        return timm.create_model(name)
+    # Without this option, some of torchvision's networks issue a warning about their initialization.
+    options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    return torchvision.models.get_model(name, weights=None, **options)
 
 
 def families():

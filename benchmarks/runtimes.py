@@ -27,11 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from page_sections import DOCS, write_section
+from page_sections import DOCS, markdown, write_section
 from runtime_cases import MODES, NETWORKS, RUNTIMES, measure
 from torch import nn
-
-from vision_attn.text import markdown
 
 #: The page with the section that this script writes.
 PAGE = DOCS / "deploy.md"

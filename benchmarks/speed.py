@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from candidates import LAYOUTS, ROWS, Row
+from reach import create_network
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
 from vision_attn import cli
 from vision_attn.networks.convert.swap import swap_
-from vision_attn.networks.models.registry import create_network
 from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.text import Table
 

@@ -76,10 +76,4 @@ USES = (
     Use("networks/safe/pickled.py", "_rebuild_",
         "functions that are named in the files of torch.save", TORCH,
         "networks/safe/test_safe.py::test_tensors_and_plain_values_are_read_and_other_objects_become_placeholders"),
-    Use("recipes/export.py", "_check_ir_validity",
-        "the documented way to a dynamic batch, which a check makes static otherwise", "executorch 1.5.1",
-        "recipes/test_export.py::test_other_runtimes_reproduce_the_network"),
-    Use("recipes/export.py", "_inductor",
-        "the module in which torch documents AOTInductor", TORCH,
-        "recipes/test_export.py::test_other_runtimes_reproduce_the_network"),
 )  # fmt: skip

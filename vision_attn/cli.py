@@ -66,9 +66,8 @@ def run_command(name: str, words: Sequence[str], function: Callable[[Any], Any] 
 
         kind, path, text = COMMANDS[name]
         file = Path(__file__).parent / f"{path.partition(':')[0].replace('.', '/')}.py"
-        parsed = parse(
-            getattr(settings, kind), words, name, f"{text}\n\nTo change what it does, copy this file: {file}"
-        )
+        about = f"{text}\n\nTo change what it does, copy this file: {file}"
+        parsed = parse(getattr(settings, kind), words, name, about)
         settings.check_values(parsed)
         (function or pkgutil.resolve_name(f"vision_attn.{path}"))(parsed)
     else:

@@ -11,18 +11,6 @@ from typing import NamedTuple
 INSTALL = 'pip install "vision-attn[{0}]", or ".[{0}]" in a clone'
 
 
-def markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Format rows of cells, the header first, as a Markdown table; see :class:`Table`.
-
-    >>> print(markdown([("site", "size"), ("layer4", "7×7")]))
-    | site | size |
-    | --- | ---: |
-    | layer4 | 7×7 |
-    """
-    sides = ["---" if column in left else "---:" for column in range(len(rows[0]))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], sides, *rows[1:]))
-
-
 class Table(NamedTuple):
     """Table that prints with aligned columns; displayed as an HTML table in a notebook.
 
@@ -82,10 +70,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         paragraph = '<div style="white-space: pre-wrap">{}</div>'
-        parts = (
-            part._repr_html_() if isinstance(part, Table) else paragraph.format(html.escape(part))
-            for part in self.parts()
-        )
+        parts = (x._repr_html_() if isinstance(x, Table) else paragraph.format(html.escape(x)) for x in self.parts())
         return "".join(parts)
 
 

@@ -26,7 +26,8 @@ from vision_attn.recipes.compare import (
     settings_for_variant,
     trials,
 )
-from vision_attn.recipes.settings import Settings
+from vision_attn.recipes.runs import import_block, newest_state
+from vision_attn.recipes.settings import Settings, parse_options
 
 
 def test_the_last_variant_has_paired_intervals_with_bonferroni_correction():
@@ -101,7 +102,7 @@ def test_block_settings_apply_to_the_variants_that_accept_them():
     assert found.pop("plain") == Settings(weights="net.pth", lr=0.2)
     assert {(one.attention_lr, one.at, one.names) for one in found.values()} == {(0.1, "before", ("layer3",))}
     assert {name: (one.block.rpartition(":")[2], one.block_options) for name, one in found.items()} == {
-        "convolution": ("ConvBlock", ()),
+        "convolution": ("ConvNeXtBlock", ("kernel_size=3", "mlp_ratio=2", "ls_init_value=None")),
         "se": ("se", ()),
         "averaging": ("attention", (*options, "scale=0")),
         "attention": ("attention", options),
@@ -123,9 +124,14 @@ def test_the_precision_and_the_device_are_the_same_for_all_variants(base, tmp_pa
 
 
 def test_a_convolution_has_as_many_parameters_as_attention():
-    for channels in (16, 64, 256):
-        one, other = (sum(p.numel() for p in b(channels).parameters()) for b in (module.ConvBlock, va.AttentionBlock2d))
-        assert abs(one - other) < 0.03 * other
+    common = Settings(names=("layer",), block_options=("num_heads=4",))
+    name, s = settings_for_variant("large=convolution --block-options kernel_size=13", common)
+    assert (name, s.block_options) == ("large", ("kernel_size=13", "mlp_ratio=2", "ls_init_value=None"))
+    convolution = settings_for_variant("convolution", common)[1]
+    for channels in (64, 256, 512):
+        block = import_block(convolution.block)(channels, **parse_options(convolution.block_options))
+        one, other = (sum(p.numel() for p in b.parameters()) for b in (block, va.AttentionBlock2d(channels)))
+        assert abs(one - other) < 0.04 * other
 
 
 @pytest.fixture
@@ -255,7 +261,8 @@ def test_processes_end_with_the_main_process_and_the_command_goes_on(image_folde
         if not left:
             break
     assert left == []
-    epochs = [json.loads((next(state.glob("*")) / "progress.json").read_text())["epoch"] for state in states]
+    saved = [newest_state(state.parent) for state in states]
+    epochs = [json.loads((state / "progress.json").read_text())["epoch"] for state in saved]
     done = subprocess.run([*line, "400", "--resume", "auto"], capture_output=True, text=True, check=False)
     assert (done.returncode, min(epochs) > 0) == (2, True), "resume is automatic"
 

@@ -19,7 +19,7 @@ class FixedOptions(nn.Module):
     arguments: ClassVar[Collection[str]] = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        what, layer = f"{name} of {type(self).__name__}", self.__dict__.get("_modules", {}).get("attn")
+        what, layer = f"{name} of {type(self).__name__}", getattr(self, "attn", None)
         if name in self.arguments or (name in self.fixed and hasattr(self, name)):
             old = getattr(self, name, None)
             if name in self.arguments or getattr(value, "config", value) != getattr(old, "config", old):

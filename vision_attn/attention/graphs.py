@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
-
-T = TypeVar("T")
-
 
 #: Modules of torch with classes of tensors that are data, such as Parameter and DTensor; it traces with all others.
 DATA = ("torch.nn.", "torch.distributed.")
@@ -44,7 +41,7 @@ def is_fixed(size: Sequence[int]) -> bool:
     return not torch.compiler.is_compiling() or (exporting and all(type(length) is int for length in size))
 
 
-def outside_graph(size: Sequence[int], compute: Callable[[], T]) -> T:
+def outside_graph(size: Sequence[int], compute: Callable[[], Any]) -> Any:
     """Call a function whose tensors ``torch.export`` stores as constants, if the size is fixed.
 
     For other sizes, the graph computes the tensors in every call, with operations that not every runtime supports.

@@ -194,9 +194,7 @@ class PlanCache:
     def create(
         self, size: Any, keys_size: Any, device: torch.device, *, causal: bool = False, as_mask: bool = False
     ) -> Grouping:
-        @torch.inference_mode(False)  # also valid in training
-        def compute() -> Grouping:
-            pattern = self.config.resolved_pattern
-            return Grouping(pattern, size, keys_size, device, causal=causal, pattern_as_mask=as_mask)
-
-        return outside_graph((*size, *keys_size), compute)
+        options = {"causal": causal, "pattern_as_mask": as_mask}
+        make = partial(Grouping, self.config.resolved_pattern, size, keys_size, device, **options)
+        with torch.inference_mode(False):  # also valid in training
+            return outside_graph((*size, *keys_size), make)

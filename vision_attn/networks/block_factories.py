@@ -22,8 +22,6 @@ BlockFactory = Callable[..., nn.Module]
 
 #: The default block, by the number of axes of a feature map.
 ATTENTION_BLOCKS: dict[int, BlockFactory] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
-#: Arguments of :func:`vision_attn.insert_` that are not options of a block.
-SITE_ARGUMENTS = ("stages", "names", "where", "exclude", "at", "layout", "example_input", "exact")
 #: Blocks of this library by name.
 BLOCKS: dict[str, BlockFactory] = {name: kind for name, kind in vars(blocks).items() if isinstance(kind, type)}
 #: The names of timm's ``create_attn``, except ``"ge"``, which timm cannot build.
@@ -176,7 +174,6 @@ def describe_error(error: BaseException) -> str:
         kind = "" if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: "
         return f"{kind}{error}"
     library = str(Path(torch.__file__).parent)
-    lines = [
-        frame.line for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(library)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.line for frame in frames if not frame.filename.startswith(library)]
     return f"{type(error).__name__} at {lines[-1]!r}"

@@ -48,7 +48,7 @@ def warn_if_untrained(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None
         state.missed += before not in ([], state.sums)
         if state.missed > MAX_MISSED_UPDATES:
             sites = ", ".join(
-                repr(site_name) for site_name, state in waiting.items() if state.missed >= MAX_MISSED_UPDATES
+                repr(name) for name, block_state in waiting.items() if block_state.missed >= MAX_MISSED_UPDATES
             )
             while waiting:
                 waiting.popitem()[1].handle.remove()

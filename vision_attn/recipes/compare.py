@@ -28,7 +28,6 @@ import joblib
 import numpy as np
 import torch
 from scipy import stats
-from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import vision_attn as va
@@ -38,10 +37,12 @@ from vision_attn.recipes import runs
 from vision_attn.recipes.settings import CALL, MACHINE, Comparison, Settings, check, flag
 from vision_attn.recipes.train import train
 
+#: A block of ConvNeXt with a depthwise convolution of 3×3 and about as many parameters as attention, the usual control.
+CONVOLUTION = "--block timm.models.convnext:ConvNeXtBlock --block-options kernel_size=3 mlp_ratio=2 ls_init_value=None"
 #: Variants: flags that change the common flags; None for the network without a block.
 VARIANTS: dict[str, str | None] = {
-    "plain": None, "convolution": "--block vision_attn.recipes.compare:ConvBlock", "se": "--block se",
-    "averaging": "--block-options scale=0", "attention": "",
+    "plain": None, "convolution": CONVOLUTION, "se": "--block se", "averaging": "--block-options scale=0",
+    "attention": "",
 }  # fmt: skip
 #: Settings of blocks, which the plain network does not have.
 BLOCK_SETTINGS = ("stages", "names", "at", "block", "pattern", "block_options", "attention_lr")
@@ -54,22 +55,6 @@ worse if the interval does not contain zero. If all variants are equal, at most 
 Without two seeds and differences that vary, there is no interval and no verdict."""
 
 Metrics = dict[str, float]
-
-
-class ConvBlock(nn.Module):
-    """Residual branch with a depthwise convolution and about as many parameters as attention, the usual control."""
-
-    def __init__(self, channels: int, kernel_size: int = 3) -> None:
-        super().__init__()
-        hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + kernel_size**2 + 2)))
-        self.norm = nn.BatchNorm2d(channels)
-        self.layers = nn.Sequential(
-            nn.Conv2d(channels, hidden, 1), nn.Conv2d(hidden, hidden, kernel_size, padding="same", groups=hidden),
-            nn.GELU(), nn.Conv2d(hidden, channels, 1),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layers(self.norm(x))
 
 
 @dataclass(frozen=True)
@@ -237,7 +222,7 @@ def trials(
     records = {key: json.loads(file.read_text()) for key, file in files.items()}
     found = {variant: {str(seed): records[variant, seed]["measured"] for seed in seeds} for variant in custom}
     text, differences = report(found, note)
-    environments = list({str(one["environment"]): one["environment"] for one in records.values()}.values())
+    environments = [runs.describe_environment()]
     rows = {name: [asdict(one) for one in found] for name, found in differences.items()}
     summary = {"options": options, "environments": environments, "runs": found, "differences": rows}
     runs.write_file(folder / "runs.json", json.dumps(summary, indent=1, default=str))
@@ -270,8 +255,7 @@ def make_run(
         measured = run(variant, seed, **settings)
     except Exception as error:
         raise TrainingError(f"{variant}, seed {seed} failed: {type(error).__name__}: {error}") from error
-    record = {"settings": settings, "environment": runs.describe_environment(), "measured": measured}
-    runs.write_file(file, json.dumps(record, indent=1))
+    runs.write_file(file, json.dumps({"settings": settings, "measured": measured}, indent=1))
     values = ", ".join(f"{name} {format_values(name, [value])}" for name, value in measured.items())
     print(f"{variant}, seed {seed}: {values}", flush=True)
 
@@ -314,14 +298,15 @@ def settings_for_variant(word: str, common: Settings) -> tuple[str, Settings]:
         frozen = common.freeze_backbone and (common.reset_head or common.pretrained)  # a new classifier is trained
         defaults: Any = {field.name: field.default for field in fields(Settings) if field.name in BLOCK_SETTINGS}
         return name, cli.parse(Settings, flags, "compare", default=replace(common, **defaults, freeze_backbone=frozen))
-    words = [*shlex.split(given), *flags]
-    start = common if common.stages or common.names else replace(common, stages=(-1,))
-    if "--block" in words:  # the common options are those of attention
-        start = replace(start, block_options=(), pattern=None)
-    s = cli.parse(Settings, words, "compare", default=start)
-    options = {word.partition("=")[0]: word for word in (*start.block_options, *s.block_options)}
-    moved = {"stages": ()} if s.names != start.names else {"names": ()} if s.stages != start.stages else {}
-    return name, replace(s, block_options=tuple(options.values()), **moved)
+    s = common if common.stages or common.names else replace(common, stages=(-1,))
+    for words in (shlex.split(given), flags):
+        if "--block" in words:  # the options are those of another block
+            s = replace(s, block_options=(), pattern=None)
+        before, s = s, cli.parse(Settings, words, "compare", default=s)
+        options = {word.partition("=")[0]: word for word in (*before.block_options, *s.block_options)}
+        moved = {"stages": ()} if s.names != before.names else {"names": ()} if s.stages != before.stages else {}
+        s = replace(s, block_options=tuple(options.values()), **moved)
+    return name, s
 
 
 def compare(c: Comparison) -> dict[str, dict[str, Metrics]]:

@@ -19,6 +19,7 @@ import torch
 import torchvision.models.maxvit as torchvision_maxvit
 import torchvision.models.swin_transformer as torchvision_swin
 import torchvision.models.video.swin_transformer as torchvision_video
+from page_sections import markdown
 from small_networks import assert_same as assert_same_state
 from stand_ins import diffusers_attention, layer_of, transformers_layer
 from torch import nn
@@ -31,7 +32,6 @@ from vision_attn.networks.convert import other_layers
 from vision_attn.networks.convert.conversion import CONVERSIONS, find_conversion
 from vision_attn.networks.convert.equivalence import compare
 from vision_attn.networks.convert.window_layers import PaddedAttention
-from vision_attn.text import markdown
 
 BLOCKS = {1: va.blocks.Attention1d, 2: va.Attention2d, 3: va.blocks.Attention3d}
 TorchvisionMaxVit = torchvision_maxvit.RelativePositionalMultiHeadAttention

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from timm.layers.attention import Attention as TimmAttention
 from torch import nn
 
 import vision_attn as va
@@ -128,6 +129,53 @@ def test_an_optimizer_that_steps_rarely_is_not_reported(recwarn):
         if step % 8 == 7:
             rarely.step()
     assert not [x for x in recwarn if "optimizer" in str(x.message)]
+
+
+class Swappable(nn.Module):
+    """A network with attention between the positions of a feature map."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.attn = nn.Conv2d(3, 16, 4, 4), TimmAttention(16, 2)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.attn(x.flatten(2).mT).mT.view(x.shape).mean((2, 3))
+
+
+@pytest.mark.parametrize("site", ["stem", "attn", "attn.proj"])
+def test_blocks_are_inserted_into_swapped_networks(site):
+    """A swapped module with a hook inside, as in a dry run, runs its original code, whose rounding differs."""
+    model, x = Swappable().double().eval(), torch.rand(2, 3, 32, 32, dtype=torch.float64)
+    expected = model(x)
+    va.swap_(model)
+    report = va.insert_(model, names=site, num_heads=2, example_input=x)
+    assert (report.output_change, report.verified) == (0.0, "verified in evaluation and training mode")
+    torch.testing.assert_close(model(x), expected)
+    assert not any(hooks for hooks in (model.attn.qkv._forward_hooks, model.attn.qkv._forward_pre_hooks))
+
+
+class Lazy(nn.Module):
+    """A table that is empty until the first forward pass, and another one that does not exist before."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", None)
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.ones(x.shape[2:])
+        if not hasattr(self, "other"):
+            self.register_buffer("other", torch.ones(x.shape[2:]))
+        return x * self.table * self.other
+
+
+def test_a_table_that_a_forward_pass_creates_is_empty_again():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), Lazy(), nn.ReLU())
+    va.insert_(model, names="2", num_heads=2, example_input=(1, 3, 8, 8))
+    assert model[1].table is None
+    assert model(torch.rand(1, 3, 8, 8)).shape == (1, 8, 8, 8)
+    assert isinstance(model[1].table, torch.Tensor)
 
 
 def test_a_forward_that_another_tool_assigns_is_run_by_a_swapped_module():

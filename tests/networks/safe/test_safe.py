@@ -3,7 +3,6 @@
 import argparse
 import ast
 import errno
-import fcntl
 import os
 import pickle
 import re
@@ -31,7 +30,7 @@ from torch import nn
 import vision_attn as va
 from vision_attn.networks.safe import Placeholder, check_writable, read_file, write_atomically
 from vision_attn.networks.safe.read import MAGIC, VERSION
-from vision_attn.networks.safe.write import rename_folder, temporary_folder, write_tensors
+from vision_attn.networks.safe.write import temporary_folder, write_tensors
 
 PACKAGE = Path(va.__file__).parent
 PLAIN = {
@@ -392,22 +391,6 @@ def test_errors_name_the_file_and_not_a_temporary_file(write, tmp_path, monkeypa
         write(tmp_path / "file")
     assert str(caught.value) == f"[Errno 13] Permission denied: '{tmp_path / 'file'}'"
     assert (tmp_path / "file").read_bytes() == b"old"
-
-
-def test_a_folder_is_renamed_when_its_files_are_on_disk(tmp_path, monkeypatch):
-    file = tmp_path / "new" / "inner" / "file"
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"content")
-    synced = []
-
-    def sync(opened):
-        assert fcntl.fcntl(opened, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR  # required on Windows
-        synced.append(os.readlink(f"/proc/self/fd/{opened}"))
-
-    monkeypatch.setattr(os, "fsync", sync)
-    rename_folder(tmp_path / "new", tmp_path / "final")
-    assert synced == [str(file)]
-    assert (tmp_path / "final" / "inner" / "file").read_bytes() == b"content"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -312,11 +312,9 @@ def insert_saved_(model: nn.Module, saved: Saved, classes: Classes) -> None:
         {**CONFIG_CLASSES, **classes},
     )
     for at, record in enumerate(records):
-        options = {
-            name: from_code(value, known) if isinstance(value, ForeignCode) else value
-            for name, value in record.options.items()
-        }
-        records[at] = replace(record, options=options)
+        foreign = {name: code for name, code in record.options.items() if isinstance(code, ForeignCode)}
+        options = {name: from_code(code, known) for name, code in foreign.items()}
+        records[at] = replace(record, options={**record.options, **options})
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
     makers = {record.block: get_block_factory(classes.get(record.block, record.block)) for record in records}

@@ -211,12 +211,7 @@ class Swap:
         return f"{type(self.block).__name__}, pattern={self.block.pattern!r}{dtype}"
 
     def attend(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        mask: Tensor | None = None,
-        context: Tensor | None = None,
-        **tensors: Tensor,
+        self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None, **tensors: Tensor
     ) -> Tensor:
         """Run the block with the current weights of the module; several threads can call this at the same time."""
         weights = to_parameters(self.conversion.weights(module), self.block.rank) | tensors

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Container, Iterator
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -120,34 +119,22 @@ def run_block(block: nn.Module, value: Any, original: nn.Module) -> Any:
     return apply_to_element(value, record.target.element, run_on)
 
 
-class State(Enum):
-    """Answer to the question whether a block still runs at its site."""
-
-    RUNS = auto()
-    #: at the module of its site, which is now inside a wrapper, such as a layer of PEFT
-    MOVED = auto()
-    REPLACED = auto()
-    REMOVED = auto()
-
-
-def find_state(owner: nn.Module, block: nn.Module, target: str, child: str) -> State:
-    """Return whether a block still runs at its target, which other code may wrap, replace or remove.
+def still_runs(owner: nn.Module, module: nn.Module, block: nn.Module, child: str) -> bool:
+    """Return True if a block runs at a module or inside it, which may be a wrapper, such as a layer of PEFT.
 
     Args:
-        owner: a module that contains the target and the block.
+        owner: a module that contains the module and the block.
+        module: the module at the target of the block.
         block: the block.
-        target: path of the target in the owner.
         child: path of the block in the owner.
     """
-    if (module := find_module(owner, target)) is None:
-        return State.REMOVED
     for part in module.modules():
         for hook in our_hooks(part, RUNNERS):
             path = hook.keywords["path"]
             found = find_module(owner, child) if path is None else find_module(part, path)
             if hook.keywords["block"] is block and found is not None:
-                return State.RUNS if part is module else State.MOVED
-    return State.REPLACED
+                return True
+    return False
 
 
 def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, child: str) -> None:
@@ -158,12 +145,11 @@ def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, c
     """
     record, inside = get_record(block), child.startswith(f"{target}.")
     module, found = find_module(owner, target), find_module(owner, child)
-    state = find_state(owner, block, target, child)
     if module is None:
         raise missing_block_error(record, "removed")
-    if state is State.REPLACED and (not is_norm(module) or found is None):
-        raise missing_block_error(record, f"replaced by {type(module).__name__}")
-    if state is State.REPLACED:
+    if not still_runs(owner, module, block, child):
+        if not is_norm(module) or found is None:
+            raise missing_block_error(record, f"replaced by {type(module).__name__}")
         if (copied := block_at(module)) is not None:
             unhook_(module, [copied])
         hook_(module, block, child[len(target) + 1 :] if inside else None)

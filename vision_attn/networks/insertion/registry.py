@@ -28,13 +28,7 @@ from vision_attn.networks.insertion.hooks import (
     our_hooks,
     unhook_,
 )
-from vision_attn.networks.insertion.record import (
-    CHILD,
-    InsertedBlock,
-    get_record,
-    is_inserted,
-    replaced_module,
-)
+from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, replaced_module
 from vision_attn.networks.inspection.network import CONVS, unwrap_model
 from vision_attn.networks.inspection.selection import ancestor_paths, own_children
 from vision_attn.networks.untrained import warn_if_untrained

@@ -70,10 +70,7 @@ def propose(stages: Iterable[tuple[int, tuple[int, ...]]]) -> list[str]:
 
 
 def count_saved_bytes(
-    block: nn.Module,
-    shape: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-    context: Sequence[int] | None = None,
+    block: nn.Module, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, context: Sequence[int] | None = None
 ) -> int:
     """Count the bytes that autograd saves for the backward pass of a block: its input and intermediate results.
 

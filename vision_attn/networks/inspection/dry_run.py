@@ -81,7 +81,7 @@ class DryRun:
             self.output, self.cost = self.measure(hooks)
             self.needs_hooks = not get_tensors(self.output)
         except SiteError:
-            self.needs_hooks = any(map(has_hooks, model.modules()))
+            self.needs_hooks = any(any(hook_dicts(module)[:2]) for module in model.modules())
             if not self.needs_hooks:
                 raise
         if self.needs_hooks:
@@ -286,10 +286,6 @@ def is_used(feature_map: FeatureMap, gradient: Tensor | None) -> bool:
 
 def has_no_values(x: Tensor) -> bool:
     return x.is_meta or is_symbolic(x)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    return any(hook_dicts(module)[:2])
 
 
 def get_tensors(value: object) -> list[Tensor]:

@@ -6,7 +6,7 @@ import gc
 import inspect
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -207,12 +207,6 @@ def is_library_hook(hook: Any) -> bool:
     return str(package).partition(".")[0] in ("torch", "vision_attn")
 
 
-def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
-    """Return a context in which compiled models run in eager mode in this thread, because graphs do not run hooks."""
-    network = unwrap_model(model)
-    return scope(network, "eager", {model: True})
-
-
 @contextmanager
 def quiet_eval(model: nn.Module, training: bool = False) -> Iterator[None]:
     """Run a model in evaluation and eager mode without gradients, and restore the mode of every module afterwards.
@@ -226,11 +220,12 @@ def quiet_eval(model: nn.Module, training: bool = False) -> Iterator[None]:
     >>> model.training
     True
     """
-    modes = [(module, module.training) for module in model.modules()]
+    modes, network = [(module, module.training) for module in model.modules()], unwrap_model(model)
     try:
         for module, _ in modes:
             module.training = training  # A network may override train(), so it is not called.
-        with torch.no_grad(), uncompiled(model), ExitStack() as stack:
+        # Compiled models run in eager mode, because graphs do not run hooks.
+        with torch.no_grad(), scope(network, "eager", {model: True}), ExitStack() as stack:
             for device in {parameter.device.type for parameter in model.parameters()} - {"meta"}:
                 stack.enter_context(torch.autocast(device, enabled=False))  # Feature maps keep the network's dtype.
             yield

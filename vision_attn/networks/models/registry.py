@@ -180,17 +180,3 @@ def weights_folder() -> Path:
 def get_model_cfg(model: nn.Module) -> dict[str, Any]:
     """Return the timm configuration of a model: ``input_size``, ``mean``, ``std``, ``classifier`` and others."""
     return vars(model)["pretrained_cfg"]
-
-
-def create_network(name: str) -> nn.Module:
-    """Create a network with random weights from a timm name, or from a torchvision name after ``torchvision:``."""
-    from torchvision.models import get_model, list_models
-
-    library, _, wanted = name.rpartition(":")
-    if library != "torchvision":
-        return create_model(name)
-    if wanted not in list_models():
-        raise ValueError(f"model: {name!r} does not exist.{did_you_mean(wanted, list_models())}")
-    # Without this option, some of torchvision's networks issue a warning about their initialization.
-    options = {"init_weights": False} if wanted in ("googlenet", "inception_v3") else {}
-    return get_model(wanted, weights=None, **options)

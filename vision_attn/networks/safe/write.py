@@ -98,13 +98,6 @@ def sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def rename_folder(complete: Path, folder: Path) -> None:
-    """Rename a complete folder after all of its files are on disk; the new name must not exist."""
-    for path in filter(Path.is_file, complete.rglob("*")):
-        sync(path)
-    os.replace(complete, folder)
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a ``.safetensors`` file; with one metadata entry, equal content gives identical files."""
     # Tensors are copied to separate storages, because safetensors does not support shared storages.

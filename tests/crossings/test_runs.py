@@ -1,0 +1,105 @@
+"""Runs with random settings that are interrupted in random ways and resumed: equal to the undisturbed run, or refused.
+
+Another number of processes is left out: it sums the loss in another order, so the weights differ in the last bit.
+"""
+
+import csv
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+MINUTES = 10
+SETTINGS = {
+    "--opt": ["adamw", "sgd", "muon", "lamb"],
+    "--ema": [None, "0.9"],
+    "--mixup": [None, "0.2"],
+    "--cutmix": [None, "1.0"],
+    "--aa": [None, "rand-m9"],
+    "--reprob": [None, "0.5"],
+    "--grad-accum-steps": [None, "2"],
+    "--layer-decay": [None, "0.7"],
+    "--attention-lr": [None, "0.01"],
+    "--clip-grad": [None, "1.0"],
+    "--warmup-epochs": ["0", "0.5"],
+    "--workers": ["0", "1"],
+    "--img-size": ["16", "72"],
+    "--amp": [None, "bfloat16"],
+    "--block-options": [None, "attn_drop=0.2", "position=Rope()"],
+}
+SIGNALS = {"SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"}
+INTERRUPTIONS = [*sorted(SIGNALS), "full disk", "renamed class"]
+
+
+def start(words, limit=None):
+    def set_limit():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    line = [sys.executable, "-m", "vision_attn", "train", *words]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=set_limit)
+
+
+def disturb(kind, words, folder, chance):
+    """Start or resume a run and interrupt it; return a line for the report."""
+    if kind == "renamed class":
+        before, after = folder / "train" / "red", folder / "train" / "crimson"
+        before.rename(after)
+        process = start(words)
+        text = process.communicate()[0]
+        after.rename(before)
+        # Nothing was saved yet, or the state knows the classes.
+        assert process.returncode in (0, 1), text
+        return process.returncode, text
+    process, delay = start(words, 4_000 if kind == "full disk" else None), chance.uniform(2, 9)
+    try:
+        text = process.communicate(timeout=None if kind == "full disk" else delay)[0]
+    except subprocess.TimeoutExpired:
+        process.send_signal(getattr(signal, kind))
+        text = process.communicate()[0]
+    return process.returncode, text
+
+
+def result(run):
+    with open(run / "metrics.csv") as file:
+        rows = [{key: value for key, value in row.items() if "second" not in key} for row in csv.DictReader(file)]
+    return rows, (run / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(3600)
+def test_interrupted_runs_equal_the_undisturbed_run(image_folder, tmp_path):
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    chance, end, number = random.Random(seed), time.monotonic() + 60 * MINUTES, 0
+    while time.monotonic() < end:
+        number += 1
+        data = shutil.copytree(image_folder, tmp_path / f"data{number}")
+        words = ["--data", str(data), "--model", "test_resnet", "--stages", "0", "--epochs", "3", "--batch-size", "16"]
+        words += ["--lr", "0.002", "--device", "cpu"]
+        for flag, choices in SETTINGS.items():
+            value = chance.choice(choices)
+            words += [] if value is None else [flag, value]
+        process = start([*words, "--output", str(tmp_path / f"whole{number}")])
+        text = process.communicate()[0]
+        assert process.returncode == 0, f"{' '.join(words)}\n{text}"
+        disturbed, history = tmp_path / f"disturbed{number}", []
+        resumed = [*words, "--output", str(disturbed), "--resume", "auto"]
+        for kind in chance.choices(INTERRUPTIONS, k=chance.randint(1, 4)):
+            code, text = disturb(kind, resumed, data, chance)
+            history.append(f"{kind}: exit {code}")
+            assert "Traceback" not in text, f"{' '.join(words)}\n{history}\n{text}"
+            if kind == "renamed class" and code == 0:  # it began or ended with the other name
+                break
+        else:
+            process = start(resumed)
+            text = process.communicate()[0]
+            assert process.returncode == 0, f"{' '.join(words)}\n{history}\n{text}"
+            assert result(disturbed) == result(tmp_path / f"whole{number}"), f"{' '.join(words)}\n{history}"
+        print(f"{' '.join(words)}: {', '.join(history)}")
