@@ -37,6 +37,7 @@ EXAMPLES = {
     "evidence.py": "--epochs 1 --seeds 0 --jobs 1",
     "recall.py": "--variants linear matching --seeds 0 --steps 20 --jobs 1",
     "shredded.py": "--variants borders solver plain separate-cost-volume matching --seeds 0 --steps 1 --jobs 1",
+    "tiles.py": "--variants solver heads-1 two-blocks-1 --seeds 0 --steps 1 --jobs 1",
     "mosaic.py": "--variants nearest-neighbor matching --seeds 0 --steps 1 --thaw 1 --jobs 1",
     "stereo.py": "--variants cost-volume matching --seeds 0 --steps 1 --jobs 1",
     "one_shot_video.py": "--seeds 0 --steps 1 --jobs 1 --device cpu",
@@ -262,6 +263,28 @@ def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, m
         255,
         255,
     ]
+
+
+def test_the_neighbors_of_a_tile_are_its_continuations(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
+    tiles = importlib.import_module("tiles")
+    monkeypatch.setattr(tiles, "EVALUATED", 16)
+    column, row = np.meshgrid(np.arange(32), np.arange(32))
+    for number, split in itertools.product(range(40), ("train", "test")):  # green is the row, red the column
+        file = tmp_path / split / "class" / f"{number:02}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.stack([7 * column, 7 * row, np.full_like(row, 6 * number)], 2).astype(np.uint8)).save(file)
+    drawn, index = tiles.canvases(2, tiles.load_photographs(tmp_path, "test"), torch.Generator().manual_seed(0))
+    found = tiles.targets(drawn, index)
+    for number, (down, right) in enumerate(tiles.DIRECTIONS.values()):
+        inside = index[:, number] >= 0
+        assert inside.sum() == 2 * 4 * 12
+        step = found[:, number][inside].sub(drawn[inside])[:, :, 0, 0] * 255
+        torch.testing.assert_close(step, torch.tensor([56.0 * right, 56.0 * down, 0]).expand_as(step))
+    tiles.main([*EXAMPLES["tiles.py"], "--data", str(tmp_path), "--output", str(tmp_path / "runs")])
+    runs = json.loads((tmp_path / "runs/runs.json").read_text())["runs"]
+    assert runs["solver"]["0"]["found %"] > 90
+    assert runs["heads-1"]["0"]["parameters"] // 1000 == runs["two-blocks-1"]["0"]["parameters"] // 1000 == 304
 
 
 def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch):

@@ -105,6 +105,7 @@ def test_block_settings_apply_to_the_variants_that_accept_them():
         "convolution": ("ConvNeXtBlock", ("kernel_size=3", "mlp_ratio=2", "ls_init_value=None")),
         "se": ("se", ()),
         "averaging": ("attention", (*options, "scale=0")),
+        "cost-volume": ("attention", ("gate_init=1", "position=Rope()", "num_heads=1", "qk_norm=cosine")),
         "attention": ("attention", options),
     }
     # A new head is trained in all variants.

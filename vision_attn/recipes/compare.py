@@ -42,7 +42,7 @@ CONVOLUTION = "--block timm.models.convnext:ConvNeXtBlock --block-options kernel
 #: Variants: flags that change the common flags; None for the network without a block.
 VARIANTS: dict[str, str | None] = {
     "plain": None, "convolution": CONVOLUTION, "se": "--block se", "averaging": "--block-options scale=0",
-    "attention": "",
+    "cost-volume": "--block-options num_heads=1 qk_norm=cosine", "attention": "",
 }  # fmt: skip
 #: Settings of blocks, which the plain network does not have.
 BLOCK_SETTINGS = ("stages", "names", "at", "block", "pattern", "block_options", "attention_lr")

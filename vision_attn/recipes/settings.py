@@ -82,7 +82,7 @@ class Settings:
 class Comparison(Settings):
     """Settings of all runs of a comparison, and its variants and seeds."""
 
-    # Variants: plain, convolution, se, averaging, attention, or NAME=VARIANT FLAGS such as 'rope=attention --lr 0.1'.
+    # Variants: plain, convolution, se, averaging, cost-volume, attention, or NAME=VARIANT FLAGS: 'slow=se --lr 0.01'.
     variants: tuple[str, ...] = ("plain", "convolution", "se", "attention")
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # Random seeds of each variant.
     jobs: int | None = None  # Number of runs in parallel; by default one per GPU, or per core.
