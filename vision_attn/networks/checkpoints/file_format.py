@@ -287,12 +287,11 @@ def match_classes(saved: Saved, path: Path, block: Any) -> Classes:
         got = f", got {', '.join(classes)}" if classes else ""
         if not foreign:
             raise CheckpointError(f"block must be None for {path}, which contains only classes of this library{got}")
-        several, listed = len(foreign) > 1, ", ".join(foreign)
-        what = f"{path} contains {listed}, which {'are' if several else 'is'} not of this library{got}"
-        argument = f"the classes: block=[{listed}]" if several else f"the class: block={listed}"
-        flags = " ".join(f"--block MODULE:{name}" for name in foreign)
+        listed, flags = ", ".join(foreign), " ".join(f"--block MODULE:{name}" for name in foreign)
+        argument = f"the classes: block=[{listed}]" if len(foreign) > 1 else f"the class: block={listed}"
         if len(foreign) == len(classes) == 1:
             argument += f", or block={{{foreign[0]!r}: {next(iter(classes))}}} if its name has changed"
+        what = f"{path} contains custom classes: {listed}{got}"
         raise CheckpointError(f"{what}. Pass {argument}, or {flags} on the command line")
     return classes
 
@@ -307,14 +306,12 @@ def insert_saved_(model: nn.Module, saved: Saved, classes: Classes) -> None:
     """
     # A compiled layer has two paths, with and without its wrapper. The wrapper does not run hooks.
     paths = {unwrap_key(path): path for path, _ in model.named_modules(remove_duplicate=False)}
-    records, known = (
-        [relocate(record, lambda path: paths.get(path, path)) for record in saved.blocks],
-        {**CONFIG_CLASSES, **classes},
-    )
-    for at, record in enumerate(records):
+    records = []
+    for record in saved.blocks:
         foreign = {name: code for name, code in record.options.items() if isinstance(code, ForeignCode)}
-        options = {name: from_code(code, known) for name, code in foreign.items()}
-        records[at] = replace(record, options={**record.options, **options})
+        options = {name: from_code(code, {**CONFIG_CLASSES, **classes}) for name, code in foreign.items()}
+        moved = relocate(record, lambda path: paths.get(path, path))
+        records.append(replace(moved, options={**record.options, **options}))
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
     makers = {record.block: get_block_factory(classes.get(record.block, record.block)) for record in records}
