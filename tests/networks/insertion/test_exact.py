@@ -203,7 +203,9 @@ def test_blocks_are_restored_with_their_initialization(block, tmp_path):
     assert type(inserted_blocks(again)["layer1.2"]) is type(inserted_blocks(model)["layer1.2"])
     if own:
         va.remove_(plain)
-        with pytest.raises(va.errors.CheckpointError, match=f"contains {block.__name__}, .* Pass the class: block="):
+        with pytest.raises(
+            va.errors.CheckpointError, match=f"custom classes: {block.__name__}. Pass the class: block="
+        ):
             va.load_adapter_(plain, path)
 
 

@@ -135,7 +135,8 @@ def build_block(
         kind = TypeError if isinstance(error, TypeError) else ValueError
         what = f"the block at {site!r} cannot be built for {channels} channels"
         unknown = re.search("unexpected keyword argument '(.*?)'", str(error))
-        known = (name for maker in (make, Attention2d) for name in block_factories.get_arguments(maker))
+        known = block_factories.get_arguments(make)
+        known |= block_factories.get_arguments(Attention2d) if "attention" in known else {}
         guess = did_you_mean(unknown[1], known) if unknown else ""
         raise kind(f"{what}: {describe_error(error)}{guess and '.'}{guess}") from error
     if not isinstance(block, nn.Module) or is_inserted(block):
