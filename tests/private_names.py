@@ -20,7 +20,7 @@ class Use(NamedTuple):
     test: str
 
 
-TORCH = "torch 2.11.0 to 2.14.1"
+TORCH = "torch 2.11.0 to 2.15.0"
 MEANING = "test_private_names.py::test_private_names_of_torch_mean_what_the_package_expects"
 HOOKS = "torch has no list of the hooks of a module, and copies and pickles lose the handles of hooks"
 OPERATOR = "torch's counter of operations does not know the fused kernels with which networks run on a CPU"
@@ -69,7 +69,7 @@ USES = (
         TORCH, MEANING),
     Use("networks/safe/pickled.py", "_Unpickler",
         "the public reader, written in C, does not let a subclass refuse instructions or count values",
-        "Python 3.11 to 3.14", "networks/safe/test_attacks.py::test_hostile_and_mutated_files_are_read_or_rejected"),
+        "Python 3.11.7", "networks/safe/test_attacks.py::test_hostile_and_mutated_files_are_read_or_rejected"),
     Use("networks/safe/pickled.py", "_metadata",
         "an attribute in the files of torch.save; without it, options of blocks in new files are not compared", TORCH,
         "networks/checkpoints/test_checkpoints.py::test_a_single_block_is_compared_and_a_missing_configuration_is_reported"),
