@@ -63,7 +63,10 @@ PAGES = {
         "Training and export",
         "Train on a folder of images or on a data set ([guide](../quickstart.md)), and export the network "
         "([guide](../deploy.md)).",
-        "recipes.train.train recipes.settings.Settings export_model",
+        """
+        recipes.train.train recipes.settings.Settings export_model errors.VisionAttnError errors.DataError
+        errors.TrainingError errors.ExportError errors.Interrupted
+        """,
     ),
     "models": (
         "Models",
@@ -85,6 +88,11 @@ PAGES = {
 }
 #: Classes that only the library creates: the pages do not show how to create them.
 RETURNED = ("Inspection", "Contribution", "AttentionMaps", "AttentionMap")
+
+SINCE = (
+    "Most names are in `vision_attn`. The pages show other imports. Names without another version are part of the "
+    "library since 0.1.0."
+)
 
 DOCTEST_OPTION = r"  # doctest: .*"
 GENERATED = "<!-- Generated from the docstrings by docs/api_reference.py. -->"
@@ -260,7 +268,7 @@ def summary(path):
 
 def generate():
     """Return the text of every page, by the name of its file."""
-    index = ["# API reference", GENERATED, "Most names are in `vision_attn`. The pages show other imports."]
+    index = ["# API reference", GENERATED, SINCE]
     texts = {}
     for page, (title, introduction, _) in PAGES.items():
         shown = set()

@@ -88,6 +88,8 @@ def is_ours(error):
 class Networks(RuleBasedStateMachine):
     """A network ``net`` on which features act, and the values ``w`` and settings of the plain network."""
 
+    compiles = False  # seconds in each pass
+
     @initialize(
         pattern=st.sampled_from(["full", "rows", "window"]),
         temperature=st.sampled_from([0, 100, 10000]),
@@ -242,6 +244,14 @@ class Networks(RuleBasedStateMachine):
                     f"gradient of {key}",
                 )
         return self.net.zero_grad()
+
+    @precondition(lambda self: self.compiles)
+    @rule(size=HEIGHTS)
+    def forward_compiled(self, size):
+        """Run the network as torch's compiler traces it, without generated code."""
+        torch.compiler.reset()
+        if losses := self.run(torch.compile(self.net, backend="eager"), size, needs_grad=True):
+            self.pending.append(losses)
 
     @rule(size=HEIGHTS)
     def forward_in_thread(self, size):
@@ -579,5 +589,5 @@ def test_features_in_random_order_for_half_an_hour():
     end = time.monotonic() + 1800
     while time.monotonic() < end:
         print(f"seed {(number := random.SystemRandom().randrange(2**32))}")
-        fresh = seed(number)(type("Networks", (Networks,), {}))
+        fresh = seed(number)(type("Networks", (Networks,), {"compiles": True}))
         run_state_machine_as_test(fresh, settings=settings(max_examples=300, stateful_step_count=30, derandomize=False))

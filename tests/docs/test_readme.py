@@ -324,7 +324,8 @@ def test_the_api_reference_is_complete_and_current():
     assert len(paths) == len(set(paths))
     owners = (path.rpartition(".") for path in paths)
     found = [getattr(importlib.import_module(owner), name) for owner, _, name in owners]
-    owners = (vision_attn, vision_attn.blocks, vision_attn.convert, vision_attn.implementations, figures)
+    modules = [getattr(vision_attn, name) for name in ("blocks", "convert", "errors", "implementations")]
+    owners = (vision_attn, *modules, figures)
     public = [getattr(owner, name) for owner in owners for name in owner.__all__]
     assert {value for value in public if inspect.isfunction(value) or inspect.isclass(value)} <= set(found)
     written = {path.name: path.read_text() for path in (ROOT / "docs/api").glob("*.md")}

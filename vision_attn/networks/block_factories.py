@@ -174,5 +174,6 @@ def describe_error(error: BaseException) -> str:
         kind = "" if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: "
         return f"{kind}{error}"
     library = str(Path(torch.__file__).parent)
-    lines = [x.line for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(library)]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.line for frame in frames if not frame.filename.startswith(library)]
     return f"{type(error).__name__} at {lines[-1]!r}"

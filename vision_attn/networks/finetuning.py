@@ -63,7 +63,7 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     #: keys of parameters and paths of norms, by the path of the module whose hook stores them
     parameters, norms = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
     for path, module in network.named_modules():
-        around = [x for x in ancestor_paths(path) if not isinstance(network.get_submodule(x), CONTAINERS)]
+        around = [outer for outer in ancestor_paths(path) if not isinstance(network.get_submodule(outer), CONTAINERS)]
         owner = max(around, default="", key=len)
         start = len(owner) + bool(owner)
         for name, p in module.named_parameters(recurse=False):

@@ -311,7 +311,7 @@ def test_several_custom_classes_are_used_by_name(tmp_path):
         assert torch.equal(other.eval()(x), model(x))
     for block in (Added, [Added, Tanh], lambda channels, **how: Added(channels), None, names | {"More": Added}):
         with pytest.raises(
-            va.errors.CheckpointError, match=r"Added, Near, Tanh, which are not .*\[Added, Near, Tanh\]"
+            va.errors.CheckpointError, match=r"custom classes: Added, Near, Tanh.*\[Added, Near, Tanh\]"
         ):
             load_adapter_(build(), file, block=block)
     plain = network_with_block()
@@ -325,12 +325,12 @@ def test_a_custom_block_needs_its_class(tmp_path):
     train(model)
     path = save_adapter(model, tmp_path / "own.safetensors")
     other = small_network()
-    with pytest.raises(va.errors.CheckpointError, match=r"contains BatchNorm2d.*block=BatchNorm2d"):
+    with pytest.raises(va.errors.CheckpointError, match=r"contains custom classes: BatchNorm2d.*block=BatchNorm2d"):
         load_adapter_(other, path)
     load_adapter_(other, path, block=nn.BatchNorm2d)
     assert_same(other.state_dict(), model.state_dict())
     for other in (va.AttentionBlock2d, [nn.BatchNorm2d, nn.Conv2d], {"Conv2d": nn.BatchNorm2d}):
-        with pytest.raises(va.errors.CheckpointError, match=r"BatchNorm2d, which is not of this library, got \w+"):
+        with pytest.raises(va.errors.CheckpointError, match=r"custom classes: BatchNorm2d, got \w+"):
             load_adapter_(small_network(), path, block=other)
     report = load_adapter_(small_network(), path, block={"BatchNorm2d": Renamed})
     assert [block.block for block in report.insertion.blocks] == ["Renamed", "Renamed"]  # what was built

@@ -93,7 +93,8 @@ class AnyPattern:
 
 def check_lengths(owner: str, name: str, value: int | tuple[int, ...], least: int = 1) -> None:
     """Raise unless all values are integers and at least ``least``; others would give another pattern."""
-    if not all(isinstance(x, Integral) and x >= least for x in (value if isinstance(value, tuple) else (value,))):
+    lengths = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(length, Integral) and length >= least for length in lengths):
         raise ValueError(f"{owner}: {name} must be an integer or a tuple, at least {least}, got {value!r}")
 
 

@@ -106,7 +106,7 @@ def find_map(
     for _, *arguments in calls if axes > 1 else ():
         leaves = tree_leaves(arguments)
         maps = [x for x in leaves if isinstance(x, Tensor) and x.dim() == 2 + axes]
-        numbers = [x for x in leaves if type(x) is int]
+        numbers = [leaf for leaf in leaves if type(leaf) is int]
         sizes = [tuple(x.shape[2:]) for x in maps]
         sizes += [tuple(x.shape[1:-1]) for x in maps if x.shape[-1] == channels]
         sizes += [tuple(numbers[first : first + axes]) for first in range(len(numbers) - axes + 1)]

@@ -186,8 +186,8 @@ def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     defaults = {"layout": "b c h w", "context": "", "context_layout": "b c h w", "identity_init": ""}
     texts = {name: values.get(name, defaults.get(name)) for name in names}
     elements = values.get("element"), values.get("context_element")
-    if not all(isinstance(x, str) for x in texts.values()) or not all(
-        isinstance(x, int | str | None) for x in elements
+    if not all(isinstance(text, str) for text in texts.values()) or not all(
+        isinstance(element, int | str | None) for element in elements
     ):
         raise ValueError("the site of a block is not a string")
     size, images, second = (
@@ -261,7 +261,7 @@ def foreign_classes(model: nn.Module) -> dict[str, Callable[..., Any]]:
     for record in insertion.records(model):
         if record.block not in (*BLOCKS, *TIMM_BLOCKS):
             classes[record.block] = type(unwrap_exact_block(blocks[record.site]))
-        classes |= {type(x).__name__: type(x) for x in record.options.values() if is_dataclass(x)}
+        classes |= {type(value).__name__: type(value) for value in record.options.values() if is_dataclass(value)}
     return {name: kind for name, kind in classes.items() if name not in CONFIG_CLASSES}
 
 
@@ -287,12 +287,11 @@ def match_classes(saved: Saved, path: Path, block: Any) -> Classes:
         got = f", got {', '.join(classes)}" if classes else ""
         if not foreign:
             raise CheckpointError(f"block must be None for {path}, which contains only classes of this library{got}")
-        several, listed = len(foreign) > 1, ", ".join(foreign)
-        what = f"{path} contains {listed}, which {'are' if several else 'is'} not of this library{got}"
-        argument = f"the classes: block=[{listed}]" if several else f"the class: block={listed}"
-        flags = " ".join(f"--block MODULE:{name}" for name in foreign)
+        listed, flags = ", ".join(foreign), " ".join(f"--block MODULE:{name}" for name in foreign)
+        argument = f"the classes: block=[{listed}]" if len(foreign) > 1 else f"the class: block={listed}"
         if len(foreign) == len(classes) == 1:
             argument += f", or block={{{foreign[0]!r}: {next(iter(classes))}}} if its name has changed"
+        what = f"{path} contains custom classes: {listed}{got}"
         raise CheckpointError(f"{what}. Pass {argument}, or {flags} on the command line")
     return classes
 
@@ -307,13 +306,12 @@ def insert_saved_(model: nn.Module, saved: Saved, classes: Classes) -> None:
     """
     # A compiled layer has two paths, with and without its wrapper. The wrapper does not run hooks.
     paths = {unwrap_key(path): path for path, _ in model.named_modules(remove_duplicate=False)}
-    records, known = (
-        [relocate(record, lambda path: paths.get(path, path)) for record in saved.blocks],
-        {**CONFIG_CLASSES, **classes},
-    )
-    for at, record in enumerate(records):
-        options = {name: from_code(x, known) if isinstance(x, ForeignCode) else x for name, x in record.options.items()}
-        records[at] = replace(record, options=options)
+    records = []
+    for record in saved.blocks:
+        foreign = {name: code for name, code in record.options.items() if isinstance(code, ForeignCode)}
+        options = {name: from_code(code, {**CONFIG_CLASSES, **classes}) for name, code in foreign.items()}
+        moved = relocate(record, lambda path: paths.get(path, path))
+        records.append(replace(moved, options={**record.options, **options}))
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
     makers = {record.block: get_block_factory(classes.get(record.block, record.block)) for record in records}

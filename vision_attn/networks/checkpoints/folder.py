@@ -284,7 +284,7 @@ def check_config(path: Path, text: str | bytes) -> dict[str, Any]:
             count = arguments.get("num_classes", config["num_classes"])
         if refused := sorted(name for name in FILE_ARGS & arguments.keys() if arguments[name]):
             raise ValueError(f"model_args must not contain {refused}")
-        if sum(abs(x) for x in tree_leaves(arguments) if isinstance(x, int | float)) > MAX_ARGUMENT_SUM:
+        if sum(abs(number) for number in tree_leaves(arguments) if isinstance(number, int | float)) > MAX_ARGUMENT_SUM:
             raise ValueError("the numbers in model_args are too large for the size of a network")
         strings = isinstance(names, list) and all(isinstance(name, str) for name in names)
         if names is not None and not (strings and count in (None, len(names))):

@@ -73,7 +73,7 @@ class LoadReport(Report):
             self.other_entries and f"other weights in the file, not loaded: {', '.join(self.other_entries)}{hint}",
             self.prefix and f"prefix {self.prefix!r} removed from the keys",
             self.timm_filter and f"keys and shapes converted by {self.timm_filter}",
-            *(x and f"{len(x)} {noun}{'s' * (len(x) != 1)} {title}: {shorten(x)}" for noun, title, x in titles),
+            *(k and f"{len(k)} {noun}{'s' * (len(k) != 1)} {title}: {shorten(k)}" for noun, title, k in titles),
             self.unchecked and f"not compared, because the file has no configuration: {shorten(self.unchecked)}",
         )
         return [str(line) for line in lines if line]

@@ -205,8 +205,9 @@ class LayerConversion:
         """Create the block on the meta device; its widths and options are inferred from the weights."""
         attn_drop, proj_drop = (get_dropout(layer, name) for name in self.dropouts)
         options: dict[str, Any] = {"num_heads": "num_heads", "rank": self.rank, **self.options}
-        for name, x in options.items():
-            options[name] = getattr(layer, x) if isinstance(x, str) else x(layer) if callable(x) else x
+        for name, source in options.items():
+            value = getattr(layer, source) if isinstance(source, str) else source
+            options[name] = source(layer) if callable(source) else value
         options |= others
         if (rank := options.pop("rank")) not in ATTENTION:
             raise ValueError(f"rank must be 1, 2 or 3, for Attention1d, Attention2d or Attention3d, got {rank!r}")

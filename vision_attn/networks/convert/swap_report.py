@@ -67,13 +67,15 @@ class SwapReport(Report):
         headline = f"{len(self.swapped)} module{'s' * (len(self.swapped) != 1)} {self.verb}"
         parts, hint = list[str | Table](), list[str]()
         if self.swapped:
-            rows = [(x.site, x.kind, x.block, f"{x.difference:.1e}") for x in self.swapped]
+            rows = [(layer.site, layer.kind, layer.block, f"{layer.difference:.1e}") for layer in self.swapped]
             parts = [Table([("site", "module", "block", "difference"), *rows], left=(0, 1, 2))]
         elif self.verb != "unswapped":
             count = len(self.modules)
             headline += f"; {count or 'no'} attention module{'s' * (count != 1)} found"
             hint = ["See docs/convert.md for the supported layers, or call va.insert_ to add attention blocks."]
-        for kind, reason in dict.fromkeys((x.kind, x.reason) for x in self.skipped):
-            paths = [x.site or "the model" for x in self.skipped if (x.kind, x.reason) == (kind, reason)]
+        for kind, reason in dict.fromkeys((layer.kind, layer.reason) for layer in self.skipped):
+            paths = [
+                module.site or "the model" for module in self.skipped if (module.kind, module.reason) == (kind, reason)
+            ]
             parts.append(f"not swapped: {len(paths)} {kind} ({shorten(paths)}): {reason}")
         return [headline, *parts, *hint]

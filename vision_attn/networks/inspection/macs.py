@@ -72,8 +72,8 @@ def count_flops() -> FlopCounterMode:
 
 def count_attention_pairs(block: nn.Module, size: tuple[int, ...]) -> int:
     """Return the number of query-key pairs of the full attention in a block on a feature map of this size, or 0."""
-    full = [x for x in attention_modules(block).values() if x.resolved_pattern.is_global]
-    return max((product(size) * product(-(-side // x.kv_stride) for side in size) for x in full), default=0)
+    layers = [layer for layer in attention_modules(block).values() if layer.resolved_pattern.is_global]
+    return max((product(size) * product(-(-side // layer.kv_stride) for side in size) for layer in layers), default=0)
 
 
 def count_macs(module: nn.Module, shape: tuple[int, ...]) -> int:

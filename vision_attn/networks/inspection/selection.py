@@ -60,7 +60,7 @@ def match_names(
         matches = pattern.fullmatch if isinstance(pattern, re.Pattern) else partial(glob_matches, pattern)
         found = [name for name in modules if matches(name)]
         if not found:
-            top = [x for x in modules if x and "." not in x]
+            top = [name for name in modules if name and "." not in name]
             listed = f"{'Top-level modules' if top else 'Available'}: {shorten(top or modules, limit=12)}"
             raise SiteError(f"{argument}: no module matches {getattr(pattern, 'pattern', pattern)!r}. {listed}")
         chosen += found
@@ -140,7 +140,7 @@ def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
 
 def own_children(module: nn.Module) -> dict[str, nn.Module]:
     """Return the children of a module by name, also those with several names."""
-    return {name: x for name, x in module.named_modules(remove_duplicate=False) if name and "." not in name}
+    return {name: child for name, child in module.named_modules(remove_duplicate=False) if name and "." not in name}
 
 
 def ancestor_paths(name: str) -> list[str]:

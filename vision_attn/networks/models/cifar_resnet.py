@@ -102,7 +102,8 @@ class CifarResNet(StagedNetwork):
         )
         for stage, (before, after) in enumerate([(16, 16), (16, 32), (32, 64)], start=1):
             shapes = [(before, after, 1 if stage == 1 else 2), *[(after, after, 1)] * (blocks - 1)]
-            self.add_module(f"layer{stage}", nn.Sequential(*[basic_block(*x, option, next(drops)) for x in shapes]))
+            layers = [basic_block(*shape, option, next(drops)) for shape in shapes]
+            self.add_module(f"layer{stage}", nn.Sequential(*layers))
         self.add_head(num_classes, **head)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):

@@ -39,7 +39,7 @@ LEGACY_STORAGES = (
 
 #: Storage dtypes by name in files.
 STORAGES: dict[str, torch.dtype] = {
-    **{f"torch.{kind}Storage": getattr(torch, x) for kind, x in (pair.split(":") for pair in LEGACY_STORAGES.split())},
+    **{f"torch.{kind}Storage": getattr(torch, t) for kind, t in (pair.split(":") for pair in LEGACY_STORAGES.split())},
     "torch.storage.UntypedStorage": torch.uint8,
 }
 
