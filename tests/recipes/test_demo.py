@@ -33,9 +33,9 @@ def test_the_demo_writes_its_results_and_no_other_folder(tmp_path, capsys, image
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"demo.json", "attention.png", "explorer.html"}
     out = capsys.readouterr().out
     assert all(f"{name:<16}" in out for name in demo.VARIANTS)
-    for folder, message in ((image_folder / "train", "a folder of images"), (image_folder / "train" / "red", "images")):
+    for folder in (image_folder, image_folder / "train", image_folder / "train" / "red"):
         assert cli.main(["demo", "-o", str(folder)]) == 2
-        assert f"--output: {folder} is {message}" in capsys.readouterr().err.replace("a folder of images", message)
+        assert f"--output: {folder} is a folder of images" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_pat
         ({"rename": "efficientnet-pytorch"}, "--rename requires --weights"),
         ({"names": (), "attention_lr": 0.1}, "--attention-lr requires --stages or --names"),
         ({"opt": "lion", "lr": None}, "--lr is required for --opt lion"),
-        ({"opt": "adamww"}, "--opt: timm has no optimizer 'adamww'. Did you mean .*'adamw'"),
+        ({"opt": "adamww", "lr": None}, "--opt: timm has no optimizer 'adamww'. Did you mean .*'adamw'"),
         ({"device": "cuda"}, "--device cuda requires a CUDA device"),
         ({"device": "tpu"}, "--device must be cpu or cuda, got 'tpu'"),
         ({"amp": "float16"}, "--amp float16 requires a CUDA device"),

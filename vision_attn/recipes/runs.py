@@ -100,7 +100,8 @@ def refuse_other_folder(folder: Path, mark: str) -> None:
     for file, kind in MARKS.items():
         if file != mark and (folder / file).is_file():
             raise ValueError(f"--output: {folder} is the folder of {kind}. Choose another folder")
-    if not (folder / mark).exists() and any(map(is_image, [*folder.glob("*"), *folder.glob("*/*")])):
+    inner = (path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(depth))  # of data sets too
+    if not (folder / mark).exists() and any(map(is_image, inner)):
         raise ValueError(f"--output: {folder} is a folder of images. Choose another folder")
 
 

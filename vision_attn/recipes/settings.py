@@ -220,9 +220,7 @@ def check(s: Settings) -> Settings:
         raise ValueError(f"--warmup-epochs must be less than --epochs {s.epochs}, got {s.warmup_epochs:g}")
     opt = s.opt or ("adamw" if s.freeze_backbone else "sgd")  # with sgd, a new block on a frozen backbone trains slowly
     lr = {"sgd": 0.1, "adamw": 1e-3}.get(opt) if s.lr is None else s.lr
-    if lr is None:
-        raise ValueError(f"--lr is required for --opt {opt}: only sgd and adamw have a default")
-    if s.lr is None and (s.weights or s.pretrained) and not s.freeze_backbone:
+    if s.lr is None and lr and (s.weights or s.pretrained) and not s.freeze_backbone:
         lr /= 10
     return replace(s, opt=opt, lr=lr)
 

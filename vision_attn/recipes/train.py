@@ -175,9 +175,10 @@ def require_everywhere(path: Path) -> None:
 def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
     """Train a network, save the run in a folder, and return the rows of ``metrics.csv``."""
     s = check(s)
-    assert s.lr is not None
     if s.opt not in list_optimizers():
         raise ValueError(f"--opt: timm has no optimizer {s.opt!r}.{cli.did_you_mean(str(s.opt), list_optimizers())}")
+    if s.lr is None:
+        raise ValueError(f"--lr is required for --opt {s.opt}: only sgd and adamw have a default")
     acc = make_accelerator(s)
     main, device = acc.is_main_process, acc.device
     log = log if main else (lambda line: None)
