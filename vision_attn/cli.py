@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,9 @@ def parse(kind: Any, words: Sequence[str], name: str, about: str = "", default: 
     from vision_attn.recipes import runs, settings
 
     prog, text = f"vision-attn {name}", io.StringIO()
+    for field in (one for one in fields(kind) if str(one.type).startswith("tuple")):  # only the last one would be read
+        if [word.partition("=")[0] for word in words].count(flag := settings.flag(field.name)) > 1:
+            raise ValueError(f"{flag} was passed twice. Pass it once, followed by all values")
     options: Any = {"prog": prog, "description": about, "default": default, "return_unknown_args": True}
     try:
         with redirect_stderr(text):

@@ -87,6 +87,7 @@ def test_without_a_command_all_commands_are_listed(capsys):
         (["train", "--epochs"], 2, "error: --epochs requires a value"),
         (["train", "--device", "tpu"], 2, "error: --device must be cpu or cuda, got 'tpu'"),
         (["train", "--num-heads", "4"], 2, "error: unknown flag --num-heads. Use --block-options num_heads=4"),
+        (["train", "--names", "a", "--names=b"], 2, "error: --names was passed twice. Pass it once, followed by all v"),
         (["train", "--insert", "layer3"], 2, "error: unknown flag --insert. Use --names layer3"),
         (["train", "--stages", "-1", "--pattern", "window"], 2, "Did you mean 'Window(7)'"),
         (["train", "layer3"], 2, "error: unknown argument layer3"),
@@ -211,7 +212,7 @@ def test_a_full_output_is_an_error(words):
 def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, monkeypatch, words, output):
     model = folder.load_model(RUN)
     model.register_forward_pre_hook(lambda *given: pytest.fail("the network runs before the output is checked"))
-    monkeypatch.setattr(folder, "load_model", lambda path: model)
+    monkeypatch.setattr(va, "load_model", lambda path, **options: model)
     images = {"IMAGE": image_folder / "val" / "red" / "0.png"}
     code, out, err = run(capsys, *(images.get(word, word) for word in words), output)
     assert (code, err.count("\n")) == (1, 1), err
