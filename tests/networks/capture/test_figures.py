@@ -39,10 +39,14 @@ def test_heads_and_queries():
         assert len(figure.axes) == 2 * (1 + expected.shape[1]) + 1
         np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected.flatten(0, 1), rtol=1e-5)
     assert [axis.get_title(loc="left") for axis in figure.axes[1:3]] == ["head 0", "head 1"]
+    # Without titles, images are numbered, unless there is only one.
+    assert [axis.get_title(loc="left") for axis in figure.axes[:10:5]] == ["image 0", "image 1"]
+    one = AttentionMap(attention.weights[:1], attention.query_positions, (32, 32)).figure(images[:1])
+    assert [axis.get_title(loc="left") for axis in one.axes[:2]] == ["image", "attention, mean of 4 heads"]
     # Each of several queries has a row, and its index is on the images.
     figure = attention.figure(images, query=[1, 0], titles=["one", "two"])
     titles = [axis.get_title(loc="left") for axis in figure.axes[:8:2]]
-    assert titles == ["one 1 (5, 5)", "one 0 (1, 1)", "two 1 (5, 5)", "two 0 (1, 1)"]
+    assert titles == [f"{name}, query {query}" for name in ("one", "two") for query in ("1 (5, 5)", "0 (1, 1)")]
     assert [axis.patches[0].get_xy() for axis in figure.axes[:8:2]] == [(20, 20), (4, 4)] * 2
     assert [text.get_text() for text in figure.axes[0].texts] == ["1", "0"]
     expected = 64 * attention.weights.mean(1)[:, [1, 0]].flatten(0, 1)
@@ -66,7 +70,7 @@ def test_a_video_has_a_panel_for_each_frame_of_the_map():
     figure = attention.figure(video, query=1)
     panels = figure.axes[:5]
     titles = [axis.get_title(loc="left") for axis in panels]
-    assert titles == ["", "frame 1", "frame 3", "frame 5", "frame 7"]
+    assert titles == ["image 0", "frame 1", "frame 3", "frame 5", "frame 7"]
     assert [axis.images[0].get_array().flat[0] for axis in panels] == [7 / 8, 1 / 8, 3 / 8, 5 / 8, 7 / 8]
     marked = [[patch.get_xy() for patch in axis.patches] for axis in panels]
     assert marked == [[(0, 8)], [], [], [], [(0, 8)]]

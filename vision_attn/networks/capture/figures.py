@@ -79,15 +79,17 @@ def draw_maps(
         label = [f"frame {at}" if len(label) == 1 else f"{text}, frame {at}" for text in label for at in frames]
     panels = panels.flatten(1, 2)
     norm = LogNorm(1, scale_end(panels.max().item()) if vmax is None else vmax, clip=True)
+    if not titles:
+        titles = [f"image {number}" for number in range(len(images))] if len(images) > 1 else ["image"]
     if len(queries) > 1:
-        above = titles or ["query"] * len(images)
-        titles = [f"{title} {number} {attention.query_positions[number]}" for title in above for number in queries]
+        marks = [f"query {number} {attention.query_positions[number]}" for number in queries]
+        titles = [f"{title}, {mark}" for title in titles for mark in marks]
     images = images.repeat_interleave(len(queries), dim=0)
 
     size = tuple(images.shape[3:])
     cell = [n / m for n, m in zip(size, attention.map_size[-2:], strict=True)]
     columns = 1 + panels.shape[1]
-    panel_height = (width - SCALE_WIDTH) / columns * size[0] / size[1] + (TEXT_HEIGHT if titles else 0)
+    panel_height = (width - SCALE_WIDTH) / columns * size[0] / size[1] + TEXT_HEIGHT
     figure = Figure(figsize=(width, len(images) * panel_height + 2 * TEXT_HEIGHT), layout="compressed")
     axes_by_row = figure.subplots(len(images), columns, squeeze=False)
     for row, video in enumerate(images.detach().permute(0, 2, 3, 4, 1).float().cpu().numpy()):
@@ -113,7 +115,7 @@ def draw_maps(
             if frame == marked:
                 corner = query_position[-1] * cell[1], query_position[-2] * cell[0]
                 axis.add_patch(Rectangle(corner, cell[1], cell[0], fill=False, edgecolor="tab:cyan", linewidth=2))
-            above = label[column - 1] if column and row == 0 else titles[row] if titles and not column else ""
+            above = titles[row] if column == 0 else label[column - 1] if row == 0 else ""
             axis.set_title(above, fontsize=9, loc="left", pad=3)
     scale = figure.colorbar(overlay, ax=axes_by_row, aspect=30, pad=0.02)
     scale.ax.yaxis.set(major_locator=ticker.LogLocator(2), major_formatter="{x:g}", minor_locator=ticker.NullLocator())
