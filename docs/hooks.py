@@ -63,6 +63,10 @@ CARDS = (
     ),
 )
 
+#: A picture of the explorer that links to a page, and the page in place of the picture.
+EXPLORER = r"^\[!\[(.*)\]\(explorer/light\.png\)\]\((explorer/.*)\)$"
+FRAME = r'<iframe src="\2" title="\1" width="100%" height="760" loading="lazy"></iframe>'
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files of the repository, and a page for each notebook."""
@@ -79,11 +83,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Adapt a page to the site: link to rendered notebooks, show code side by side, add cards to the home page."""
+    """Adapt a page to the site: notebooks as pages, code side by side, the explorer to try, cards on the home page."""
     markdown = re.sub(r"(\]\([^):]*notebooks/\w+)\.ipynb\)", r"\1.md)", markdown)
     for table in re.findall(r"<table>\n<tr><th>.*?</table>", markdown, flags=re.DOTALL):
         page.meta["hide"] = ["toc"]  # leaves room for two columns
         markdown = markdown.replace(table, columns(table))
+    if page.file.src_uri == "docs/results.md":
+        page.meta["hide"] = ["toc"]  # leaves room for the columns of the first table
+        markdown = re.sub(r"(\d\**) (\([a-z][^|()]*\)) (?=\|)", r"\1<br>\2 ", markdown)
+    markdown = re.sub(EXPLORER, FRAME, markdown, flags=re.MULTILINE)
     if page.file.src_uri == "README.md":
         markdown = re.sub(r"^\[!\[CI\].*\n\n", "", markdown, flags=re.MULTILINE)  # works on GitHub and PyPI only
         markdown = markdown.replace("\n## ", f"\n{cards()}\n\n## ", 1)
