@@ -65,7 +65,7 @@ CARDS = (
 
 #: A picture of the explorer that links to a page, and the page in place of the picture.
 EXPLORER = r"^\[!\[(.*)\]\(explorer/light\.png\)\]\((explorer/.*)\)$"
-FRAME = r'<iframe src="\2" title="\1" width="100%" height="760" loading="lazy"></iframe>'
+FRAME = r'<iframe src="\2#y=0.375&x=0.2083" title="\1" width="100%" height="760" loading="lazy"></iframe>'
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
