@@ -70,7 +70,7 @@ PAGES = {
     ),
     "models": (
         "Models",
-        "`import vision_attn.networks.models` registers [networks](../insert.md#ready-networks) with timm. Create them "
+        "`import vision_attn.networks.models` registers [networks](../insert.md#registered-models) with timm. Create them "
         "with `timm.create_model`.",
         """
         networks.models.registry.create_model networks.models.attention_networks.botnet50
