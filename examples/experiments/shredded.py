@@ -62,11 +62,12 @@ BLOCKS = retrieval_blocks(CELLS) | {
     "cost-volume": (CostVolumeBlock2d, HEADS),
     "separate-cost-volume": (CostVolumeBlock2d, {"separate": True, **HEADS}),
     "attention": ("attention", HEADS),
+    "cosine": ("attention", {"qk_norm": "cosine", **HEADS}),
     "matching": ("attention", {"qk_norm": "match", **HEADS}),
 }
 UNTRAINED = ("borders", "soft-borders", "solver")
 COMPARED = ("plain", "map-kernel", "gated-convolution", "averaging", "linear", "cost-volume", "separate-cost-volume")
-VARIANTS = (*UNTRAINED, *COMPARED, "attention", "matching")
+VARIANTS = (*UNTRAINED, *COMPARED, "attention", "cosine", "matching")
 #: the selected learning rates
 LEARNING_RATES = dict.fromkeys(VARIANTS, 0.012) | dict.fromkeys(("cost-volume", "attention"), 0.006)
 
