@@ -90,7 +90,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = markdown.replace(table, columns(table))
     if page.file.src_uri == "docs/results.md":
         page.meta["hide"] = ["toc"]  # leaves room for the columns of the first table
-        markdown = re.sub(r"(\d\**) (\([a-z][^|()]*\)) (?=\|)", r"\1<br>\2 ", markdown)
+        markdown = re.sub(r"(?<=\S) (\([A-Za-z][^|()]*\)[^|()]*\|)", r"<br>\1", markdown)
     markdown = re.sub(EXPLORER, FRAME, markdown, flags=re.MULTILINE)
     if page.file.src_uri == "README.md":
         markdown = re.sub(r"^\[!\[CI\].*\n\n", "", markdown, flags=re.MULTILINE)  # works on GitHub and PyPI only
