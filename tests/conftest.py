@@ -122,6 +122,7 @@ def browser():
     if program is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield browser
-        browser.close()
+        if browser.is_connected():  # closing a browser that has crashed never returns
+            browser.close()
