@@ -157,7 +157,7 @@ def open_executorch(path: Path) -> Run:
     return lambda images: method.execute([images])[0]
 
 
-#: File formats by suffix: those of ``vision-attn export``, and files that are compiled from an exported program.
+#: File formats by suffix: formats of ``vision-attn export``, and formats that are compiled from an exported program.
 FILES: dict[str, Format] = {
     **FORMATS,
     ".aoti.pt2": Format("AOTInductor", (), write_compiled, open_compiled),

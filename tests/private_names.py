@@ -1,8 +1,8 @@
 """Private names of other packages that the package uses, each with a reason, tested versions, and a test.
 
 ``test_private_names.py`` compares the list with the code. The named test fails if a release changes the name. A user
-then sees an error, except where the reason says otherwise. Names that begin with an underscore and are documented, such
-as ``os._exit``, are no private names; neither are the keys of tensors in checkpoints.
+then sees an error, unless the reason states another effect. Documented names that begin with an underscore, such as
+``os._exit``, and the keys of tensors in checkpoints are not private names.
 """
 
 from typing import NamedTuple
@@ -65,7 +65,7 @@ USES = (
     Use("networks/inspection/network.py", "_forward_hooks", HOOKS, TORCH, MEANING),
     Use("networks/inspection/network.py", "_forward_pre_hooks", HOOKS, TORCH, MEANING),
     Use("networks/inspection/network.py", "_orig_mod",
-        "a part of keys in files; without it, sites and keys of compiled models begin with another name",
+        "a part of keys in files; if it changes, sites and keys of compiled models have another prefix",
         TORCH, MEANING),
     Use("networks/safe/pickled.py", "_Unpickler",
         "the public reader, written in C, does not let a subclass refuse instructions or count values",

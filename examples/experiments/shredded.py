@@ -199,14 +199,19 @@ def take(strips, index):
 
 def train(variant, seed, steps, learning_rate, pool):
     torch.manual_seed(seed)
-    model, generator = Drawer(variant), torch.Generator().manual_seed(seed)
+    return fit(Drawer(variant), canvases, take, seed, steps, learning_rate, pool)
+
+
+def fit(model, canvases, select, seed, steps, learning_rate, pool):
+    """Train a network to draw the pieces ``select(pieces, index)``; pieces with the index -1 are not scored."""
+    generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(va.parameter_groups(model, learning_rate, weight_decay=0.01))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, max(steps, 20), pct_start=0.1)
     for _ in range(steps):
-        strips, following = canvases(BATCH, pool, generator)
+        pieces, index = canvases(BATCH, pool, generator)
         with torch.autocast("cpu", torch.bfloat16):
-            drawn = model(strips).float()
-        loss = F.mse_loss(drawn[following >= 0], take(strips, following)[following >= 0])
+            drawn = model(pieces).float()
+        loss = F.mse_loss(drawn[index >= 0], select(pieces, index)[index >= 0])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -224,6 +229,11 @@ def evaluate(draw, pool, seed):
         found.append((without_itself(costs).argmin(2) == following)[scored])
         assigned.append((found_one_to_one(costs) == following)[scored])
         errors.append((drawn - take(strips, following)).square().mean((2, 3, 4))[scored])
+    return summarize(found, assigned, errors)
+
+
+def summarize(found, assigned, errors):
+    """Return the measurements from the hits of each canvas, the hits of the assignment, and the squared errors."""
     percent = (100 * torch.cat(x).double().mean().item() for x in (found, assigned))
     decibels = -10 * torch.cat(errors).double().mean().log10().item()
     return {**dict(zip(("found %", "one-to-one found %"), percent, strict=True)), "dB": decibels}

@@ -35,12 +35,11 @@ import sys
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from border_solver import BorderSolver
 from controls import CostVolumeBlock2d
 from experiments import build_parser, trials
 from recall import LinearBlock2d
-from shredded import found_one_to_one, load_photographs, take, without_itself
+from shredded import fit, found_one_to_one, load_photographs, summarize, take, without_itself
 from torch import nn
 
 import vision_attn as va
@@ -121,19 +120,7 @@ def targets(tiles, index):
 
 def train(variant, seed, steps, learning_rate, pool):
     torch.manual_seed(seed)
-    model, generator = Drawer(variant), torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(va.parameter_groups(model, learning_rate, weight_decay=0.01))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, max(steps, 20), pct_start=0.1)
-    for _ in range(steps):
-        tiles, index = canvases(BATCH, pool, generator)
-        with torch.autocast("cpu", torch.bfloat16):
-            drawn = model(tiles).float()
-        loss = F.mse_loss(drawn[index >= 0], targets(tiles, index)[index >= 0])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    return model
+    return fit(Drawer(variant), canvases, targets, seed, steps, learning_rate, pool)
 
 
 def draw_by(model, tiles):
@@ -180,9 +167,7 @@ def evaluate(draw, pool, seed):
         found.append((without_itself(costs).argmin(3) == index)[scored])
         assigned.append((torch.stack([found_one_to_one(one) for one in costs.unbind(1)], 1) == index)[scored])
         errors.append((drawn - targets(tiles, index)).square().mean((3, 4, 5))[scored])
-    percent = (100 * torch.cat(x).double().mean().item() for x in (found, assigned))
-    decibels = -10 * torch.cat(errors).double().mean().log10().item()
-    return {**dict(zip(("found %", "one-to-one found %"), percent, strict=True)), "dB": decibels}
+    return summarize(found, assigned, errors)
 
 
 def run(variant, seed, steps, data, split, learning_rate):

@@ -52,7 +52,7 @@ LEGEND = """\
 The 95 % intervals are paired t intervals over seeds, because all variants of a seed are trained and evaluated on the
 same data, and are corrected for the number of differences in the table (Bonferroni), as is p. A verdict is better or
 worse if the interval does not contain zero. If all variants are equal, at most one table in 20 has a wrong verdict.
-Without two seeds and differences that vary, there is no interval and no verdict."""
+Intervals and verdicts require at least two seeds, and differences that vary."""
 
 Metrics = dict[str, float]
 
@@ -287,7 +287,7 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
 
 
 def settings_for_variant(word: str, common: Settings) -> tuple[str, Settings]:
-    """Return the name of a variant and its settings: common settings, those of its base, and its own flags."""
+    """Return the name of a variant and its settings: common settings, changed by its base and by its flags."""
     name, sign, text = word.partition("=")
     flags = shlex.split(text)
     base = flags.pop(0) if flags and not flags[0].startswith("-") else "attention" if sign else name
@@ -300,7 +300,7 @@ def settings_for_variant(word: str, common: Settings) -> tuple[str, Settings]:
         return name, cli.parse(Settings, flags, "compare", default=replace(common, **defaults, freeze_backbone=frozen))
     s = common if common.stages or common.names else replace(common, stages=(-1,))
     for words in (shlex.split(given), flags):
-        if "--block" in words:  # the options are those of another block
+        if "--block" in words:  # the common options belong to another block
             s = replace(s, block_options=(), pattern=None)
         before, s = s, cli.parse(Settings, words, "compare", default=s)
         options = {word.partition("=")[0]: word for word in (*before.block_options, *s.block_options)}
@@ -327,7 +327,7 @@ def compare(c: Comparison) -> dict[str, dict[str, Metrics]]:
 def compare_settings(
     settings: Mapping[str, Settings], *, seeds: Sequence[int], output: str | Path, command: str, **options: Any
 ) -> dict[str, dict[str, Metrics]]:
-    """Train the network of each variant, given by its settings, with each seed; ``options`` are those of ``trials``."""
+    """Train the network of each variant, given by its settings, with each seed; ``options`` go to ``trials``."""
     checked = {name: check(s) for name, s in settings.items()}
     if len({(s.amp, s.device) for s in checked.values()}) > 1:  # Accelerate has one of each in a process
         raise ValueError("--amp and --device must be the same for all variants. Compare them in separate commands")

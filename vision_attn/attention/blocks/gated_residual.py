@@ -31,7 +31,7 @@ def check_same_channels(channels: int, out_channels: int | None = None, **attent
 
 def refuse_normalized_zeros(owner: nn.Module, layer: nn.Module) -> None:
     """Raise if spectral or weight normalization has divided a weight of zeros by its norm."""
-    # The weight of such a layer is a property of its class, or an attribute that is no parameter.
+    # A normalized weight is a property of the class of its layer, or an attribute that is not a parameter.
     computed = hasattr(type(layer), "weight") or "weight" in vars(layer)
     if not computed or torch.compiler.is_compiling() or layer in FINITE:
         return

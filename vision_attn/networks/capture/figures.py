@@ -54,7 +54,7 @@ def draw_maps(
     titles: Sequence[str],
     width: float,
 ) -> Figure:
-    """Draw a row for each image and query. Arguments and errors are those of :meth:`AttentionMap.figure`."""
+    """Draw a row for each image and query; :meth:`AttentionMap.figure` documents arguments and errors."""
     axes = len(attention.map_size)
     if images.dim() == 1 + axes and len(attention.weights) == 1:
         images = images[None]

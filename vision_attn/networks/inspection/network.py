@@ -164,7 +164,7 @@ def kept_tensors(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[lis
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module without those of its submodules."""
+    """Return the parameters and buffers of a module itself, without its submodules."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
 
@@ -176,7 +176,7 @@ def set_tensors_(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Non
 
 
 def hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return the forward pre-hooks and forward hooks of a module, and those of the backward pass, each by its number.
+    """Return the pre-hooks and hooks of the forward pass, and of the backward pass, each by its number.
 
     torch has no public list of hooks, and the handles of hooks are lost in copies.
     """
