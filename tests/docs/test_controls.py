@@ -5,7 +5,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
+from border_solver import BorderSolver
+from controls import ConvBlock2d, CostVolumeBlock2d, NormBlock2d, SqueezeExciteBlock2d
+from torch.distributions import MultivariateNormal
 
 import vision_attn as va
 
@@ -13,6 +15,7 @@ FIRST = {
     ConvBlock2d: {"project.weight", "project.bias"},
     NormBlock2d: {"gate"},
     SqueezeExciteBlock2d: {"gate"},
+    CostVolumeBlock2d: {"proj.weight", "proj.bias"},
 }
 
 
@@ -50,3 +53,31 @@ def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
 def test_even_kernels_are_rejected():
     with pytest.raises(ValueError, match=r"kernel_size .*4"):
         ConvBlock2d(8, kernel_size=4)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_cost_volume_averages_the_values_of_other_positions(separate):
+    block, x = CostVolumeBlock2d(8, 2, separate=separate, gate_init=0.5), torch.randn(1, 8, 2, 3)
+    y = block.norm(x)
+    features, values = (layer(y).flatten(2)[0].T for layer in (block.features, block.value))  # (positions, channels)
+    found = torch.zeros(6, 8)
+    for head, i in ((head, i) for head in (slice(0, 4), slice(4, 8)) for i in range(6)):
+        others = [j for j in range(6) if j != i]
+        keys = features[:, -8:][others, head]
+        weights = torch.softmax(14 * F.cosine_similarity(features[i, head], keys), 0)
+        found[i, head] = weights @ values[others, head]
+    expected = x + 0.5 * block.proj(found.T.view(1, 8, 2, 3))
+    torch.testing.assert_close(block(x), expected)
+
+
+def test_the_costs_of_the_solver_are_ratios_of_gaussian_likelihoods():
+    torch.manual_seed(0)
+    borders = torch.randn(500, 3, dtype=torch.double)
+    neighbors = borders @ torch.randn(3, 3, dtype=torch.double) + torch.randn(500, 3, dtype=torch.double) + 1
+    solver = BorderSolver(borders, neighbors, ridge=0)
+    residual = neighbors - neighbors.mean(0) - (borders - borders.mean(0)) @ solver.weight
+    one, other = (MultivariateNormal(z.mean(0), z.T.cov(correction=0)) for z in (residual, neighbors))
+    predicted = neighbors.mean(0) + (borders[:5] - borders.mean(0)) @ solver.weight
+    ratio = one.log_prob(neighbors[None, :5] - predicted[:, None]) - other.log_prob(neighbors[:5])
+    constant = one.log_prob(one.mean) - other.log_prob(other.mean)
+    torch.testing.assert_close(solver.costs(borders[None, :5], neighbors[None, :5])[0], 2 * (constant - ratio))
