@@ -4,6 +4,7 @@ Slow imports are in the fixtures: pytest-xdist loads this file before it starts 
 """
 
 import gc
+import multiprocessing
 import shutil
 import signal
 import socket
@@ -124,5 +125,10 @@ def browser():
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield browser
-        if browser.is_connected():  # closing a browser that has crashed never returns
-            browser.close()
+        # A worker of a data loader, which the traceback of an interrupted run keeps, was forked with the pipes of the
+        # browser. Playwright would wait for it to end.
+        gc.collect()
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+            worker.join()
+        browser.close()
