@@ -287,6 +287,7 @@ def test_uniform_attention_is_named_above_the_image_and_the_scale_is_that_of_the
     assert tab.inner_text("#selects") == expected
     assert (tab.input_value("#top"), tab.inner_text("#ticks").split()) == ("0", ["1×", "2×"])
     tab.locator("#images button").nth(1).click()
+    tab.locator("#ticks span", has_text="16×").wait_for()  # after the second image is decoded; fails after 30 s
     assert tab.inner_text("#ticks").split()[-1] == "16×"
     places = [tab.locator(one).bounding_box()["y"] for one in ("#help", "#selects", "#view")]
     assert places == sorted(places)
