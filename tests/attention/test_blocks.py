@@ -604,6 +604,16 @@ def test_forward_mode_derivatives(name):
         torch.func.jvp(block, (x,), (v,))
 
 
+def test_gradients_in_torch_func_with_a_trained_bias():
+    """On a CPU, torch's fused kernel has no derivative for a mask that is a parameter outside the transform."""
+    block, x = va.Attention2d(8, 2, position=va.RelPosTable(4)), torch.randn(1, 8, 4, 4, requires_grad=True)
+    loss = lambda x: block(x).square().sum()  # noqa: E731
+    torch.testing.assert_close(torch.func.grad(loss)(x.detach()), *torch.autograd.grad(loss(x), x))
+    va.set_impl_(block, "sdpa")
+    with pytest.raises(NotImplementedError, match=r"va\.use_impl\(model, 'bmm'\)"):
+        torch.func.grad(loss)(x.detach())
+
+
 @pytest.mark.parametrize("name", BLOCKS_IN_FORWARD_MODE)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_ensembles_of_blocks(name):

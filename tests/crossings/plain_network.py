@@ -39,9 +39,16 @@ class Net(nn.Module):
         for site in SITES:
             if self.stop == site:
                 raise StoppedError
-            layer = getattr(self, site)
-            x = checkpoint(layer, x, use_reentrant=self.recompute == "reentrant") if self.recompute else layer(x)
-        return self.head(x)
+            x = self.call(getattr(self, site), x)
+        return self.call(self.head, x)
+
+    def call(self, layer, x):
+        return checkpoint(layer, x, use_reentrant=self.recompute == "reentrant") if self.recompute else layer(x)
+
+
+def split_heads(x):
+    """Return ``(b, heads, tokens, width)`` for a feature map or tokens ``(b, c, tokens)``."""
+    return x.flatten(2).unflatten(1, (2, -1)).mT
 
 
 @dataclass
@@ -49,9 +56,12 @@ class Plain:
     """The same network as an equation of its state dict ``w``, and of the values that ``with`` blocks and calls set."""
 
     w: dict
-    #: options of the blocks: pattern, temperature (0 for no rotation), normalized, kv_stride, proj_drop
+    #: options of the blocks: pattern, temperature (0 for no rotation), normalized, kv_stride, proj_drop; True if the
+    #: first block has a table of relative positions, and if the second is a transformer block
     options: dict
     blocks: bool = True
+    #: the last layer is replaced by attention
+    replaced: bool = False
     training: bool = False
     frozen_norm: bool = False
     #: dropouts in training mode although the network is in evaluation mode
@@ -61,12 +71,15 @@ class Plain:
     context: torch.Tensor | None = None
     #: valid size of each image in positions
     valid: list | None = None
+    #: size of the feature map to which tables of relative positions are interpolated
+    table_size: tuple = (8, 8)
     #: attention weights by layer
     maps: dict = field(default_factory=dict)
 
     def __call__(self, x):
         """Return the outputs of the images, each with its valid size."""
         first = y = F.conv2d(x, self.w["stem.weight"], self.w["stem.bias"], stride=4)
+        self.table_size = y.shape[2:]
         y = self.batch_norm(y)
         y = y + self.attend_tokens(y)
         if self.valid is None:
@@ -80,18 +93,23 @@ class Plain:
     def after_tokens(self, x, context):
         for site in SITES:
             x = self.part(site, x, context)
-        return F.conv2d(x, self.w["head.weight"], self.w["head.bias"])
+        if not self.replaced:
+            return self.conv("head", x)
+        q, k, v = (split_heads(y) for y in self.conv("head.attn.qkv", x).chunk(3, 1))
+        y = self.softmax_attention("head.attn", q, k, v)
+        return self.conv("head.attn.proj", y.mT.unflatten(2, x.shape[2:]))
 
     def part(self, site, x, context):
         """Return the output of a layer and its block."""
-        x = F.conv2d(x, self.w[f"{site}.weight"], self.w[f"{site}.bias"])
+        x = self.conv(site, x)
         if not self.blocks or self.disabled:
             return x
+        if site == "b" and self.options["b"]["transformer"]:
+            return self.transformer("b.inserted", x)
         gate = self.w[f"{site}.inserted.gate"].view(-1, 1, 1)
         if site == "b":
             return x + gate * (self.linear("b.inserted.block", x) - x)
-        weight, bias = (self.w[f"{site}.inserted.norm.{name}"] for name in ("weight", "bias"))
-        normed = F.layer_norm(x.movedim(1, -1), (16,), weight, bias).movedim(-1, 1)
+        normed = self.norm(f"{site}.inserted.norm", x)
         return x + gate * self.attention(site, normed, normed if site == "a" else context)
 
     def batch_norm(self, x):
@@ -109,12 +127,12 @@ class Plain:
 
     def attend_tokens(self, x):
         q, k, v = F.linear(x.flatten(2).mT, self.w["tokens.qkv.weight"], self.w["tokens.qkv.bias"]).chunk(3, -1)
-        y = self.softmax_attention("tokens", *(y.mT.unflatten(1, (2, -1)).mT for y in (q, k, v)), None)
+        y = self.softmax_attention("tokens", *(split_heads(y.mT) for y in (q, k, v)))
         return F.linear(y, self.w["tokens.proj.weight"], self.w["tokens.proj.bias"]).mT.reshape(x.shape)
 
-    def softmax_attention(self, name, q, k, v, allowed):
+    def softmax_attention(self, name, q, k, v, allowed=None, bias=0):
         """Return ``(b, i, heads · width)`` for queries ``(b, heads, i, width)``."""
-        logits = q @ k.mT / math.sqrt(q.shape[-1])
+        logits = q @ k.mT / math.sqrt(q.shape[-1]) + bias
         weights = (logits if allowed is None else logits.masked_fill(~allowed, -math.inf)).softmax(-1)
         self.maps[name] = weights.detach()
         return (weights @ v).transpose(1, 2).flatten(2)
@@ -133,14 +151,39 @@ class Plain:
             options["pattern"]
         ].flatten()
         allowed = groups[:, None] == groups if site == "a" else None
-        q, k, v = (y.flatten(2).unflatten(1, (2, -1)).mT for y in (q, k, v))
+        q, k, v = map(split_heads, (q, k, v))
         if options["temperature"]:
             q = self.rotate(q, (h, w), (h, w), options)
             source = x if site == "a" else context
             k = self.rotate(k, [math.ceil(length / stride) for length in source.shape[2:]], (h, w), options)
-        y = self.softmax_attention(f"{site}.inserted.attn", q, k, v, allowed).mT.reshape(len(x), 16, h, w)
+        bias = self.relative_bias(f"{path}.position", options["pattern"], rows, columns) if options["table"] else 0
+        y = self.softmax_attention(path, q, k, v, allowed, bias).mT.reshape(len(x), 16, h, w)
         y = self.conv(f"{path}.proj", y)
         return y * (1 - options["proj_drop"]) if self.training or self.drop else y
+
+    def relative_bias(self, path, pattern, rows, columns):
+        """Return the element of the table, ``(heads, 2h - 1, 2w - 1)``, for each query and key."""
+        h, w = {"full": (8, 8), "rows": (1, 8), "window": (3, 3)}[pattern]
+        table = self.w[f"{path}.relative_position_bias_table"].mT.view(1, 2, 2 * h - 1, 2 * w - 1)
+        if pattern == "window":
+            rows, columns = rows % 3, columns % 3
+        else:  # keys of other rows are masked, wherever the index points
+            h, w = (self.table_size[0] if h > 1 else 1), self.table_size[1]
+            table = F.interpolate(table, size=(2 * h - 1, 2 * w - 1), mode="bilinear", align_corners=True)
+        dy, dx = (at.flatten()[:, None] - at.flatten() for at in (rows * (h > 1), columns))
+        return table[0][:, dy + h - 1, dx + w - 1]
+
+    def transformer(self, path, x):
+        """Return attention, then an MLP, each with a normalized input and a residual connection."""
+        q, k, v = (split_heads(y) for y in self.conv(f"{path}.attn.qkv", self.norm(f"{path}.norm1", x)).chunk(3, 1))
+        y = self.softmax_attention(f"{path}.attn", q, k, v).mT.reshape(x.shape)
+        x = x + self.conv(f"{path}.attn.proj", y)
+        hidden = F.gelu(self.conv(f"{path}.fc1", self.norm(f"{path}.norm2", x)))
+        return x + self.conv(f"{path}.fc2", hidden)
+
+    def norm(self, name, x):
+        weight, bias = self.w[f"{name}.weight"], self.w[f"{name}.bias"]
+        return F.layer_norm(x.movedim(1, -1), (16,), weight, bias).movedim(-1, 1)
 
     def rotate(self, x, size, reference, options):
         """Rotate pairs of channels as complex numbers, by rows in the first half and by columns in the second."""

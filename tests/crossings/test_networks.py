@@ -55,14 +55,17 @@ def freeze_part(net):
 
 
 def insert_blocks(net, options, from_outside):
-    """Insert the three blocks; the second convolution of a network is followed by linear attention."""
+    """Insert a block after each of the three convolutions."""
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    pattern = {"window": va.Window(3)}.get(options["a"]["pattern"], options["a"]["pattern"])
-    drop = options["a"]["proj_drop"]
-    va.insert_(
-        net, names="a", num_heads=2, pattern=pattern, position=rope(options["a"]), proj_drop=drop, example_input=x
-    )
-    va.insert_(net, names="b", block=va.blocks.LinearAttention2d, num_heads=2, example_input=x)
+    kind, drop = options["a"]["pattern"], options["a"]["proj_drop"]
+    pattern, position = va.Window(3) if kind == "window" else kind, rope(options["a"])
+    if options["a"]["table"]:
+        position = va.RelPosTable(None if kind == "window" else 8)
+    va.insert_(net, names="a", num_heads=2, pattern=pattern, position=position, proj_drop=drop, example_input=x)
+    if options["b"]["transformer"]:
+        va.insert_(net, names="b", block=va.blocks.TransformerBlock2d, num_heads=2, mlp_ratio=1.0, example_input=x)
+    else:
+        va.insert_(net, names="b", block=va.blocks.LinearAttention2d, num_heads=2, example_input=x)
     second = {"context_channels": 8} if from_outside else {"context": "stem"}
     stride = options["c"]["kv_stride"]
     va.insert_(net, names="c", num_heads=2, kv_stride=stride, position=rope(options["c"]), example_input=x, **second)
@@ -77,6 +80,11 @@ def plain_key(key):
     """Return the key of a tensor before layers were wrapped; empty for tensors that wrappers add."""
     added = ("lora_", "parametrizations", "_mask")
     return "" if any(part in key for part in added) else key.replace(".base_layer", "").replace("weight_orig", "weight")
+
+
+def is_added(key):
+    """Return True if a tensor belongs to a block, or to the layer that replaces another one."""
+    return "inserted" in key or "head.attn" in key
 
 
 def is_ours(error):
@@ -97,23 +105,20 @@ class Networks(RuleBasedStateMachine):
         kv_stride=st.sampled_from([1, 2]),
         proj_drop=st.sampled_from([0.0, 1.0]),  # all or nothing, so that training is deterministic
         from_outside=st.booleans(),
+        table=st.booleans(),
+        transformer=st.booleans(),
     )
-    def create(self, pattern, temperature, normalized, kv_stride, proj_drop, from_outside):
+    def create(self, pattern, temperature, normalized, kv_stride, proj_drop, from_outside, table, transformer):
         common = {"temperature": temperature, "normalized": normalized, "pattern": "full", "proj_drop": 0.0}
         a, c = {**common, "pattern": pattern, "proj_drop": proj_drop}, {**common, "kv_stride": kv_stride}
-        self.options, self.from_outside = {"a": a, "c": c}, from_outside
+        a, c = {**a, "temperature": 0 if table else temperature, "table": table}, {**c, "table": False}
+        self.options, self.from_outside = {"a": a, "b": {"transformer": transformer}, "c": c}, from_outside
         self.net = build(self.options, from_outside).eval()
         self.w = {key: value.detach().clone() for key, value in self.net.state_dict().items()}
         self.live = {key for key, p in self.net.named_parameters() if p.requires_grad}
         self.base_live, self.masks, self.pending, self.scopes = set(self.live), {}, [], {}
-        self.blocks, self.swapped, self.frozen, self.synced, self.tuned, self.single = (
-            True,
-            False,
-            False,
-            False,
-            False,
-            False,
-        )
+        self.blocks, self.replaced, self.swapped, self.frozen = True, False, False, False
+        self.synced, self.tuned, self.single = False, False, False
         self.stack, self.count = [], 0
 
     # --- comparison
@@ -128,7 +133,12 @@ class Networks(RuleBasedStateMachine):
                 w["tokens.qkv.weight"] + self.net.tokens.qkv.get_delta_weight("default").detach().double()
             )
         scopes = self.scopes if scoped else {}
-        settings = {"blocks": self.blocks, "training": self.net.training, "frozen_norm": self.frozen}
+        settings = {
+            "blocks": self.blocks,
+            "replaced": self.replaced,
+            "training": self.net.training,
+            "frozen_norm": self.frozen,
+        }
         settings |= {"disabled": "disabled" in scopes, "context": scopes.get("context")}
         settings |= {"valid": [(h // 4, w // 4) for h, w in VALID] if "padded" in scopes else None}
         plain = Plain(w, self.options, **{**settings, **changes})
@@ -378,7 +388,7 @@ class Networks(RuleBasedStateMachine):
         prune.l1_unstructured(getattr(self.net, layer), "weight", 0.5)
         self.masks[f"{layer}.weight"] = getattr(self.net, layer).weight_mask.double()
 
-    @precondition(lambda self: "parametrizations" not in self.net.head._modules)
+    @precondition(lambda self: not self.replaced and "parametrizations" not in self.net.head._modules)
     @rule()
     def normalize_weight(self):
         weight_norm(self.net.head)
@@ -407,7 +417,9 @@ class Networks(RuleBasedStateMachine):
         self.pending = []
         if self.blocks:
             va.remove_(self.net)
-            self.blocks, self.base_live = False, {key for key in self.base_live if "inserted" not in key}
+            self.blocks = self.replaced = False
+            self.base_live = {key for key in self.base_live if not is_added(key)}
+            self.w = {key: value for key, value in self.w.items() if not key.startswith("head.attn")}
         elif not self.frozen:
             dtype = self.net.stem.bias.dtype
             self.net.double()
@@ -422,10 +434,21 @@ class Networks(RuleBasedStateMachine):
             self.net.train(self.net.training).to(dtype)
             self.blocks = True
         added = {key for key in self.w if "inserted" in key and self.blocks}
-        self.live = added.union(key for key in self.live if "inserted" not in key)
+        self.live = added.union(key for key in self.live if not is_added(key))
         return None
 
-    @precondition(lambda self: "parametrizations" not in self.net.head._modules)
+    @precondition(lambda self: self.blocks and not (self.replaced or self.tuned or self.frozen or self.scopes))
+    @rule()
+    def replace_head_by_attention(self):
+        if "parametrizations" in self.net.head._modules:
+            return
+        self.pending, x = [], torch.randn(2, 3, 32, 32).to(self.net.stem.bias)
+        if self.attempt(lambda: va.replace_(self.net, names="head", num_heads=2, example_input=x)):
+            self.replaced, state = True, self.net.head.state_dict(prefix="head.")
+            self.w |= {key: value.detach().double().clone() for key, value in state.items()}
+            self.live, self.base_live = self.live | set(state), self.base_live | set(state)
+
+    @precondition(lambda self: not self.replaced and "parametrizations" not in self.net.head._modules)
     @rule()
     def replace_head(self):
         self.pending, head = [], nn.Conv2d(16, 4, 1).to(self.net.stem.bias)
@@ -502,20 +525,22 @@ class Networks(RuleBasedStateMachine):
         if "parametrizations" in self.net.head._modules:
             return
         self.pending, training, dtype = [], self.net.training, self.net.stem.bias.dtype
-        path = Path(tempfile.mkdtemp())
+        path, example = Path(tempfile.mkdtemp()), torch.randn(2, 3, 32, 32, dtype=dtype)
         if kind == "state dict":
             torch.save(self.net.state_dict(), path / "net.pth")
             net = build(self.options, self.from_outside).to(dtype)
+            if self.replaced:
+                va.replace_(net, names="head", num_heads=2, example_input=example)
             va.load_checkpoint_(net, path / "net.pth")
         elif kind == "adapter":
-            base = {key: value for key, value in self.net.state_dict().items() if "inserted" not in key}
+            base = {key: self.w[key] for key in Net().state_dict()} | self.net.state_dict()
+            base = {key: value for key, value in base.items() if not is_added(key)}
             saved = self.attempt(va.save_adapter, self.net, path / "adapter.safetensors")
             net = Net().to(dtype)
             net.load_state_dict(base)
             if not saved or not self.attempt(va.load_adapter_, net, path / "adapter.safetensors"):
                 return
         else:
-            example = torch.randn(2, 3, 32, 32, dtype=dtype)
             if not self.attempt(lambda: va.save_model(self.net, path, network=Net, example_input=example)):
                 return
             saved = self.attempt(lambda: va.load_model(path, network=Net))
@@ -561,7 +586,9 @@ class Networks(RuleBasedStateMachine):
     def check_state(self):
         """Check that no tensor has another key, and that no parameter was frozen or trained by itself."""
         keys = [name for key in self.net.state_dict() if (name := plain_key(key))]
-        expected = [key for key in self.w if self.blocks or "inserted" not in key]
+        expected = [key for key in self.w if self.blocks or not is_added(key)]
+        if self.replaced:
+            expected = [key for key in expected if key not in ("head.weight", "head.bias")]
         if "parametrizations" in self.net.head._modules:
             expected.remove("head.weight")
         assert sorted(keys) == sorted(expected)

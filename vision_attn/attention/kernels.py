@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vision_attn.attention.graphs import active_transform
 from vision_attn.attention.masks import Mask, add_mask, align_mask, split_mask, upcast
 from vision_attn.attention.patterns.layout import TokenLayout
 from vision_attn.attention.patterns.rearrangement import AXES, BoundRearrangement
@@ -209,7 +210,10 @@ def attend_sdpa(
     dropout: float,
     without_derivative: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Call torch's fused kernel. For inputs that it cannot differentiate in forward mode, call another function."""
+    """Call torch's fused kernel. For inputs that it cannot differentiate, call another function.
+
+    It has no derivative in forward mode, and on a CPU none for a mask outside a transform of ``torch.func``.
+    """
     e, on_cpu, inputs = v.shape[3], q.is_cpu, (q, k, v, scale, mask)
     if scale <= 0:  # cuDNN, flash attention and the causal CPU kernel multiply their -inf by the scale
         q, scale = scale * q, 1.0
@@ -228,9 +232,11 @@ def attend_sdpa(
         q, k, v, mask = to_4d_mask(q, k, v, mask)
     try:
         y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
-    except NotImplementedError as error:
+    except RuntimeError as error:
+        if not isinstance(error, NotImplementedError) and active_transform() is None:
+            raise
         if without_derivative is None:
-            what = "torch's fused attention has no derivative in forward mode"
+            what = "torch's fused attention cannot be differentiated in forward mode, or for a mask in torch.func"
             raise NotImplementedError(f"{what}. Use va.use_impl(model, 'bmm')") from error
         q, k, v, scale, mask = inputs
         return without_derivative(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
