@@ -61,11 +61,22 @@ def deit3_of_authors(state):
     return {re.sub(r"ls(\d)\.gamma", r"gamma_\1", key): x for key, x in state.items()}
 
 
+def sam(**options):
+    return make("samvit_base_patch16", depth=2, embed_dim=24, num_heads=2, global_attn_indexes=(1,), **options)
+
+
+def sam_of_authors(state):
+    """The image encoder is a part of the network that also has a prompt encoder."""
+    state = {f"image_encoder.{key.replace('mlp.fc', 'mlp.lin')}": x for key, x in state.items()}
+    return {**state, "prompt_encoder.no_mask_embed.weight": torch.zeros(1, 256)}
+
+
 AUTHORS = {
     "Swin": (lambda: swin(), swin_of_authors, 224),
     "ConvNeXt": (lambda: convnext(), convnext_of_authors, 96),
     "DINOv2": (lambda: dinov2(img_size=56), dinov2_of_authors, 56),
     "DeiT III": (lambda: deit3(), deit3_of_authors, 64),
+    "SAM": (lambda: sam(img_size=64), sam_of_authors, 64),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from inspect import signature
@@ -114,13 +114,13 @@ def load_file_(
         return compare(target, saved, converted, arguments, {**source, "timm_filter": timm_filter}), saved, converted
 
     attempts = [prepare(tensors)]
-    filtered = filter_by_timm(model, tensors) if count_differences(attempts[0][0]) else {}
-    if filtered:
-        attempts.append(prepare(filtered, f"{type(model).__module__}.checkpoint_filter_fn"))
+    if count_differences(attempts[0][0]):
+        filter_name = f"{type(model).__module__}.checkpoint_filter_fn"
+        attempts += [prepare(x, filter_name) for x in filter_by_timm(model, tensors, source["prefix"])]
     report, saved, converted = min(attempts, key=lambda attempt: count_differences(attempt[0]))
     if report.timm_filter:
         renamed = set(map(id, tensors.values()))
-        resized = compare_shapes({key: x for key, x in filtered.items() if id(x) not in renamed}, tensors)
+        resized = compare_shapes({key: x for key, x in saved.items() if id(x) not in renamed}, tensors)
         report = replace(report, converted={**resized, **report.converted})
     fitting = (*report.loaded, *report.replaced)
     if not fitting or (strict and (count_differences(report) or report.config_mismatches)):
@@ -128,7 +128,7 @@ def load_file_(
     refuse_read_only({key: target.tensors[key] for key in fitting})
     values = [(target.tensors[key], converted.get(key, saved[key])) for key in fitting]
     # The only references to the tensors of the file are in the list.
-    del file, tensors, saved, converted, attempts, filtered
+    del file, tensors, saved, converted, attempts
     copy_all_(values)
     return report
 
@@ -138,23 +138,25 @@ def count_differences(report: LoadReport) -> int:
     return len(report.missing) + len(report.unexpected) + len(report.mismatched)
 
 
-def filter_by_timm(model: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
+def filter_by_timm(model: nn.Module, tensors: Tensors, prefix: str) -> Iterator[dict[str, Tensor]]:
     """Convert the keys and shapes of a checkpoint by the function that timm has for a family of networks.
 
-    These functions convert the keys of the authors and of earlier versions of timm, and resize position tables.
-
-    The result is empty for another network, and if the function fails.
+    These functions convert the keys of the authors and of earlier versions of timm, and resize position tables. The
+    tensors are converted without and with the prefix of their keys, because the function for SAM requires it. Nothing
+    is yielded for another network, and where the function fails.
     """
     family = sys.modules[type(model).__module__]
     if not family.__name__.startswith("timm.models.") or not hasattr(family, "checkpoint_filter_fn"):
-        return {}
+        return
     # DeiT III has the filter of other ViTs, with an option for its keys.
     names = signature(family.checkpoint_filter_fn).parameters.keys() & {"adapt_layer_scale"}
-    try:
-        filtered = family.checkpoint_filter_fn({**tensors}, model, **dict.fromkeys(names, True))
-    except Exception:  # the tensors of another network can cause any exception
-        return {}
-    return {key: value for key, value in filtered.items() if isinstance(value, Tensor)}
+    for start in dict.fromkeys(("", prefix)):
+        saved = {f"{start}{key}": x for key, x in tensors.items()}
+        try:
+            filtered = family.checkpoint_filter_fn(saved, model, **dict.fromkeys(names, True))
+        except Exception:  # the tensors of another network can cause any exception
+            continue
+        yield {key: value for key, value in filtered.items() if isinstance(value, Tensor)}
 
 
 class Target:
