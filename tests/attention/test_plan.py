@@ -87,7 +87,7 @@ class Custom:
 
     encoding: type
 
-    def build(self, shape, device=None, dtype=None):
+    def build(self, block, device=None, dtype=None):
         return self.encoding(self)
 
 
