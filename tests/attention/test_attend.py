@@ -145,14 +145,13 @@ def test_dropout_keeps_the_mean_and_is_off_in_evaluation(impl):
         dropped = block.train()(x.expand(20_000, -1, -1, -1))
     assert not torch.equal(dropped[0], dropped[1])
     close(dropped.mean(0, keepdim=True), exact, 0.01)
-    q, k, v = heads(*[(2, 2, 16, 8)] * 3)
-    outputs = []
-    for named in (
-        (impl, "bmm") if impl != "sdpa" else ()
-    ):  # implementations that store the weights drop the same weights
-        torch.manual_seed(3)
-        outputs.append(attend(q, k, v, impl=named, dropout=0.5))
-    torch.testing.assert_close(outputs[:1], outputs[1:])
+    if impl != "sdpa":  # implementations that store the weights drop the same weights
+        q, k, v = heads(*[(2, 2, 16, 8)] * 3)
+        outputs = []
+        for named in (impl, "bmm"):
+            torch.manual_seed(3)
+            outputs.append(attend(q, k, v, impl=named, dropout=0.5))
+        torch.testing.assert_close(*outputs)
 
 
 @pytest.mark.parametrize("case", ["plain", "dropout", "a bias with gradients"])
@@ -228,11 +227,7 @@ def test_empty_inputs_have_empty_or_zero_outputs(impl):
         y = attend(q, k, v, impl=impl, causal=i == j)
         y.sum().backward()
         assert (y.shape, y.abs().sum(), v.grad.shape) == ((b, 2, i, 4), 0, (b, 1, j, 4))
-    for pattern in ("full", "rows", va.Window(2), va.Neighborhood(3)):
-        assert va.Attention2d(8, 2, pattern=pattern, impl=impl)(torch.randn(1, 8, 0, 4)).shape == (1, 8, 0, 4)
-    empty = torch.randn(0, 8, 3, 5)
-    assert va.Attention2d(8, 2, impl=impl).attention_weights(empty).shape == (0, 2, 15, 15)
-    assert va.blocks.LinearAttention2d(8, 2, impl="einx")(empty).shape == (0, 8, 3, 5)
+    assert va.blocks.LinearAttention2d(8, 2, impl="einx")(torch.randn(0, 8, 3, 5)).shape == (0, 8, 3, 5)
 
 
 @pytest.mark.parametrize("impl", ["einx", "bmm"])

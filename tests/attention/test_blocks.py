@@ -441,8 +441,6 @@ def test_invalid_arguments_raise_an_error_at_construction():
         given = AUGMENTED if block is va.blocks.AugmentedConv2d else {"channels": 16, "num_heads": 4}
         with pytest.raises(ValueError, match=f"^{message}"):
             block(**{**given, **options})
-    with pytest.raises(AttributeError, match="pattern"):
-        va.Attention2d(8, 2).pattern = "rows"  # it would not change the output
     with pytest.raises(ValueError, match=r"x must be feature maps of shape \(batch, 8,"):
         va.Attention2d(8, 2).attention_weights(torch.zeros(1, 4, 3, 3))
 

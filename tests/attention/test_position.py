@@ -27,7 +27,7 @@ PARAMETERS = [
     (2, {"pattern": va.Window((2, 3)), "position": va.RelPosTable()}, {TABLE: (15, 2)}),
     (2, {"position": va.AbsPos((3, 4))}, {"height": (3, 8), "width": (4, 8)}),
     *((2, {"position": position}, {}) for position in (va.Rope(), va.SinCos())),
-    (2, {"position": va.ConditionalPos(3)}, {"conv.weight": (16, 1, 3, 3), "conv.bias": (16,)}),
+    (2, {"position": va.ConditionalPos()}, {"conv.weight": (16, 1, 3, 3), "conv.bias": (16,)}),
 ]
 
 
@@ -195,10 +195,6 @@ def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, s
 def test_invalid_encodings_raise_an_error_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make() if callable(make) else va.Attention2d(16, 2, **make)
-
-
-def test_a_conditional_position_has_a_kernel_of_size_3_by_default():
-    assert va.ConditionalPos() == va.ConditionalPos(3)
 
 
 def test_inferring_the_size_of_a_table_takes_few_steps_for_any_number_of_rows():

@@ -151,11 +151,8 @@ def attend_chunked(
 
     compute: Callable[..., Tensor] = attend_chunk
     if torch.is_grad_enabled() and q.shape[:3].numel() * keys > RECOMPUTE_ABOVE:
-        compute = partial(
-            checkpoint, attend_chunk, use_reentrant=False, preserve_rng_state=attend.keywords["dropout"] > 0
-        )
-        # einx wraps every exception, including the one with which torch stops early
-        compute = partial(compute, early_stop=attend.func is not attend_einx)
+        early_stop = attend.func is not attend_einx  # einx wraps the exception with which torch stops early
+        compute = partial(checkpoint, attend_chunk, use_reentrant=False, early_stop=early_stop)
     if images >= q.shape[0] and rows >= q.shape[2]:
         return compute(q, k, v, mask, *terms)
     by_image: Any = [x.split(images) for x in (q, k, v, *terms)]

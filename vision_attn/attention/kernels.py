@@ -62,16 +62,6 @@ TO_LAST = {3: (0, 2, 1), 4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
 TO_FIRST = {3: (0, 2, 1), 4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
 
 
-def channels_last(x: Tensor) -> Tensor:
-    """View ``(b, c, *size)`` as ``(b, *size, c)``."""
-    return x.permute(*TO_LAST[x.dim()])
-
-
-def channels_first(x: Tensor) -> Tensor:
-    """View ``(b, *size, c)`` as ``(b, c, *size)``."""
-    return x.permute(*TO_FIRST[x.dim()])
-
-
 def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
     """Partition a feature map ``(b, c, *size)`` into groups, ``(b·groups, *group_size, c)``."""
     if layout.is_identity:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from vision_attn.attention.kernels import Kernel
 from vision_attn.attention.masks import check_mask
@@ -36,27 +35,30 @@ class AttentionConfig(NamedTuple):
     #: True if the position encoding is relative: queries and keys must come from the same feature map.
     is_relative: bool = False
 
+    @property
+    def rank(self) -> int:
+        """The number of axes of the feature map."""
+        return self.resolved_pattern.rank
+
+    @property
+    def is_cross(self) -> bool:
+        """True if keys come from another feature map: a pooled feature map or the context."""
+        return self.kv_stride > 1 or self.context_channels is not None
+
 
 class InputKind(NamedTuple):
-    """The properties of a mask or context on which a plan depends."""
+    """The properties of an input on which a plan depends."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    requires_grad: bool
 
 
 class Kind(NamedTuple):
     """The kind of a call: the properties of its inputs, the modes of torch, and the options that may change."""
 
     kernel: Kernel
-    shape: torch.Size
-    #: True if the feature map is in channels-last memory format, and not contiguous as well.
-    channels_last: bool
-    dtype: torch.dtype
-    device: torch.device
-    #: The class of the feature map: ``Tensor``, or a subclass of it.
-    tensor_type: type[Tensor]
+    x: InputKind
     mask: InputKind | None
     context: InputKind | None
     scale: float
@@ -73,10 +75,6 @@ class Kind(NamedTuple):
     in_transform: bool
 
 
-def read_input(x: Tensor) -> InputKind:
-    return InputKind(x.shape, x.dtype, x.device, x.requires_grad)
-
-
 def pooled_size(size: Sequence[int], stride: int) -> tuple[int, ...]:
     """Return the size of a feature map of keys after pooling."""
     return tuple(size if stride == 1 else [(length + stride - 1) // stride for length in size])
@@ -84,7 +82,7 @@ def pooled_size(size: Sequence[int], stride: int) -> tuple[int, ...]:
 
 def check_kind(kind: Kind, config: AttentionConfig) -> None:
     """Raise for an invalid mask or context."""
-    context, shape = kind.context, kind.shape
+    context, shape = kind.context, kind.x.shape
     keys_size: Sequence[int] = shape[2:]
     if context is None and config.context_channels is not None:
         expected = f"feature maps, because the block was created with context_channels={config.context_channels}"

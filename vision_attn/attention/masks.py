@@ -31,10 +31,9 @@ def add_mask(logits: Tensor, mask: Mask, causal: bool) -> Tensor:
     if mask is None:
         return logits
     mask = mask if mask.shape[4] in (1, logits.shape[3]) else mask[..., : logits.shape[3]]
-    one_mask = mask.shape[0] == 1 and mask.shape[1] == 1
-    mask, logits = (mask[0], logits) if one_mask else (mask, split_groups(logits, mask))
+    logits = split_groups(logits, mask)
     logits = torch.where(mask, logits, -torch.inf) if mask.dtype == torch.bool else logits + mask
-    return logits if one_mask else logits.flatten(0, 1)
+    return logits.flatten(0, 1)
 
 
 def split_groups(x: Tensor, mask: Tensor) -> Tensor:

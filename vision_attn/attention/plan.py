@@ -18,7 +18,6 @@ from vision_attn.attention import dispatch
 from vision_attn.attention.dispatch import attend_chunked, repeat_kv
 from vision_attn.attention.graphs import can_cache, outside_graph
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
-from vision_attn.attention.kernels import Kernel
 from vision_attn.attention.kind import AttentionConfig, Kind, check_kind, pooled_size
 from vision_attn.attention.masks import Mask, zero_fully_masked_rows
 from vision_attn.attention.patterns.grouping import Grouping
@@ -30,32 +29,19 @@ CACHED_SIZES, CACHED_PLANS = 4, 32
 class Plan(NamedTuple):
     """The decisions of a forward pass, in the order in which it needs them."""
 
-    #: Partitions feature maps, and splits and merges heads.
-    kernel: Kernel
+    kind: Kind
     #: The groups of the pattern for this size.
     grouping: Grouping
     #: True if queries, keys and values are projections of one partitioned feature map.
     one_input: bool
-    #: ``attend_heads(q, k, v, mask=…, causal=…)``: the selected implementation, with scale and dropout.
+    #: The selected implementation.
     attend_heads: Callable[..., Tensor]
     #: The same, for a mask that requires gradients, such as the bias of a position encoding.
     attend_trained_mask: Callable[..., Tensor]
-    scale: float
-    dropout: float
-    #: True if nothing but the pattern restricts or changes the logits, so that the kernel is called directly.
-    is_direct: bool
     #: True if attention may run in chunks that fit into the caches of a CPU.
     can_chunk: bool
-    #: The keys that each query may attend to, if the kernel is called directly.
-    mask: Mask
     #: True if the kernel excludes later keys itself, which it then skips.
     causal: bool
-    #: The type of the device whose autocast is off during attention: it would compute the logits in half precision.
-    autocast: str | None
-    #: True if the output is in channels-last memory format.
-    channels_last: bool
-    #: True if the output is one large feature map, which is transposed as a matrix.
-    as_matrix: bool
     #: Functions of the active ``with`` blocks, which receive the inputs of attention.
     hooks: Sequence[Callable[..., object]] = ()
     #: The valid positions of padded images, on the feature maps of queries and of keys before pooling.
@@ -63,42 +49,42 @@ class Plan(NamedTuple):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: PositionBias | None, mask: Mask) -> Tensor:
         """Compute attention in the groups of the pattern, ``(b·groups, n, i, e)``; fully masked rows are zero."""
-        if self.autocast is not None:
-            with torch.autocast(self.autocast, enabled=False):
-                return self._replace(autocast=None).attend(q, k, v, bias, mask)
-        if self.kernel.attend_pattern is not None:
-            inputs = AttentionInputs(q, k, v, self.scale, self.grouping, bias, mask)
-            return self.kernel.attend_pattern(inputs, self.dropout)
+        kind, grouping = self.kind, self.grouping
+        if kind.autocast:  # it would compute the logits in half precision
+            with torch.autocast(kind.x.device.type, enabled=False):
+                return self._replace(kind=kind._replace(autocast=False)).attend(q, k, v, bias, mask)
+        if kind.kernel.attend_pattern is not None:
+            return kind.kernel.attend_pattern(AttentionInputs(q, k, v, kind.scale, grouping, bias, mask), kind.dropout)
         if k.shape[1] != q.shape[1]:
             k, v = repeat_kv(q, k), repeat_kv(q, v)
-        row_has_key, scale = None, self.scale
+        row_has_key, scale = None, kind.scale
         if mask is not None:
-            mask, row_has_key = self.grouping.combine(mask)
-        elif not self.causal and not self.grouping.is_dense:
-            mask = self.grouping.attn_mask(q.dtype)
+            mask, row_has_key = grouping.combine(mask)
+        elif not self.causal and not grouping.is_dense:
+            mask = grouping.attn_mask(q.dtype)
         if bias is not None and bias.is_chunkable and self.can_chunk:
-            chunk = partial(self.kernel.attend, scale=self.scale, dropout=self.dropout)
-            y = attend_chunked(chunk, q, k, v, mask, bias.rel_logits(q), self.grouping.groups)
+            chunk = partial(kind.kernel.attend, scale=scale, dropout=kind.dropout)
+            y = attend_chunked(chunk, q, k, v, mask, bias.rel_logits(q), grouping.groups)
         else:
             if bias is not None:
                 q, k, scale = bias.fold(q, k, scale)
                 mask = bias.attn_mask(mask)
             is_trained = mask is not None and mask.requires_grad
             attend = self.attend_trained_mask if is_trained else self.attend_heads
-            y = attend(q, k, v, mask=mask, causal=self.causal, scale=scale)
+            y = attend(q, k, v, mask=mask, causal=self.causal, scale=scale, dropout=kind.dropout)
         return y if row_has_key is None else zero_fully_masked_rows(y, row_has_key)
 
 
 def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]) -> Plan | None:
     """Decide how a block attends on inputs of this kind; None if they are empty.
 
-    ``find(size, keys_size, device, causal=…, as_mask=…)`` returns a grouping of the block's pattern.
+    ``find(size, keys_size, device, causal=…, pattern_as_mask=…)`` returns a grouping of the block's pattern.
     """
-    if 0 in kind.shape:  # some implementations and patterns do not support empty tensors
+    shape, kernel, causal = kind.x.shape, kind.kernel, kind.causal
+    if 0 in shape:  # some implementations and patterns do not support empty tensors
         return None
-    size, kernel, causal = tuple(kind.shape[2:]), kind.kernel, kind.causal
-    keys_shape = kind.shape if kind.context is None else kind.context.shape
-    find = partial(find, size, pooled_size(keys_shape[2:], config.kv_stride), kind.device, causal=causal)
+    keys_shape = shape if kind.context is None else kind.context.shape
+    find = partial(find, tuple(shape[2:]), pooled_size(keys_shape[2:], config.kv_stride), kind.x.device, causal=causal)
 
     # The groups. A kernel for patterns gets the feature map as one group, unless the groups are a plain reshape.
     grouping = find()
@@ -106,7 +92,7 @@ def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]
     if kernel.attend_pattern is not None and not grouping.is_global:
         is_reshape = keys is queries and queries.rearrangement is not None
         if not is_reshape or kind.mask is not None or causal:
-            grouping = find(as_mask=True)
+            grouping = find(pattern_as_mask=True)
 
     # The projections. Rearranging one input is cheaper than rearranging its projections.
     one_input = kind.context is None and config.context_channels is None and config.qk_norm != "match"
@@ -115,34 +101,15 @@ def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]
     # The mask. The causal order alone is left to the kernel, which then skips later keys.
     causal = causal and grouping.is_global and kind.mask is None and not config.adds_bias
 
-    # The implementation. The kernel is called directly if it is the only step; "auto" is then resolved here.
-    is_direct = kind.mask is None and not config.adds_bias and kernel.attend_pattern is None
-    is_direct = is_direct and not kind.autocast and config.num_heads == config.num_kv_heads
-    is_cpu = kind.device.type == "cpu"
-    can_chunk = kind.device.type in dispatch.CHUNKED_DEVICES and not kind.in_graph and not kind.in_transform
-    attend = [kernel.attend, kernel.attend]
+    # The implementation.
+    device = kind.x.device.type
+    can_chunk = device in dispatch.CHUNKED_DEVICES and not kind.in_graph and not kind.in_transform
+    attend = attend_trained_mask = kernel.attend
     if kernel.select is not None and not kind.autocast:
-        rows = kind.shape[0] * grouping.groups * queries.tokens
-        sizes = rows, keys.tokens, config.key_dim, config.num_heads
-        select = partial(kernel.select, is_cpu, can_chunk, kind.dtype, *sizes, kind.dropout, kind.trained)
-        attend = [select(trained_mask) for trained_mask in (False, True)]
-    heads, trained_mask = (partial(function, scale=kind.scale, dropout=kind.dropout) for function in attend)
-    return Plan(
-        kernel=kernel,
-        grouping=grouping,
-        one_input=one_input,
-        attend_heads=heads,
-        attend_trained_mask=trained_mask,
-        scale=kind.scale,
-        dropout=kind.dropout,
-        is_direct=is_direct,
-        can_chunk=can_chunk,
-        mask=grouping.attn_mask(kind.dtype) if is_direct and not causal else None,
-        causal=causal,
-        autocast=kind.device.type if kind.autocast else None,
-        channels_last=kind.channels_last,
-        as_matrix=not kind.in_graph and kind.shape[0] == 1 and kind.shape.numel() > 2**14,
-    )
+        sizes = shape[0] * grouping.groups * queries.tokens, keys.tokens, config.key_dim, config.num_heads
+        select = partial(kernel.select, device == "cpu", can_chunk, kind.x.dtype, *sizes, kind.dropout, kind.trained)
+        attend, attend_trained_mask = select(False), select(True)
+    return Plan(kind, grouping, one_input, attend, attend_trained_mask, can_chunk, causal)
 
 
 class PlanCache:
@@ -157,10 +124,6 @@ class PlanCache:
 
     def __reduce__(self) -> Any:
         return PlanCache, (self.config,)
-
-    def keep(self, kind: Kind, plan: Plan) -> None:
-        """Keep a plan that a CUDA graph uses."""
-        self.captured[kind] = plan
 
     def make(self, kind: Kind) -> Plan | None:
         """Make a plan, and keep it unless its tensors belong to a graph; return None if the inputs are empty.
@@ -191,10 +154,7 @@ class PlanCache:
                 self.groupings[key] = grouping
         return grouping
 
-    def create(
-        self, size: Any, keys_size: Any, device: torch.device, *, causal: bool = False, as_mask: bool = False
-    ) -> Grouping:
-        options = {"causal": causal, "pattern_as_mask": as_mask}
+    def create(self, size: Any, keys_size: Any, device: torch.device, **options: bool) -> Grouping:
         make = partial(Grouping, self.config.resolved_pattern, size, keys_size, device, **options)
         with torch.inference_mode(False):  # also valid in training
             return outside_graph((*size, *keys_size), make)

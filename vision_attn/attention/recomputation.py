@@ -80,8 +80,3 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 def backward_pass() -> int:
     """Return the number of the backward pass that runs in this thread; -1 outside backward passes."""
     return -1 if torch.compiler.is_dynamo_compiling() else graph_task_id()
-
-
-def in_backward() -> bool:
-    """Return True during a backward pass."""
-    return backward_pass() != -1

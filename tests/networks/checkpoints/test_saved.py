@@ -281,7 +281,7 @@ class Near:
 
     slope: float = 0.5
 
-    def build(self, shape, device=None, dtype=None):
+    def build(self, block, device=None, dtype=None):
         return NearEncoding(self)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.blocks.config import ConfigurableImpl
-from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unbatched, to_memory_format
+from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unbatched, to_memory_format_of
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, is_qk_tied, qk_norms
 from vision_attn.attention.blocks.rules import check_arguments
 from vision_attn.attention.graphs import active_transform, has_driver, in_graph
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
 from vision_attn.attention.kernels import TO_FIRST, TO_LAST, to_groups, to_map
-from vision_attn.attention.kind import AttentionConfig, Kind, pooled_size, read_input, shape_error
+from vision_attn.attention.kind import AttentionConfig, InputKind, Kind, pooled_size, shape_error
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.padding import latest_pixels, mask_padding
 from vision_attn.attention.patterns import AnyPattern, resolve_pattern
 from vision_attn.attention.plan import Plan, PlanCache
-from vision_attn.attention.position import AnyPosition, AttentionShape, PositionEncoding, new_encoding
+from vision_attn.attention.position import AnyPosition, PositionEncoding, new_encoding
 from vision_attn.attention.recomputation import graph_task_id
 from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
 from vision_attn.checks import product
@@ -41,9 +41,9 @@ class Attention(ConfigurableImpl):
     q_norm: nn.Module | None
     k_norm: nn.Module | None
 
-    fixed: ClassVar[Collection[str]] = (*OPTIONS, "pattern", "position")
-    live: ClassVar[Collection[str]] = ("impl", "scale", "causal")
-    arguments: ClassVar[Collection[str]] = ("qkv_bias", "proj_bias", "output_gate")
+    fixed = (*OPTIONS, "pattern", "position")
+    live = ("impl", "scale", "causal")
+    arguments = ("qkv_bias", "proj_bias", "output_gate")
 
     def __init__(
         self,
@@ -97,9 +97,7 @@ class Attention(ConfigurableImpl):
         self.q_norm, self.k_norm = qk_norms(qk_norm, d, n, **factory)
         self.scale: float | Tensor = self.default_scale if scale is None else scale
         self.gate: Conv | None = conv(channels, n * e, 1, **factory) if output_gate else None
-        is_cross = kv_stride > 1 or context_channels is not None
-        shape = AttentionShape(channels, n, d, self.resolved_pattern, is_cross, context_channels)
-        self.position: PositionEncoding | None = None if position is None else new_encoding(position, shape, **factory)
+        self.position: PositionEncoding | None = None if position is None else new_encoding(position, config, **factory)
         if self.position is not None:
             config = config._replace(adds_bias=self.position.adds_bias, is_relative=self.position.is_relative)
         self.plans: PlanCache = PlanCache(config)
@@ -112,17 +110,16 @@ class Attention(ConfigurableImpl):
     def init_match(self) -> None:
         """Initialize queries and keys as one isometric projection, for ``qk_norm="match"``."""
         if self.qk_norm == "match":
-            init_qk_tied_(*self.qk_projections(), self.num_heads, self.num_kv_heads, self.key_dim)
+            init_qk_tied_(self)
 
     def qk_projections(self) -> tuple[Conv, Conv]:
         return (self.qkv, self.qkv) if self.context_channels is None else (self.q, self.kv)
 
     def apply(self, fn: Callable[[nn.Module], object]) -> Self:
         """Apply a function to all modules, as an initialization, and tie queries and keys again if they were tied."""
-        shape = self.num_heads, self.num_kv_heads, self.key_dim
-        tied = self.qk_norm == "match" and is_qk_tied(*self.qk_projections(), *shape)
+        tied = self.qk_norm == "match" and is_qk_tied(self)
         super().apply(fn)  # type: ignore[arg-type]
-        if tied and not is_qk_tied(*self.qk_projections(), *shape):
+        if tied and not is_qk_tied(self):
             self.init_match()
         return self
 
@@ -150,18 +147,15 @@ class Attention(ConfigurableImpl):
             return self.proj(x.new_zeros(x.shape[0], self.proj.in_channels, *x.shape[2:]))
         q, k, v, bias = self.encode(plan, x, context)
         for hook in plan.hooks:
-            hook(AttentionInputs(q, k, v, plan.scale, plan.grouping, bias, mask))
-        if plan.is_direct:
-            y = plan.attend_heads(q, k, v, mask=plan.mask, causal=plan.causal)  # (b·groups, n, i, e)
-        else:
-            y = plan.attend(q, k, v, bias, mask)
+            hook(AttentionInputs(q, k, v, plan.kind.scale, plan.grouping, bias, mask))
+        y = plan.attend(q, k, v, bias, mask)  # (b·groups, n, i, e)
         del q, k, v, bias  # without gradients, their memory is now free
-        kernel, layout = plan.kernel, plan.grouping.query_layout
+        kernel, layout = plan.kind.kernel, plan.grouping.query_layout
         y = kernel.merge_heads(y, layout.size) if layout.is_identity else to_map(kernel, layout, y)  # (b, n·e, h, w)
         y = self.proj(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
         drop = self.proj_drop
         y = drop(y) if drop.training and getattr(drop, "p", True) else y
-        return to_memory_format(y, plan.channels_last, plan.as_matrix)
+        return to_memory_format_of(x, y)
 
     def prepare(
         self, x: Tensor, mask: Tensor | None, context: Tensor | None
@@ -174,31 +168,27 @@ class Attention(ConfigurableImpl):
             impl = [impl, *impls][-1]
             if (pixels := latest_pixels(padded, graph)) is not None:
                 x, mask, context, valid = mask_padding(self, pixels, x, mask, context)
-        dropout, scale, device = self.attn_drop, self.scale, x.device
+        dropout, scale = self.attn_drop, self.scale
         if isinstance(scale, Tensor):  # the keys are multiplied by a learned scale
             if scale.numel() != 1:
                 raise ValueError(f"scale must be a number or a tensor with one element, got shape {tuple(scale.shape)}")
             scale = 1.0
         kind = Kind(
             kernel=IMPLEMENTATIONS[impl],
-            shape=x.shape,
-            channels_last=x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous(),
-            dtype=x.dtype,
-            device=device,
-            tensor_type=type(x),
-            mask=mask if mask is None else read_input(mask),
-            context=context if context is None else read_input(context),
+            x=InputKind(x.shape, x.dtype, x.device),
+            mask=None if mask is None else InputKind(mask.shape, mask.dtype, mask.device),
+            context=None if context is None else InputKind(context.shape, context.dtype, context.device),
             scale=scale,
             causal=self.causal,
             dropout=getattr(dropout, "p", 0.0) if dropout.training else 0.0,  # other code may replace it by nn.Identity
             trained=torch.is_grad_enabled(),
-            autocast=not x.is_meta and torch.is_autocast_enabled(device.type),
+            autocast=not x.is_meta and torch.is_autocast_enabled(x.device.type),
             in_graph=graph,
             in_transform=active_transform() is not None,
         )
         plan = None if graph else self.plans.recent.get(kind)
         if plan is not None and has_driver(capturing := torch.cuda.is_current_stream_capturing) and capturing():
-            self.plans.keep(kind, plan)
+            self.plans.captured[kind] = plan
         if plan is None:
             plan = self.plans.make(kind)
         if plan is not None and (hooks or valid):
@@ -226,7 +216,7 @@ class Attention(ConfigurableImpl):
     def project(self, plan: Plan, x: Tensor, context: Tensor | None) -> list[Tensor]:
         """Project to queries ``(b·groups, n, i, d)``, keys ``(…, m, j, d)`` and values ``(…, m, j, e)``."""
         n, m, d, e = self.num_heads, self.num_kv_heads, self.key_dim, self.value_dim
-        kernel, queries, keys = plan.kernel, plan.grouping.query_layout, plan.grouping.key_layout
+        kernel, queries, keys = plan.kind.kernel, plan.grouping.query_layout, plan.grouping.key_layout
         if self.groups > 1:  # queries, keys and values have separate groups of channels
             x = torch.cat([x] * 3, dim=1)
             context = None if context is None else torch.cat([context] * 3, dim=1)
@@ -300,7 +290,7 @@ class Attention(ConfigurableImpl):
             tokens = x.shape[2:].numel() if queries is None else len(queries)
             return x.new_zeros(x.shape[0], self.num_heads, tokens, product(self.keys_size(x, context)))
         q, k, v, bias = self.encode(plan, x, context)
-        return weights_on_map(AttentionInputs(q, k, v, plan.scale, plan.grouping, bias, mask), queries)
+        return weights_on_map(AttentionInputs(q, k, v, plan.kind.scale, plan.grouping, bias, mask), queries)
 
     @property
     def default_scale(self) -> float:

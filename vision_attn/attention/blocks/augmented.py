@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +43,7 @@ class AugmentedConv2d(Configurable):
     torch.Size([2, 32, 5, 4])
     """
 
-    fixed: ClassVar[Collection[str]] = ("stride",)
+    fixed = ("stride",)
 
     def __init__(
         self,
@@ -88,9 +87,6 @@ class AugmentedConv2d(Configurable):
         pooled = x if self.stride == 1 else F.avg_pool2d(x, self.stride, ceil_mode=True)
         return torch.cat([self.conv(x), self.attn(pooled, mask)], dim=-3)
 
-    def get_config(self) -> dict[str, object]:
-        return {"stride": self.stride}
-
 
 class StridedAttention2d(Configurable):
     """``avg_pool(attention(x))``: attention that replaces ``Conv2d(channels, out_channels, 3, stride, padding=1)``.
@@ -118,7 +114,7 @@ class StridedAttention2d(Configurable):
     torch.Size([2, 64, 7, 5])
     """
 
-    fixed: ClassVar[Collection[str]] = ("stride",)
+    fixed = ("stride",)
 
     def __init__(
         self,
@@ -155,6 +151,3 @@ class StridedAttention2d(Configurable):
         """
         y = self.attn(x, mask, context)
         return y if self.stride == 1 else F.avg_pool2d(y, self.stride, ceil_mode=True)
-
-    def get_config(self) -> dict[str, object]:
-        return {"stride": self.stride}

@@ -32,7 +32,7 @@ class Configurable(FixedOptions):
 
     def get_config(self) -> dict[str, object]:
         """Return the arguments that affect the output and cannot be derived from the shapes of the weights."""
-        raise NotImplementedError
+        return {name: getattr(self, name) for name in self.fixed}
 
 
 def store_config(module: Any, state: Mapping[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

@@ -13,9 +13,7 @@ tokens. The rows of ``φ(q) ψ(k)ᵀ`` are positive and sum to one, as attention
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +23,10 @@ from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.blocks.projection import Pointwise2d, accepts_unbatched, to_memory_format_of
 from vision_attn.attention.dispatch import without_autocast
 from vision_attn.attention.graphs import in_graph
-from vision_attn.attention.kernels import BMM, EINX, channels_last
+from vision_attn.attention.kernels import BMM, EINX, TO_LAST
 from vision_attn.attention.masks import broadcast_mask, check_mask, unmask_empty_rows, upcast
 from vision_attn.attention.padding import latest_pixels, valid_positions
-from vision_attn.attention.recomputation import graph_task_id
-from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
+from vision_attn.attention.scopes import scoped_values
 from vision_attn.checks import check_choice, check_divides
 
 #: Names of the kernel's feature maps.
@@ -39,31 +36,27 @@ EPS = 1e-5
 FOR_LINEAR = " for linear attention"
 
 
-def linear_einx(q: Tensor, k: Tensor, v: Tensor, feature_map: str) -> Tensor:
+def linear_einx(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     import einx
 
-    if feature_map == "softmax":
-        q, k = einx.softmax("b n i [d]", q), einx.softmax("b n [j] d", k)
-    elif feature_map != "none":
-        q, k = positive_features(q, k, feature_map)
-    summary = einx.dot("b n j d, b n j e -> b n d e", k.to(v.dtype), v)
-    return einx.dot("b n i d, b n d e -> b n i e", q.to(v.dtype), summary)
+    summary = einx.dot("b n j d, b n j e -> b n d e", k, v)
+    return einx.dot("b n i d, b n d e -> b n i e", q, summary)
 
 
-def linear_bmm(q: Tensor, k: Tensor, v: Tensor, feature_map: str) -> Tensor:
+def linear_bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     b, n, i, d = q.shape
     j, e = v.shape[2:]
-    if feature_map == "softmax":
-        q, k = torch.softmax(q, dim=-1), torch.softmax(k, dim=-2)
-    elif feature_map != "none":
-        q, k = positive_features(q, k, feature_map)
-    q, k = q.to(v.dtype), k.to(v.dtype)
     summary = torch.bmm(k.reshape(b * n, j, d).transpose(1, 2), v.reshape(b * n, j, e))
     return torch.bmm(q.reshape(b * n, i, d), summary).view(b, n, i, e)
 
 
-def positive_features(q: Tensor, k: Tensor, feature_map: str) -> tuple[Tensor, Tensor]:
-    """Return features of queries and keys, with queries divided by the sum of their weights; -inf becomes 0."""
+def features(q: Tensor, k: Tensor, feature_map: str) -> tuple[Tensor, Tensor]:
+    """Return ``φ(q)`` and ``ψ(k)``; the features of a key of -inf are 0."""
+    if feature_map == "none":
+        return q, k
+    if feature_map == "softmax":
+        return torch.softmax(q, dim=-1), torch.softmax(k, dim=-2)
+    # Queries are divided by the sum of their weights.
     q, k = (F.relu(x) if feature_map == "relu" else F.elu(x) + 1 for x in (q, k))
     total = k.sum(dim=-2, keepdim=True)
     # A common factor of all keys does not change the weights and keeps sums over many keys in the range of float16.
@@ -102,7 +95,8 @@ def attend_linear(
         rows, row_has_key = unmask_empty_rows(mask.mT)  # all queries share one row of keys
         k = k.masked_fill(~rows.mT, 0.0 if feature_map == "none" else -torch.inf)
     with without_autocast(q):
-        y = LINEAR_IMPLS[impl].attend(q, k, v, feature_map)
+        q, k = features(q, k, feature_map)
+        y = LINEAR_IMPLS[impl].attend(q.to(v.dtype), k.to(v.dtype), v)
     return y if row_has_key is None else torch.where(row_has_key, y, torch.zeros((), dtype=y.dtype, device=y.device))
 
 
@@ -141,7 +135,7 @@ class LinearAttention2d(ConfigurableImpl):
     """
 
     rank = 2
-    fixed: ClassVar[Collection[str]] = ("channels", "num_heads", "feature_map")
+    fixed = ("channels", "num_heads", "feature_map")
 
     def __init__(
         self,
@@ -190,17 +184,15 @@ class LinearAttention2d(ConfigurableImpl):
             mask = broadcast_mask(mask).mT
         if 0 in x.shape:  # einx does not support empty tensors
             return self.proj(torch.zeros_like(x))
-        graph, impl = in_graph(x), self._impl
-        if in_scope() if graph else SCOPES.get() or graph_task_id() != -1:
-            impls, padded = scoped_values(self, "impl", "valid")
-            impl = [impl, *impls][-1]
-            if (pixels := latest_pixels(padded, graph)) is not None:
-                valid = valid_positions(pixels, x)
-                x = x.masked_fill(valid.logical_not(), 0.0)
-                keys = valid.flatten(1)[:, None, :, None]
-                mask = keys if mask is None else torch.logical_and(mask, keys)
+        impls, padded = scoped_values(self, "impl", "valid")
+        impl = [self._impl, *impls][-1]
+        if (pixels := latest_pixels(padded, in_graph(x))) is not None:
+            valid = valid_positions(pixels, x)
+            x = x.masked_fill(valid.logical_not(), 0.0)
+            keys = valid.flatten(1)[:, None, :, None]
+            mask = keys if mask is None else torch.logical_and(mask, keys)
         kernel = LINEAR_IMPLS[impl]
-        q, k, v = kernel.split_heads(channels_last(self.qkv(x)), *[self.num_heads] * 3)
+        q, k, v = kernel.split_heads(self.qkv(x).permute(*TO_LAST[4]), *[self.num_heads] * 3)
         y = attend_linear(q, k, v, impl=impl, mask=mask, feature_map=self.feature_map)
         y = kernel.merge_heads(y, x.shape[2:])
         return to_memory_format_of(x, self.proj_drop(self.proj(y)))

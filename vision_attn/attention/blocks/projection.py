@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.dispatch import can_chunk
-from vision_attn.attention.kernels import TO_FIRST, TO_LAST, channels_first, channels_last
+from vision_attn.attention.kernels import TO_FIRST, TO_LAST
 from vision_attn.attention.kind import shape_error
 
 #: A convolution on feature maps with any number of axes.
@@ -52,13 +51,8 @@ class Pointwise:
     def forward(self: Any, x: Tensor) -> Tensor:
         if self.groups > 1 or (dim := x.dim()) == 1 + len(self.kernel_size):
             return super().forward(x)  # type: ignore[misc]
-        weight, bias = self.weight, self.bias
-        trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        if trained or bias is None or not product_per_image(x, weight):
-            return F.linear(x.permute(*TO_LAST[dim]).contiguous(), weight.flatten(1), bias).permute(*TO_FIRST[dim])
-        weights = weight.flatten(1).t().expand(x.shape[0], -1, -1)
-        y = torch.baddbmm(bias, x.flatten(2).transpose(1, 2), weights)
-        return channels_first(y.view(x.shape[0], *x.shape[2:], weight.shape[0]))
+        x = x.permute(*TO_LAST[dim]).contiguous()
+        return F.linear(x, self.weight.flatten(1), self.bias).permute(*TO_FIRST[dim])
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Keep the weight's strides equal to those of its gradient, also in channels-last networks.
@@ -88,36 +82,18 @@ class Pointwise3d(Pointwise, nn.Conv3d):
 POINTWISE: dict[int, Callable[..., Conv]] = {1: Pointwise1d, 2: Pointwise2d, 3: Pointwise3d}
 
 
-def product_per_image(x: Tensor, weight: Tensor) -> bool:
-    """Return True if one matrix product per image is faster than one for the batch, which copies ``x``.
-
-    This holds for inference on feature maps with many positions. In training, a product per image would compute weight
-    gradients per image and sum them. Quantized weights support one product only.
-    """
-    if x.dtype != torch.float32 or not x.is_contiguous() or type(weight) not in (Tensor, nn.Parameter):
-        return False
-    return can_chunk(x) and 8 * x.shape[2:].numel() >= weight.shape[0]
-
-
 class ChannelNorm(nn.LayerNorm):
     """Layer normalization over the channels of ``(b, c, *size)``, at each position separately."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return channels_first(super().forward(channels_last(x)))
+        dim = x.dim()
+        return super().forward(x.permute(*TO_LAST[dim])).permute(*TO_FIRST[dim])
 
 
 def to_memory_format_of(x: Tensor, y: Tensor) -> Tensor:
     """Return ``y`` in the memory format of ``x``, or contiguous if ``x`` is in both formats."""
-    is_channels_last = x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous()
-    return to_memory_format(y, is_channels_last, as_matrix=y.shape[0] == 1 and y.stride(1) == 1)
-
-
-def to_memory_format(y: Tensor, is_channels_last: bool, as_matrix: bool) -> Tensor:
-    """Return feature maps in channels-last memory format, or contiguous; ``as_matrix`` requires a single feature map.
-
-    torch transposes a large matrix in tiles, up to four times as fast on a CPU.
-    """
-    if is_channels_last:
-        last = channels_last(y)
-        return y if last.is_contiguous() else channels_first(last.contiguous())
-    return y.reshape(y.shape[1], -1).contiguous().view(y.shape) if as_matrix else y.contiguous()
+    dim = x.dim()
+    if x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous():
+        last = y.permute(*TO_LAST[dim])
+        return y if last.is_contiguous() else last.contiguous().permute(*TO_FIRST[dim])
+    return y.contiguous()

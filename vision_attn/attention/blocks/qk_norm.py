@@ -48,35 +48,30 @@ def qk_norms(kind: bool | str, width: int, num_heads: int, **factory: Any) -> tu
     return (nn.LayerNorm(width, **factory), nn.LayerNorm(width, **factory)) if kind else (None, None)
 
 
-@torch.no_grad()
-def init_qk_tied_(queries: Any, keys: Any, num_heads: int, num_kv_heads: int, width: int) -> None:
-    """Initialize each head of the queries with the orthogonal rows of its keys, and biases with zeros.
+def qk_weights(block: Any) -> tuple[Tensor, Tensor]:
+    """Return the weights of queries ``(m, n/m, d, c, …)`` and keys ``(m, 1, d, c, …)`` of an :class:`.Attention`."""
+    n, m, d = block.num_heads, block.num_kv_heads, block.key_dim
+    queries, keys = block.qk_projections()
+    first = n * d if keys is queries else 0  # the rows of keys follow those of queries
+    return queries.weight[: n * d].unflatten(0, (m, -1, d)), keys.weight[first : first + m * d].unflatten(0, (m, 1, d))
 
-    Args:
-        queries: convolution whose first rows project to queries.
-        keys: convolution whose first rows project to keys. If it is the same as ``queries``, the keys follow the
-            queries.
-        num_heads: number of query heads.
-        num_kv_heads: number of key heads.
-        width: width of a head.
-    """
-    first = num_heads * width if keys is queries else 0
-    heads_of_keys = keys.weight[first : first + num_kv_heads * width].split(width)
-    for rows in heads_of_keys:  # the QR factorization of orthogonal_ does not support half precision on a CPU
+
+@torch.no_grad()
+def init_qk_tied_(block: Any) -> None:
+    """Initialize each head of the queries with the orthogonal rows of its keys, and biases with zeros."""
+    queries, keys = qk_weights(block)
+    for (rows,) in keys:  # the QR factorization of orthogonal_ does not support half precision on a CPU
         rows.copy_(nn.init.orthogonal_(upcast(torch.empty_like(rows.flatten(1)))).view_as(rows))
-    for head, rows in enumerate(queries.weight[: num_heads * width].split(width)):
-        rows.copy_(heads_of_keys[head // (num_heads // num_kv_heads)])
-    for projection in {queries, keys}:
+    queries.copy_(keys)
+    for projection in block.qk_projections():
         if projection.bias is not None:
             nn.init.zeros_(projection.bias)
 
 
-def is_qk_tied(queries: Any, keys: Any, num_heads: int, num_kv_heads: int, width: int) -> bool:
-    """Return True if each head of the queries has the rows of its keys; the arguments are as above."""
-    first = num_heads * width if keys is queries else 0
-    heads_of_keys = keys.weight[first : first + num_kv_heads * width].unflatten(0, (num_kv_heads, 1, width))
-    heads = queries.weight[: num_heads * width].unflatten(0, (num_kv_heads, -1, width))
-    return heads.is_meta or bool((heads == heads_of_keys).all())
+def is_qk_tied(block: Any) -> bool:
+    """Return True if each head of the queries has the rows of its keys."""
+    queries, keys = qk_weights(block)
+    return queries.is_meta or bool((queries == keys).all())
 
 
 def center(x: Tensor, valid: Tensor | None = None) -> Tensor:

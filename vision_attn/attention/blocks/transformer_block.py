@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,7 @@ class TransformerBlock2d(Configurable):
     """
 
     rank = 2
-    fixed: ClassVar[Collection[str]] = ("channels", "norm_first", "activation")
+    fixed = ("channels", "norm_first", "activation")
 
     def __init__(
         self,

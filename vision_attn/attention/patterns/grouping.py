@@ -12,7 +12,6 @@ from vision_attn.attention.graphs import can_cache, is_fixed, outside_graph
 from vision_attn.attention.masks import Mask, align_mask, broadcast_mask, combine_masks, unmask_empty_rows
 from vision_attn.attention.patterns.layout import Size, TokenLayout, inverse_index, outer, padding_last
 from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisTiles
-from vision_attn.attention.patterns.rearrangement import AXES, Rearrangement
 from vision_attn.checks import product
 
 
@@ -38,9 +37,7 @@ class Grouping:
         if tuple(keys_size) != tuple(size):  # only global patterns support keys from another size
             keys = [split(axis, length, device).keys for axis, length in enumerate(keys_size)]
             axes = [axis._replace(keys=layout) for axis, layout in zip(axes, keys, strict=True)]
-        names = AXES[-pattern.rank :]
-        one_group = Rearrangement(tuple((name,) for name in names), (), names)
-        rearrangement = one_group if pattern_as_mask else pattern.rearrangement
+        rearrangement = None if pattern_as_mask else pattern.rearrangement
         #: True if every query may attend to every key of the feature map.
         self.is_global: bool = pattern.is_global
         #: True if queries attend to no later key.

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from vision_attn.attention.graphs import is_fixed
+from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.pattern import to_ntuple
-from vision_attn.attention.position.encoding import AXIS_NAMES, AttentionShape, Encoded, PositionEncoding
+from vision_attn.attention.position.encoding import AXIS_NAMES, Encoded, PositionEncoding
 
 
 @dataclass(frozen=True)
@@ -43,20 +44,20 @@ class AbsPos:
 
     feat_size: int | tuple[int, ...]
 
-    def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
-        return AbsPosEncoding(self, shape, device, dtype)
+    def build(self, block: AttentionConfig, device: Any = None, dtype: Any = None) -> PositionEncoding:
+        return AbsPosEncoding(self, block, device, dtype)
 
 
 class AbsPosEncoding(PositionEncoding):
     adds_bias = False
     has_tables = True
 
-    def __init__(self, config: AbsPos, shape: AttentionShape, device: Any, dtype: Any) -> None:
+    def __init__(self, config: AbsPos, block: AttentionConfig, device: Any, dtype: Any) -> None:
         super().__init__(config)
-        lengths = to_ntuple("AbsPos", "feat_size", config.feat_size, shape.rank)
-        self.names: tuple[str, ...] = AXIS_NAMES[-shape.rank :]
+        lengths = to_ntuple("AbsPos", "feat_size", config.feat_size, block.rank)
+        self.names: tuple[str, ...] = AXIS_NAMES[-block.rank :]
         for name, length in zip(self.names, lengths, strict=True):
-            table = torch.randn(length, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5
+            table = torch.randn(length, block.key_dim, device=device, dtype=dtype) * block.key_dim**-0.5
             self.register_parameter(name, nn.Parameter(table))
 
     def reset_parameters(self) -> None:

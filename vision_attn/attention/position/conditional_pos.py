@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.patterns.grouping import Grouping
-from vision_attn.attention.position.encoding import AttentionShape, PositionEncoding
+from vision_attn.attention.position.encoding import PositionEncoding
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,18 @@ class ConditionalPos:
 
     kernel_size: int = 3
 
-    def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
-        return ConditionalEncoding(self, shape, device, dtype)
+    def build(self, block: AttentionConfig, device: Any = None, dtype: Any = None) -> PositionEncoding:
+        return ConditionalEncoding(self, block, device, dtype)
 
 
 class ConditionalEncoding(PositionEncoding):
     adds_to_map = True
     adds_bias = False
 
-    def __init__(self, config: ConditionalPos, shape: AttentionShape, device: Any, dtype: Any) -> None:
+    def __init__(self, config: ConditionalPos, block: AttentionConfig, device: Any, dtype: Any) -> None:
         super().__init__(config)
-        side, c = config.kernel_size, shape.channels
-        conv = getattr(nn, f"Conv{shape.rank}d")
+        side, c = config.kernel_size, block.channels
+        conv = getattr(nn, f"Conv{block.rank}d")
         self.conv: nn.Module = conv(c, c, side, padding=side // 2, groups=c, device=device, dtype=dtype)
 
     def add_to_map(self, x: Tensor, grouping: Grouping) -> Tensor:

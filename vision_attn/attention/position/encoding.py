@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from vision_attn.attention.fixed_options import FixedOptions
 from vision_attn.attention.inputs import PositionBias
+from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.patterns.grouping import Grouping
-from vision_attn.attention.patterns.pattern import AnyPattern
 
 #: Encoded queries, encoded keys, and the bias of the logits.
 Encoded = tuple[Tensor, Tensor, PositionBias | None]
@@ -20,28 +18,10 @@ Encoded = tuple[Tensor, Tensor, PositionBias | None]
 AXIS_NAMES = ("depth", "height", "width")
 
 
-@dataclass(frozen=True)
-class AttentionShape:
-    """The properties of a block that a position encoding is built for."""
-
-    channels: int
-    num_heads: int
-    key_dim: int
-    pattern: AnyPattern
-    #: True if keys come from another feature map: a pooled feature map or the context.
-    is_cross: bool = False
-    context_channels: int | None = None
-
-    @property
-    def rank(self) -> int:
-        """The number of axes of the feature map."""
-        return self.pattern.rank
-
-
 class AnyPosition(Protocol):
     """The configuration of a position encoding, a frozen dataclass whose repr is the code that creates it."""
 
-    def build(self, shape: AttentionShape, device: object = None, dtype: object = None) -> PositionEncoding:
+    def build(self, block: AttentionConfig, device: object = None, dtype: object = None) -> PositionEncoding:
         """Build the module for one block, with its parameters.
 
         Raises:
@@ -52,7 +32,7 @@ class AnyPosition(Protocol):
 class PositionEncoding(FixedOptions):
     """Base class of position encodings, an identity; subclasses override :meth:`add_to_map` or :meth:`forward`."""
 
-    fixed: ClassVar[Collection[str]] = ("config",)
+    fixed = ("config",)
     #: True if relative positions are encoded: queries and keys must come from the same feature map.
     is_relative = False
     #: True if the parameters are tables whose shapes depend on the size of the feature map.
@@ -82,14 +62,14 @@ class PositionEncoding(FixedOptions):
         return repr(self.config)
 
 
-def new_encoding(position: AnyPosition, shape: AttentionShape, **factory: Any) -> PositionEncoding:
+def new_encoding(position: AnyPosition, block: AttentionConfig, **factory: Any) -> PositionEncoding:
     """Build the position encoding of a block; raise if it contradicts another argument of the block."""
     if isinstance(position, type) or not hasattr(position, "build"):
         got = f"the class {position.__name__}" if isinstance(position, type) else repr(position)
         raise ValueError(f"position must be a position encoding such as va.Rope(), got {got}. Pass an instance")
-    encoding = position.build(shape, **factory)
-    if encoding.is_relative and shape.is_cross:
+    encoding = position.build(block, **factory)
+    if encoding.is_relative and block.is_cross:
         raise ValueError(f"position must not be {position!r} with kv_stride or context_channels. Use va.Rope()")
-    if encoding.adds_to_map and shape.context_channels not in (None, shape.channels):
+    if encoding.adds_to_map and block.context_channels not in (None, block.channels):
         raise ValueError(f"position must not be {position!r} if context_channels != channels. Use va.Rope()")
     return encoding

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention.inputs import PositionBias
+from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.grouping import Grouping
-from vision_attn.attention.position.encoding import AXIS_NAMES, AttentionShape, Encoded, PositionEncoding
+from vision_attn.attention.position.encoding import AXIS_NAMES, Encoded, PositionEncoding
 from vision_attn.attention.position.relative_table import RelativePosition, resize_by_offset, table_lengths
 from vision_attn.checks import product
 
@@ -48,22 +49,22 @@ class RelPosDecomposed(RelativePosition):
     RelPosDecomposed(feat_size=(14, 14))
     """
 
-    def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
-        return DecomposedEncoding(self, shape, device, dtype)
+    def build(self, block: AttentionConfig, device: Any = None, dtype: Any = None) -> PositionEncoding:
+        return DecomposedEncoding(self, block, device, dtype)
 
 
 class DecomposedEncoding(PositionEncoding):
     is_relative = True
     has_tables = True
 
-    def __init__(self, config: RelPosDecomposed, shape: AttentionShape, device: Any, dtype: Any) -> None:
+    def __init__(self, config: RelPosDecomposed, block: AttentionConfig, device: Any, dtype: Any) -> None:
         super().__init__(config)
-        lengths = table_lengths(config, shape)
+        lengths = table_lengths(config, block)
         self.names: dict[int, str] = {}  # the parameter name of the table for each axis
-        for axis, (name, length) in enumerate(zip(AXIS_NAMES[-shape.rank :], lengths, strict=True)):
-            if shape.pattern.attention_axes[axis]:
+        for axis, (name, length) in enumerate(zip(AXIS_NAMES[-block.rank :], lengths, strict=True)):
+            if block.resolved_pattern.attention_axes[axis]:
                 self.names[axis] = f"{name}_rel"
-                table = torch.randn(2 * length - 1, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5
+                table = torch.randn(2 * length - 1, block.key_dim, device=device, dtype=dtype) * block.key_dim**-0.5
                 self.register_parameter(f"{name}_rel", nn.Parameter(table))
 
     def reset_parameters(self) -> None:

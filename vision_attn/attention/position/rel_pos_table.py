@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention.inputs import PositionBias
+from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.masks import Mask, combine_masks
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.layout import outer
-from vision_attn.attention.position.encoding import AttentionShape, Encoded, PositionEncoding
+from vision_attn.attention.position.encoding import Encoded, PositionEncoding
 from vision_attn.attention.position.relative_table import RelativePosition, resize_by_offset, table_lengths
 from vision_attn.checks import product
 
@@ -51,50 +52,38 @@ class RelPosTable(RelativePosition):
     RelPosTable(feat_size=None)
     """
 
-    def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
-        return TableEncoding(self, shape, device, dtype)
+    def build(self, block: AttentionConfig, device: Any = None, dtype: Any = None) -> PositionEncoding:
+        return TableEncoding(self, block, device, dtype)
 
 
 class TableEncoding(PositionEncoding):
     is_relative = True
     has_tables = True
 
-    def __init__(self, config: RelPosTable, shape: AttentionShape, device: Any, dtype: Any) -> None:
+    def __init__(self, config: RelPosTable, block: AttentionConfig, device: Any, dtype: Any) -> None:
         super().__init__(config)
-        self.lengths: tuple[int, ...] = table_lengths(config, shape)
+        self.lengths: tuple[int, ...] = table_lengths(config, block)
         rows = product([2 * length - 1 for length in self.lengths])
-        table = torch.randn(rows, shape.num_heads, device=device, dtype=dtype) * 0.02
+        table = torch.randn(rows, block.num_heads, device=device, dtype=dtype) * 0.02
         self.relative_position_bias_table: nn.Parameter = nn.Parameter(table)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.relative_position_bias_table, std=0.02)
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
-        table, lengths = self.relative_position_bias_table.t(), self.lengths
-        if None not in grouping.window_shape:
-            return q, k, TableBias(table, lengths, grouping)
-        wanted = tuple(
-            length if window is not None else axis.extent
-            for length, window, axis in zip(lengths, grouping.window_shape, grouping.axes, strict=True)
-        )
-        if not grouping.is_fixed or wanted != lengths:
-            table = table.view(-1, *[2 * length - 1 for length in lengths])
-            for dim, (window, length) in enumerate(zip(grouping.window_shape, wanted, strict=True), 1):
-                if window is None:
-                    table = resize_by_offset(table, 2 * length - 1, dim)
-            table = table.flatten(1)
-        return q, k, TableBias(table, wanted, grouping)
+        table: Tensor = self.relative_position_bias_table
+        lengths = self.lengths
+        if None in grouping.window_shape:
+            axes = zip(lengths, grouping.window_shape, grouping.axes, strict=True)
+            lengths = tuple([axis.extent if window is None else length for length, window, axis in axes])
+            table = resize_table(table, self.lengths, lengths)
+        return q, k, TableBias(table.t(), lengths, grouping)
 
     def resize_pos_embed(self, name: str, saved: Tensor) -> Tensor | None:
         current = self.relative_position_bias_table
         is_table = saved.dim() == 2 and saved.shape[1] == current.shape[1]
         size = self.infer_size(saved.shape[0]) if is_table else None
-        if size is None:
-            return None
-        table = saved.view(*(2 * length - 1 for length in size), -1)
-        for axis, length in enumerate(self.lengths):
-            table = resize_by_offset(table, 2 * length - 1, axis)
-        return table.flatten(0, -2)
+        return None if size is None else resize_table(saved, size, self.lengths)
 
     def infer_size(self, rows: int) -> list[int] | None:
         """Infer the ``feat_size`` of a saved table from its number of rows and the aspect ratio of this table."""
@@ -105,6 +94,14 @@ class TableEncoding(PositionEncoding):
             if product_of_offsets >= rows:
                 return size if product_of_offsets == rows else None
         return None
+
+
+def resize_table(table: Tensor, lengths: Sequence[int], new_lengths: Sequence[int]) -> Tensor:
+    """Interpolate a table ``((2h - 1)(2w - 1), heads)`` for feature maps of another size."""
+    table = table.view(*[2 * length - 1 for length in lengths], -1)
+    for axis, length in enumerate(new_lengths):
+        table = resize_by_offset(table, 2 * length - 1, axis)
+    return table.flatten(0, -2)
 
 
 @dataclass

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from vision_attn.attention.graphs import is_fixed
+from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.patterns.pattern import to_ntuple
-from vision_attn.attention.position.encoding import AttentionShape
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class RelativePosition:
     feat_size: int | tuple[int | None, ...] | None = None
 
 
-def table_lengths(config: RelativePosition, shape: AttentionShape) -> tuple[int, ...]:
+def table_lengths(config: RelativePosition, block: AttentionConfig) -> tuple[int, ...]:
     """Return the number of positions along each axis that a table covers; 1 for an axis without attention."""
-    owner, pattern, lengths = type(config).__name__, shape.pattern, []
-    feat_size = to_ntuple(owner, "feat_size", config.feat_size, shape.rank)
+    owner, pattern, lengths = type(config).__name__, block.resolved_pattern, []
+    feat_size = to_ntuple(owner, "feat_size", config.feat_size, block.rank)
     for length, fixed, attends in zip(feat_size, pattern.window_shape, pattern.attention_axes, strict=True):
         if attends and fixed is None and length is None:
             raise ValueError(f"{owner}: feat_size must be given, because the groups of the pattern have no fixed size")

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.layout import TokenLayout
 from vision_attn.attention.patterns.pattern import to_ntuple
-from vision_attn.attention.position.encoding import AttentionShape, Encoded, PositionEncoding
+from vision_attn.attention.position.encoding import Encoded, PositionEncoding
 from vision_attn.attention.position.sin_cos import frequencies
 
 
@@ -58,10 +59,10 @@ class Rope:
         if self.normalized and self.feat_size is not None:
             raise ValueError(f"Rope: feat_size must be None with normalized=True, got {self.feat_size}")
 
-    def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
-        to_ntuple("Rope", "feat_size", self.feat_size, shape.rank)
-        if shape.key_dim % (2 * shape.rank):
-            raise ValueError(f"Rope: key_dim must be a multiple of {2 * shape.rank}, got {shape.key_dim}")
+    def build(self, block: AttentionConfig, device: Any = None, dtype: Any = None) -> PositionEncoding:
+        to_ntuple("Rope", "feat_size", self.feat_size, block.rank)
+        if block.key_dim % (2 * block.rank):
+            raise ValueError(f"Rope: key_dim must be a multiple of {2 * block.rank}, got {block.key_dim}")
         return RotaryEncoding(self)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.grouping import Grouping
-from vision_attn.attention.position.encoding import AttentionShape, PositionEncoding
+from vision_attn.attention.position.encoding import PositionEncoding
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class SinCos:
 
     temperature: float = 10000.0
 
-    def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
-        if shape.channels % (2 * shape.rank):
-            raise ValueError(f"SinCos: channels must be a multiple of {2 * shape.rank}, got {shape.channels}")
+    def build(self, block: AttentionConfig, device: Any = None, dtype: Any = None) -> PositionEncoding:
+        if block.channels % (2 * block.rank):
+            raise ValueError(f"SinCos: channels must be a multiple of {2 * block.rank}, got {block.channels}")
         return SinCosEncoding(self)
 
 

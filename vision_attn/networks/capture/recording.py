@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks import Attention, attention_modules
 from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.inputs import AttentionInputs
-from vision_attn.attention.recomputation import in_backward
+from vision_attn.attention.recomputation import backward_pass
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list, check_choice, product
 from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
@@ -169,7 +169,7 @@ class Recording:
 
     def explain(self, path: str, reason: str) -> None:
         """Record the reason why a swapped module ran its original code."""
-        if not in_backward():
+        if backward_pass() == -1:
             self.running_calls()
             self.maps.reasons[path] = f"it ran its original code, because {reason}"
 
@@ -183,7 +183,7 @@ class Recording:
         inputs: AttentionInputs,
     ) -> None:
         """Compute the attention maps of a module from the inputs of its kernel."""
-        if in_backward():  # activation checkpointing computes the forward pass again
+        if backward_pass() != -1:  # activation checkpointing computes the forward pass again
             return
         calls = self.running_calls()
         location: TokenPositions | str = TokenPositions(

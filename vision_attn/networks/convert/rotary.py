@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.patterns import Grouping
-from vision_attn.attention.position import AttentionShape, PositionEncoding
+from vision_attn.attention.position import PositionEncoding
 from vision_attn.attention.position.encoding import Encoded
 
 #: Buffers of :class:`CallRotationEncoding` in a block.
@@ -23,7 +24,7 @@ class CallRotation:
     #: True: channel k is paired with k + d/2; False: with its neighbor
     halves: bool
 
-    def build(self, shape: AttentionShape, device: object = None, dtype: object = None) -> PositionEncoding:
+    def build(self, block: AttentionConfig, device: object = None, dtype: object = None) -> PositionEncoding:
         return CallRotationEncoding(self)
 
 
