@@ -488,7 +488,7 @@ def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path)
 
 
 def test_a_network_is_explored_by_name_with_swapped_attention(capsys, image_folder, tmp_path):
-    found = open_network(Exploration(model="vit_tiny_patch16_224"))
+    found, _ = open_network(Exploration(model="vit_tiny_patch16_224"))
     assert (len(found.classes), found.classes[1]) == (1000, "goldfish, Carassius auratus")
     assert found.transform(Image.new("RGB", (240, 240))).shape == (3, 224, 224)
 
