@@ -96,8 +96,7 @@ def find_classifier(model):
     return [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
 
 
-def test_the_size_of_the_adapter_in_the_readme_is_that_of_its_file(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+def test_the_size_of_the_adapter_in_the_readme_is_that_of_its_file(tmp_path):
     finetuning = importlib.import_module("finetuning")
     model = timm.create_model("tf_efficientnet_lite0", num_classes=finetuning.CLASSES)
     size = torch.zeros(1, 3, finetuning.SIDE, finetuning.SIDE)
