@@ -76,7 +76,10 @@ class Folder(ImageFolder):
     """Image folder ``CLASS/IMAGE``; hidden files and ``__MACOSX`` are ignored."""
 
     def __init__(self, root: Path) -> None:
-        super().__init__(str(root), loader=open_image, is_valid_file=is_image, allow_empty=True)
+        def is_visible(name: str) -> bool:  # folders above the root may be hidden
+            return is_image(name) and "/." not in name.removeprefix(str(root))
+
+        super().__init__(str(root), loader=open_image, is_valid_file=is_visible, allow_empty=True)
         files = (name for _, _, names in os.walk(root, followlinks=True) for name in names)
         unread = [name for name in files if is_image(name, UNSUPPORTED)]
         note = f"{len(unread)} {Path(unread[0]).suffix} files cannot be read. Convert them to JPEG" if unread else ""
