@@ -255,11 +255,8 @@ def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, m
     runs = json.loads((tmp_path / "runs/runs.json").read_text())["runs"]
     assert runs["borders"]["0"]["found %"] == 100
     assert runs["solver"]["0"]["found %"] > 90
-    assert [runs[name]["0"]["parameters"] // 1000 for name in ("plain", "separate-cost-volume", "matching")] == [
-        188,
-        255,
-        255,
-    ]
+    trained = ("plain", "separate-cost-volume", "matching")
+    assert [runs[name]["0"]["parameters"] // 1000 for name in trained] == [188, 255, 255]
 
 
 def test_the_neighbors_of_a_tile_are_its_continuations(tmp_path, monkeypatch):
@@ -325,9 +322,7 @@ def test_video_is_segmented_without_reading_the_test_split(video, monkeypatch):
     with pytest.raises(ValueError, match=r"--data: no frames found, expected .*test"):
         video.run("reference-position", 0, 1, "test", "cpu", str(folder))
     calls, load, train = [], video.load_frames, video.train
-    monkeypatch.setattr(
-        video, "load_frames", lambda data, split, device: calls.append(split) or load(data, split, device)
-    )
+    monkeypatch.setattr(video, "load_frames", lambda *args: calls.append(args[1]) or load(*args))
     monkeypatch.setattr(video, "train", lambda *options: (train(*options), calls.append("trained"))[0])
     video.run("matching", 0, 1, "val", "cpu", str(folder))
     assert calls == ["train", "trained", "val"]
@@ -337,11 +332,8 @@ def test_pairs_of_video_frames_have_consistent_labels(video):
     video, _, folder = video
     features, labels, pairs, _ = video.load_frames(str(folder), "train", "cpu")
     assert features.shape == (12, 152, 6, 8)
-    assert {(query, reference) for query, reference in pairs.tolist()} == {
-        (query, reference)
-        for query, reference in itertools.product(range(12), repeat=2)
-        if query // 6 == reference // 6 and 3 <= abs(query - reference) <= 12
-    }
+    every = itertools.product(range(12), repeat=2)  # six frames of each of two drives
+    assert sorted(pairs.tolist()) == [[i, j] for i, j in every if i // 6 == j // 6 and 3 <= abs(i - j) <= 12]
     features[:, 0], features[:, 1] = torch.arange(12.0)[:, None, None], torch.arange(8.0)  # encode frame and column
     batch = video.draw_batch((features, labels, pairs, None), 64, torch.Generator().manual_seed(0))
     mirrored = batch[1][:, 1, 0, 0] > 0
@@ -368,10 +360,8 @@ def test_labels_of_the_same_video_frame_are_copied(video):
     features, labels = torch.randn(4, 9, 6, 8, generator=generator), torch.randint(12, (4, 6, 8), generator=generator)
     frames = features, labels, torch.arange(4)[:, None].expand(-1, 2), np.array(["a", "a", "b", "b"])
     *inputs, target, classes, _ = video.draw_batch(frames, 32, generator)
-    correct = {
-        variant: video.copy_labels(*inputs, variant=variant, scale=100.0).argmax(1) == target
-        for variant in video.UNTRAINED
-    }
+    labels_of = {name: video.copy_labels(*inputs, variant=name, scale=100.0).argmax(1) for name in video.UNTRAINED}
+    correct = {name: found == target for name, found in labels_of.items()}
     known, mirrored = target != video.IGNORED, (inputs[0] != inputs[1]).flatten(1).any(1)
     assert torch.equal(known, classes != video.UNLABELED)
     assert correct["reference-position"][known & ~mirrored[:, None, None]].all()

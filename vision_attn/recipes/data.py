@@ -65,8 +65,8 @@ def find_images(names: Sequence[Path]) -> list[Path]:
     if not names:
         raise ValueError("IMAGE is required: expected image files or folders of images, got none")
     found = {name: sorted(filter(is_image, name.rglob("*"))) if name.is_dir() else [name] for name in names}
-    if empty := [str(name) for name, files in found.items() if not files]:
-        raise DataError(f"{empty[0]} contains no images")
+    if wrong := [name for name, files in found.items() if not (files and name.exists())]:
+        raise DataError(f"{wrong[0]} {'contains no images' if wrong[0].exists() else 'does not exist'}")
     files = list(dict.fromkeys(file for files in found.values() for file in files))
     require_readable(files)
     return files
