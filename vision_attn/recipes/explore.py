@@ -227,7 +227,8 @@ def explore_images(e: Exploration) -> Path:
     """Write the page of a network for image files."""
     files = find_images(e.images)
     network, note = open_network(e)
-    print(note, end="\n" if note else "")
+    if note:
+        print(note)
     *crop, normalize = network.transform.transforms
     images = torch.stack([Compose(crop)(open_image(file)) for file in files])
     page = explore(

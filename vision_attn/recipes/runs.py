@@ -119,6 +119,7 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None]:
         stack.enter_context(FileLock(folder / ".lock", timeout=LOCK_TIMEOUT))
     except Timeout:
         raise TrainingError(f"another process is training in {folder}. Wait for it, or pass another --output") from None
+    os.utime(folder / ".lock")  # a time at which all machines recognize a shared folder
     check_writable(folder / "metrics.csv")
     state = newest_state(folder)  # after the lock: another process may have completed a run
     if state is None and resumed:

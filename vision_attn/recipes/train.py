@@ -178,7 +178,8 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         # The main process decides on the folder, and is the first to read data and weights: downloads occur once.
         folder, state = broadcast_object_list([runs.claim_folder(s, stack) if main else None])[0]
-        if not all(gather_object([(folder / ".lock").exists()])):
+        lock = folder / ".lock"
+        if len({*gather_object([lock.exists() and lock.stat().st_mtime_ns])}) > 1:
             raise DataError(f"{folder} does not exist on every machine. All machines must share it")
         with acc.main_process_first(), nullcontext() if main else warnings.catch_warnings(action="ignore"):
             classes, train_set, val_set = open_data(s)
