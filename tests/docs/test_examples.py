@@ -76,8 +76,15 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(autouse=True)
 def few_timed_steps(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
-    monkeypatch.setattr(importlib.import_module("experiments"), "ROUNDS", 5)
+    monkeypatch.setattr("experiments.ROUNDS", 5)
+
+
+@pytest.fixture
+def cifar(image_folder, tmp_path):
+    """Return the arguments for a folder of images like that of CIFAR, with a test split."""
+    for name, split in (("train", "train"), ("test", "val")):
+        (tmp_path / name).symlink_to(image_folder / split)
+    return "--data", tmp_path, "--device"
 
 
 def test_every_example_is_tested():
@@ -96,10 +103,8 @@ def test_torch_hub_loads_the_networks():
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # raised in a thread without a CUDA context
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
-def test_train_cifar_trains_and_resumes(image_folder, tmp_path, run_here, monkeypatch, device):
-    for name, split in (("train", "train"), ("test", "val")):
-        (tmp_path / name).symlink_to(image_folder / split)
-    flags = "--data", tmp_path, "--device", device, "--output"
+def test_train_cifar_trains_and_resumes(cifar, tmp_path, run_here, monkeypatch, device):
+    flags = *cifar, device, "--output"
     code, out, err = run_here("train_cifar.py", *flags, tmp_path / "complete")
     assert (code, err, out.count("3 blocks inserted")) == (0, "", 1)
     assert float(re.search(r"top-1 ([\d.]+) %", out)[1]) > 50, "three colors"
@@ -120,10 +125,8 @@ def test_train_cifar_trains_and_resumes(image_folder, tmp_path, run_here, monkey
     assert (code, "the loss is nan. Use a lower --lr" in err) == (1, True)
 
 
-def test_cifar_compares_networks_and_resumes_a_run(image_folder, tmp_path, run_here, monkeypatch):
-    for name, split in (("train", "train"), ("test", "val")):
-        (tmp_path / name).symlink_to(image_folder / split)
-    flags = "--data", tmp_path, "--device", "cpu", "--output"
+def test_cifar_compares_networks_and_resumes_a_run(cifar, tmp_path, run_here, monkeypatch):
+    flags = *cifar, "cpu", "--output"
     code, out, err = run_here("cifar.py", *flags, tmp_path / "complete")
     assert (code, err, out.count("3 blocks inserted")) == (0, "", 4)
     complete = json.loads((tmp_path / "complete/runs.json").read_text())["runs"]
@@ -145,11 +148,9 @@ def test_cifar_compares_networks_and_resumes_a_run(image_folder, tmp_path, run_h
     assert resumed["0"]["top-1 %"] == pytest.approx(complete["attention"]["0"]["top-1 %"])
 
 
-def test_cifar_runs_its_controls_and_stops_if_the_loss_is_not_finite(image_folder, tmp_path, run_here):
-    for name, split in (("train", "train"), ("test", "val")):
-        (tmp_path / name).symlink_to(image_folder / split)
+def test_cifar_runs_its_controls_and_stops_if_the_loss_is_not_finite(cifar, tmp_path, run_here):
     controls = ["resnet32", "se-residual", "large-kernel", "averaging", "attention"]
-    flags = "--data", tmp_path, "--device", "cpu", "--epochs", "1", "--seeds", "0", "--variants"
+    flags = *cifar, "cpu", "--epochs", "1", "--seeds", "0", "--variants"
     code, _, err = run_here("cifar.py", *flags, *controls, "--output", tmp_path / "controls")
     assert (code, err) == (0, "")
     summary = json.loads((tmp_path / "controls/runs.json").read_text())
@@ -164,7 +165,6 @@ def test_cifar_runs_its_controls_and_stops_if_the_loss_is_not_finite(image_folde
 
 
 def test_denoise_saves_each_run_and_resumes(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     denoise = importlib.import_module("denoise")
     monkeypatch.setattr(denoise, "photograph", lambda name: torch.rand(1, 1, 51, 50))
     sizes = {name: sum(p.numel() for p in denoise.network(name, 0).parameters()) for name in denoise.VARIANTS}
@@ -176,7 +176,6 @@ def test_denoise_saves_each_run_and_resumes(tmp_path, monkeypatch):
 
 
 def test_color_by_reference_compares_blocks_and_draws_a_picture(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     reference, rng = importlib.import_module("color_by_reference"), np.random.default_rng(0)
     monkeypatch.setattr(reference, "photograph", lambda name: rng.integers(0, 256, (120, 130, 3), dtype=np.uint8))
     monkeypatch.setattr(reference, "CANVASES", 2)
@@ -189,8 +188,7 @@ def test_color_by_reference_compares_blocks_and_draws_a_picture(tmp_path, monkey
         assert image.width > 1_000
 
 
-def test_retrieval_blocks_do_not_change_the_output_when_inserted(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
+def test_retrieval_blocks_do_not_change_the_output_when_inserted():
     for block, options in importlib.import_module("recall").retrieval_blocks(6).values():
         if block is not None:  # insert_ compares the outputs
             va.insert_(convolutions(3, 32), block, names="0", example_input=(2, 3, 6, 6), **options)
@@ -209,7 +207,6 @@ def test_recall_draws_its_figures(tmp_path, run_here, monkeypatch):
 
 
 def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     mosaic = importlib.import_module("mosaic")
     for name, number in itertools.product(range(22), range(2)):  # the images of a class have one distinct color
         folder = tmp_path / "data" / "train" / f"{name:02}"
@@ -234,7 +231,6 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
 
 
 def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     shredded = importlib.import_module("shredded")
     monkeypatch.setattr(shredded, "EVALUATED", 16)
     column, row = np.meshgrid(np.arange(32), np.arange(32))
@@ -259,15 +255,11 @@ def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, m
     runs = json.loads((tmp_path / "runs/runs.json").read_text())["runs"]
     assert runs["borders"]["0"]["found %"] == 100
     assert runs["solver"]["0"]["found %"] > 90
-    assert [runs[name]["0"]["parameters"] // 1000 for name in ("plain", "separate-cost-volume", "matching")] == [
-        188,
-        255,
-        255,
-    ]
+    trained = ("plain", "separate-cost-volume", "matching")
+    assert [runs[name]["0"]["parameters"] // 1000 for name in trained] == [188, 255, 255]
 
 
 def test_the_neighbors_of_a_tile_are_its_continuations(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     tiles = importlib.import_module("tiles")
     monkeypatch.setattr(tiles, "EVALUATED", 16)
     column, row = np.meshgrid(np.arange(32), np.arange(32))
@@ -290,7 +282,6 @@ def test_the_neighbors_of_a_tile_are_its_continuations(tmp_path, monkeypatch):
 
 def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch):
     pytest.importorskip("skimage")
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     stereo = importlib.import_module("stereo")
     monkeypatch.setattr(stereo, "EVALUATED", 2)
     stereo.main([*EXAMPLES["stereo.py"], "--output", str(tmp_path)])
@@ -306,7 +297,6 @@ def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch
 @pytest.fixture
 def video(tmp_path, monkeypatch):
     """Return the example of one-shot video with a random backbone, its arguments, and a folder of two drives."""
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     video, rng = importlib.import_module("one_shot_video"), np.random.default_rng(0)
     monkeypatch.setattr(video, "create_backbone", lambda: timm.create_model("tf_efficientnet_lite0"))
     monkeypatch.setattr(video, "EVALUATED", 16)
@@ -332,9 +322,7 @@ def test_video_is_segmented_without_reading_the_test_split(video, monkeypatch):
     with pytest.raises(ValueError, match=r"--data: no frames found, expected .*test"):
         video.run("reference-position", 0, 1, "test", "cpu", str(folder))
     calls, load, train = [], video.load_frames, video.train
-    monkeypatch.setattr(
-        video, "load_frames", lambda data, split, device: calls.append(split) or load(data, split, device)
-    )
+    monkeypatch.setattr(video, "load_frames", lambda *args: calls.append(args[1]) or load(*args))
     monkeypatch.setattr(video, "train", lambda *options: (train(*options), calls.append("trained"))[0])
     video.run("matching", 0, 1, "val", "cpu", str(folder))
     assert calls == ["train", "trained", "val"]
@@ -344,11 +332,8 @@ def test_pairs_of_video_frames_have_consistent_labels(video):
     video, _, folder = video
     features, labels, pairs, _ = video.load_frames(str(folder), "train", "cpu")
     assert features.shape == (12, 152, 6, 8)
-    assert {(query, reference) for query, reference in pairs.tolist()} == {
-        (query, reference)
-        for query, reference in itertools.product(range(12), repeat=2)
-        if query // 6 == reference // 6 and 3 <= abs(query - reference) <= 12
-    }
+    every = itertools.product(range(12), repeat=2)  # six frames of each of two drives
+    assert sorted(pairs.tolist()) == [[i, j] for i, j in every if i // 6 == j // 6 and 3 <= abs(i - j) <= 12]
     features[:, 0], features[:, 1] = torch.arange(12.0)[:, None, None], torch.arange(8.0)  # encode frame and column
     batch = video.draw_batch((features, labels, pairs, None), 64, torch.Generator().manual_seed(0))
     mirrored = batch[1][:, 1, 0, 0] > 0
@@ -375,10 +360,8 @@ def test_labels_of_the_same_video_frame_are_copied(video):
     features, labels = torch.randn(4, 9, 6, 8, generator=generator), torch.randint(12, (4, 6, 8), generator=generator)
     frames = features, labels, torch.arange(4)[:, None].expand(-1, 2), np.array(["a", "a", "b", "b"])
     *inputs, target, classes, _ = video.draw_batch(frames, 32, generator)
-    correct = {
-        variant: video.copy_labels(*inputs, variant=variant, scale=100.0).argmax(1) == target
-        for variant in video.UNTRAINED
-    }
+    labels_of = {name: video.copy_labels(*inputs, variant=name, scale=100.0).argmax(1) for name in video.UNTRAINED}
+    correct = {name: found == target for name, found in labels_of.items()}
     known, mirrored = target != video.IGNORED, (inputs[0] != inputs[1]).flatten(1).any(1)
     assert torch.equal(known, classes != video.UNLABELED)
     assert correct["reference-position"][known & ~mirrored[:, None, None]].all()
@@ -402,7 +385,6 @@ def test_labels_of_the_same_video_frame_are_copied(video):
 @pytest.mark.parametrize("plan", ["cifar", "positions", "matching", "adapters"])
 def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, plan):
     monkeypatch.setenv("EVIDENCE_MAPS", "")  # restored after the test, because the plan sets it
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     evidence, built = importlib.import_module("evidence"), {}
 
     def build(variant, seed, output, **values):
@@ -445,7 +427,7 @@ def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, pl
 
 
 @pytest.mark.slow
-def test_the_five_commands_lead_from_a_folder_of_images_to_a_model_in_use(
+def test_a_folder_of_images_leads_to_a_file_that_classifies_without_torch(
     image_folder, tmp_path, monkeypatch, capsys, run_here
 ):
     monkeypatch.chdir(tmp_path)
@@ -453,22 +435,13 @@ def test_the_five_commands_lead_from_a_folder_of_images_to_a_model_in_use(
     shutil.copyfile(image_folder / "val" / "red" / "0.png", "rose.jpg")  # the suffix is not used
     torch.save(create_model("resnet20", num_classes=10).state_dict(), "cifar10_resnet20.pth")
     weights = "--weights cifar10_resnet20.pth --reset-head"
-    commands = (
-        "inspect resnet20",
+    for command in (
         f"train --data flowers --model resnet20 {weights} --names layer3 --epochs 8 --batch-size 16",
-        "evaluate runs/train-1",
         "predict runs/train-1 rose.jpg",
         "export runs/train-1 --output flowers.onnx",
-    )
-    outputs = []
-    for command in commands:
+    ):
         assert cli.main(command.split()) == 0
-        outputs.append(capsys.readouterr().out)
-    _, trained, evaluated, predicted, exported = outputs
-    best = re.findall(r"best epoch, \d+, in .*:\ntop-1 ([\d.]+) %", trained)
-    assert re.findall(r"top-1 ([\d.]+) %", evaluated)[0] == best[0]
-    assert re.findall(r"\w+(?= \d+\.\d+ %)", predicted)[0] == "red"
-    assert "largest difference from the network on " in exported
+    assert re.search(r"rose.jpg: red \d+\.\d %", capsys.readouterr().out)
     monkeypatch.setitem(sys.modules, "torch", None)  # classify.py must work without torch
     code, out, err = run_here("classify.py", "flowers.onnx", *sorted(image_folder.glob("val/*/*.png")))
     assert (code, err) == (0, "")
@@ -506,7 +479,6 @@ def test_classify_agrees_with_the_library(tmp_path, run_here, flags):
 
 def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, monkeypatch):
     jaccard_score = pytest.importorskip("sklearn.metrics").jaccard_score
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     street, rng = importlib.import_module("street_segmentation"), np.random.default_rng(0)
     monkeypatch.setattr(street, "BATCH", 2)
     files = {"images/{}.webp": (256, (6, 8, 3)), "labels/{}.png": (12, (6, 8))}
@@ -540,7 +512,6 @@ def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, m
 
 
 def test_the_picture_of_the_readme_shows_what_its_training_found(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     picture = importlib.import_module("readme_picture")
     noise = torch.rand(2, 3, 28, 42)
 
@@ -558,8 +529,7 @@ def test_the_picture_of_the_readme_shows_what_its_training_found(tmp_path, monke
     assert (tmp_path / "picture.png").stat().st_size > 50_000
 
 
-def test_a_homography_maps_the_corners_and_a_view_shows_them(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
+def test_a_homography_maps_the_corners_and_a_view_shows_them():
     picture = importlib.import_module("readme_picture")
     matrix = picture.homography(picture.SQUARE, picture.CORNERS)
     torch.testing.assert_close(picture.transform(matrix, picture.SQUARE), picture.CORNERS)
@@ -573,7 +543,6 @@ def test_a_homography_maps_the_corners_and_a_view_shows_them(monkeypatch):
 @pytest.fixture
 def finetuning(tmp_path, monkeypatch):
     """Return the example with few classes, random weights, and images whose colors encode class, number and split."""
-    monkeypatch.syspath_prepend(ROOT / "examples" / "experiments")
     example = importlib.import_module("finetuning")
     small = {"CLASSES": 2, "TRAINED": 3, "HELD_OUT": 2, "BATCH": 4, "PILOTS": ("plain",), "PILOT_SEEDS": (10,)}
     for name, value in small.items():

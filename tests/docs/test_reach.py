@@ -28,9 +28,8 @@ def test_a_row_contains_the_measured_results(family):
 def test_the_summary_counts_the_rows():
     for library in ("timm", "torchvision"):
         of_library = [row for row in BODY if row[0] == library]
-        stages = [
-            row[HEADER.index("stages")].split(" of ") for row in of_library if not {"no", "**no**"} & {*row[RESULTS]}
-        ]
+        passed = [row for row in of_library if not {"no", "**no**"} & {*row[RESULTS]}]
+        stages = [row[HEADER.index("stages")].split(" of ") for row in passed]
         supported = sum(with_block == count != "0" for with_block, count in stages)
         counts = re.search(rf"^\| {library} \S+ \| (\d+) \| (\d+) \|", SECTION, re.MULTILINE).groups()
         assert [int(count) for count in counts] == [len(of_library), supported]

@@ -96,8 +96,7 @@ def find_classifier(model):
     return [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
 
 
-def test_the_size_of_the_adapter_in_the_readme_is_that_of_its_file(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+def test_the_size_of_the_adapter_in_the_readme_is_that_of_its_file(tmp_path):
     finetuning = importlib.import_module("finetuning")
     model = timm.create_model("tf_efficientnet_lite0", num_classes=finetuning.CLASSES)
     size = torch.zeros(1, 3, finetuning.SIDE, finetuning.SIDE)
@@ -171,9 +170,8 @@ def test_the_code_runs_and_prints_the_output_on_the_page(path, tmp_path, monkeyp
 def first_cells(text, table):
     """Return the words in backquotes in the first column of the table whose header starts with this text."""
     body = text.partition(table)[2].partition("\n\n")[0]
-    return [
-        word for cell in re.findall(r"^\| ([^|]*`.*?) \|", body, re.MULTILINE) for word in re.findall(r"`(.+?)`", cell)
-    ]
+    cells = re.findall(r"^\| ([^|]*`.*?) \|", body, re.MULTILINE)
+    return [word for cell in cells for word in re.findall(r"`(.+?)`", cell)]
 
 
 def test_the_two_implementations_on_the_page_are_the_code_that_runs():
@@ -214,12 +212,8 @@ def test_the_table_of_variants_is_complete():
 def test_the_table_and_the_diagram_contain_every_module():
     package = ROOT / "vision_attn"
     layers = {path.name: path for path in package.iterdir() if (path / "__init__.py").exists()}
-    modules = {
-        path.stem
-        for layer in layers.values()
-        for path in layer.iterdir()
-        if path.suffix == ".py" or (path / "__init__.py").exists()
-    } - {"__init__"}
+    inner = [path for layer in layers.values() for path in layer.iterdir() if path.name != "__init__.py"]
+    modules = {path.stem for path in inner if path.suffix == ".py" or (path / "__init__.py").exists()}
     shared = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
     text = page("CONTRIBUTING")
     assert sorted(first_cells(text, "| module |")) == sorted(modules)
@@ -238,12 +232,8 @@ def commands(text):
 
 def parse(name, *words):
     """Parse a command line without running it; raise SystemExit or an error if it is wrong."""
-    found = cli.parse(
-        getattr(settings, cli.COMMANDS[name][0]),
-        words,
-        name,
-        default=settings.Settings(model="resnet18") if "--resume" in words or "--config" in words else None,
-    )
+    other = settings.Settings(model="resnet18") if "--resume" in words or "--config" in words else None
+    found = cli.parse(getattr(settings, cli.COMMANDS[name][0]), words, name, default=other)
     settings.check_values(found)
     if name == "compare":
         for variant in found.variants:

@@ -145,18 +145,15 @@ def test_positions_of_large_maps_are_merged(tmp_path):
 
 
 def test_invalid_arguments_raise_errors(tmp_path):
-    model, image, flat = network(), torch.rand(1, 3, 16, 24), nn.Sequential(nn.Conv2d(3, 8, 1), nn.Flatten(2))
-    for one, arguments, message in (
-        (model, {"images": image[0]}, r"images .* \(3, 16, 24\)"),
-        (model, {"images": image, "titles": ["a", "b"]}, r"zip\(\) argument 2 is longer"),
-        (
-            flat.append(va.blocks.Attention1d(8, 2)),
-            {"images": image},
-            "expected feature maps with 2 axes, got 1 at '2'",
-        ),
+    model, image = network(), torch.rand(1, 3, 16, 24)
+    flat = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Flatten(2), va.blocks.Attention1d(8, 2))
+    for one, images, titles, message in (
+        (model, image[0], (), r"images .* \(3, 16, 24\)"),
+        (model, image, ("a", "b"), r"zip\(\) argument 2 is longer"),
+        (flat, image, (), "expected feature maps with 2 axes, got 1 at '2'"),
     ):
         with pytest.raises(ValueError, match=message):
-            va.explore(one, output=tmp_path / "page.html", **arguments)
+            va.explore(one, images, tmp_path / "page.html", titles=titles)
     assert not list(tmp_path.iterdir())
 
 

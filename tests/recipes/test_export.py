@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -97,39 +98,27 @@ def test_only_dynamic_dimensions_can_vary(tmp_path):
                     run(path, batch)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("net.pt2", {"dynamic": ["width"]}, "dynamic must contain batch or size, got 'width'"),
-        ("net.onnx", {"example_input": (3, 8, 8)}, r"example_input must be .* got \(3, 8, 8\)"),
-        ("net.onnx", {"example_input": (1, 3, 8, 8, 8)}, r"example_input must be images \(b, c, h, w\)"),
-    ],
-)
-def test_unsupported_options_of_a_format_raise_errors(tmp_path, name, options, message):
-    with pytest.raises(ValueError, match=message):
-        va.export_model(small_network(), tmp_path / name, **options)
+@pytest.mark.parametrize("shape", [(3, 8, 8), (1, 3, 8, 8, 8)])
+def test_other_shapes_than_those_of_images_raise_errors(tmp_path, shape):
+    with pytest.raises(ValueError, match=r"example_input must be images \(b, c, h, w\).* got " + re.escape(str(shape))):
+        va.export_model(small_network(), tmp_path / "net.onnx", example_input=shape)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "bias", "error", "message"),
-    [
-        ("net.pth", 0.0, ValueError, r"\.onnx or \.pt2, got 'net\.pth'"),
-        ("net.pt2", torch.nan, ExportError, "not finite"),
-        ("net.pt2", 0.0, ExportError, "RuntimeError: data-dependent control flow"),
-    ],
+    ("bias", "message"), [(torch.nan, "not finite"), (0.0, "RuntimeError: data-dependent control flow")]
 )
-def test_a_failed_export_keeps_an_existing_file(tmp_path, monkeypatch, name, bias, error, message):
+def test_a_failed_export_keeps_an_existing_file(tmp_path, monkeypatch, bias, message):
     def fail(program, path, about):
         raise RuntimeError("data-dependent control flow")
 
     monkeypatch.setitem(FORMATS, ".pt2", dataclasses.replace(FORMATS[".pt2"], write=fail))
-    (tmp_path / name).write_bytes(b"old")
-    network = small_network()
+    file, network = tmp_path / "net.pt2", small_network()
+    file.write_bytes(b"old")
     nn.init.constant_(network[-1].bias, bias)
-    with pytest.raises(error, match=message):
-        va.export_model(network, tmp_path / name)
-    assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [(name, b"old")]
+    with pytest.raises(ExportError, match=message):
+        va.export_model(network, file)
+    assert [(entry, entry.read_bytes()) for entry in tmp_path.iterdir()] == [(file, b"old")]
 
 
 def test_a_network_that_cannot_process_its_images_is_rejected(tmp_path):

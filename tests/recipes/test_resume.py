@@ -97,25 +97,18 @@ def command_line(settings):
     return ["train", "--config", str(file), "--output", str(settings.output), *resume]
 
 
-@pytest.mark.parametrize(
-    ("number", "options"),
-    [
-        (
-            signal.SIGINT,
-            {"attention_lr": 0.01, "layer_decay": 0.7, "model": "test_resnet", "workers": 1},
-        ),
-        *(
-            pytest.param(number, options, marks=pytest.mark.slow)
-            for number, options in (
-                (signal.SIGTERM, {"opt": "sgd", "grad_accum_steps": 2, "ema": None, "aa": "rand-m9", "workers": 1}),
-                (signal.SIGHUP, {"img_size": 72, "mixup": 0.2, "cutmix": 1.0, "reprob": 0.5, "opt": "muon"}),
-                (signal.SIGTERM, {"weights": "base.pth", "reset_head": True, "freeze_backbone": True}),
-            )
-        ),
-    ],
-    ids=["ctrl-c", "workers", "mixed", "frozen"],
-)
-def test_an_interrupted_run_is_resumed_bitwise(base, number, options, tmp_path, monkeypatch):
+#: Signals, and settings of the runs that they interrupt.
+INTERRUPTED = {
+    "ctrl-c": (signal.SIGINT, {"attention_lr": 0.01, "layer_decay": 0.7, "model": "test_resnet", "workers": 1}),
+    "workers": (signal.SIGTERM, {"opt": "sgd", "grad_accum_steps": 2, "ema": None, "aa": "rand-m9", "workers": 1}),
+    "mixed": (signal.SIGHUP, {"img_size": 72, "mixup": 0.2, "cutmix": 1.0, "reprob": 0.5, "opt": "muon"}),
+    "frozen": (signal.SIGTERM, {"weights": "base.pth", "reset_head": True, "freeze_backbone": True}),
+}
+
+
+@pytest.mark.parametrize("name", ["ctrl-c", *(pytest.param(x, marks=pytest.mark.slow) for x in [*INTERRUPTED][1:])])
+def test_an_interrupted_run_is_resumed_bitwise(base, name, tmp_path, monkeypatch):
+    number, options = INTERRUPTED[name]
     monkeypatch.chdir(tmp_path)
     torch.save(create_model(base.model, num_classes=7).state_dict(), "base.pth")
     base = replace(base, **options)
@@ -320,35 +313,20 @@ def test_two_runs_do_not_share_a_folder(base, image_folder, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("what", ["the loss", "a weight"])
 def test_a_loss_or_weight_that_is_not_finite_ends_the_run_and_is_not_saved(base, monkeypatch, what):
-    networks, build = [], module.build_network
+    made, create = [], module.create_optimizer_v2
 
-    def build_network(*given, **options):
-        networks[:] = [build(*given, **options)]
-        return networks[0]
+    def break_weights(*given):
+        made[0].param_groups[0]["params"][0].data.fill_(torch.nan)
 
-    def break_it():
-        parameter = next(networks[0][0].parameters())
-        parameter.data.fill_(torch.nan if what == "the loss" else parameter.data)
+    def create_optimizer(*given, **options):
+        made[:] = [create(*given, **options)]
+        return made[0]
 
-    monkeypatch.setattr(module, "build_network", build_network)
+    monkeypatch.setattr(module, "create_optimizer_v2", create_optimizer)
     if what == "the loss":
-        at_step(monkeypatch, 1, 1, break_it)
-    else:
-        optimizer = module.create_optimizer_v2
-
-        def create(*given, **options):
-            made, steps = optimizer(*given, **options), []
-            step = made.step
-
-            def breaking(*given, **options):
-                steps.append(step(*given, **options))
-                if len(steps) == 8:
-                    next(networks[0][0].parameters()).data.fill_(torch.inf)
-
-            made.step = breaking
-            return made
-
-        monkeypatch.setattr(module, "create_optimizer_v2", create)
+        at_step(monkeypatch, 1, 1, break_weights)
+    else:  # after the last step of the epoch, in which the loss is finite
+        at_step(monkeypatch, 1, 3, lambda: made[0].register_step_post_hook(break_weights))
     with pytest.raises(TrainingError, match=f"^{what} is not finite .* of 4 of epoch 2, .*--lr.*{base.output}"):
         train(base)
     assert newest_state(base.output).name == "00001-0000000"
@@ -379,15 +357,8 @@ def test_a_full_disk_loses_nothing(base, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (
-            PermissionError(13, "Permission denied"),
-            r"^cannot write to .*\(\[Errno 13\] Permission denied\)\. Check the disk, and continue with --r",
-        ),
-        (
-            RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
-            "^cannot write to .*pos 64",
-        ),
-        (RuntimeError("DataLoader worker (pid 7) is killed"), r"^DataLoader worker"),
+        (PermissionError(13, "denied"), r"^cannot write to .*denied\)\. Check the disk, and continue with --resume"),
+        (RuntimeError("[enforce fail at inline_container.cc:664] . pos 64 vs 0"), "^cannot write to .*pos 64"),
         (RuntimeError("a bug"), "^a bug$"),
     ],
 )
@@ -510,11 +481,7 @@ def test_data_that_differs_between_machines_is_one_error(image_folder, tmp_path,
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (
-            ["--batch-size", "15"],
-            2,
-            "--batch-size must be at most 72, the number of training images, and a multiple of 2",
-        ),
+        (["--batch-size", "15"], 2, "--batch-size must be at most 72, the number of training images, and a multiple"),
         (["--model", "resnet999"], 2, "'resnet999' does not exist"),
         (["--data", "nothing"], 1, "nothing: no such folder"),
         (["--amp", "float16"], 2, "--amp float16 requires a CUDA device"),

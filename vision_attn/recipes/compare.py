@@ -34,7 +34,7 @@ import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import TrainingError
 from vision_attn.recipes import runs
-from vision_attn.recipes.settings import CALL, MACHINE, Comparison, Settings, check, flag
+from vision_attn.recipes.settings import CALL, Comparison, Settings, check, flag
 from vision_attn.recipes.train import train
 
 #: A block of ConvNeXt with a depthwise convolution of 3×3 and about as many parameters as attention, the usual control.
@@ -182,8 +182,8 @@ def trials(
         jobs: number of runs in parallel; the number of GPUs or cores by default. A single job uses this process.
         backend: name of a joblib backend.
         note: text below the table.
-        **options: options for ``run``: numbers, strings and lists. Those in ``MACHINE`` may change when a comparison
-            is resumed.
+        **options: options for ``run``: numbers, strings and lists. Those in ``settings.MACHINE`` may change when a
+            comparison is resumed.
     """
     if not seeds or len({*seeds}) < len(seeds) or (jobs is not None and jobs < 1):
         raise ValueError(f"--seeds must be distinct, and --jobs at least 1, got {list(seeds)} and {jobs}")
@@ -196,9 +196,8 @@ def trials(
     for (variant, _), file in files.items():
         for known in filter(Path.exists, (file, file.with_name("settings.json"))):
             before = json.loads(known.read_text())
-            before, now = before.get("settings", before), settings[variant]
-            if other := [flag(name) for name in (before.keys() & now.keys()) - MACHINE if before[name] != now[name]]:
-                what = f"--output: {folder} has a comparison with other settings ({', '.join(sorted(other))})"
+            if other := runs.changed_flags(before.get("settings", before), settings[variant]):
+                what = f"--output: {folder} has a comparison with other settings ({other})"
                 raise ValueError(f"{what}. Choose another folder")
     todo, gpus = [key for key, file in files.items() if not file.exists()], torch.cuda.device_count()
     jobs = max(1, min(jobs or gpus or min(joblib.cpu_count(), 16), len(todo)))

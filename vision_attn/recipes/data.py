@@ -64,15 +64,10 @@ def find_images(names: Sequence[Path]) -> list[Path]:
     """Return the given image files and all images in the given folders, each once; raise an error for damaged files."""
     if not names:
         raise ValueError("IMAGE is required: expected image files or folders of images, got none")
-    found: list[Path] = []
-    for name in names:
-        if not name.exists():
-            raise DataError(f"{name} does not exist. Expected an image file or a folder of images")
-        inner = [file for file in sorted(name.rglob("*")) if is_image(file)] if name.is_dir() else [name]
-        if not inner:
-            raise DataError(f"{name} contains no images")
-        found += inner
-    files = list(dict.fromkeys(found))
+    found = {name: sorted(filter(is_image, name.rglob("*"))) if name.is_dir() else [name] for name in names}
+    if wrong := [name for name, files in found.items() if not (files and name.exists())]:
+        raise DataError(f"{wrong[0]} {'contains no images' if wrong[0].exists() else 'does not exist'}")
+    files = list(dict.fromkeys(file for files in found.values() for file in files))
     require_readable(files)
     return files
 
@@ -81,16 +76,12 @@ class Folder(ImageFolder):
     """Image folder ``CLASS/IMAGE``; hidden files and ``__MACOSX`` are ignored."""
 
     def __init__(self, root: Path) -> None:
-        unread: list[str] = []
+        def is_visible(name: str) -> bool:  # folders above the root may be hidden
+            return is_image(name) and "/." not in name.removeprefix(str(root))
 
-        def is_valid(name: str) -> bool:
-            if is_image(name, UNSUPPORTED):
-                unread.append(name)
-            return is_image(name)
-
-        if not root.is_dir():
-            raise DataError(f"{root}: no such folder. Expected a folder with train/CLASS/IMAGE and val/CLASS/IMAGE")
-        super().__init__(str(root), loader=open_image, is_valid_file=is_valid, allow_empty=True)
+        super().__init__(str(root), loader=open_image, is_valid_file=is_visible, allow_empty=True)
+        files = (name for _, _, names in os.walk(root, followlinks=True) for name in names)
+        unread = [name for name in files if is_image(name, UNSUPPORTED)]
         note = f"{len(unread)} {Path(unread[0]).suffix} files cannot be read. Convert them to JPEG" if unread else ""
         folders = {tuple(sorted(path.name for path in (root / name).glob("*/"))) for name in self.classes}
         direct = any(Path(file).parent.parent == root for file, _ in self.samples)
@@ -107,7 +98,8 @@ class Folder(ImageFolder):
         folders = (path for path in Path(directory).glob("[!.]*") if path.is_dir() and path.name != "__MACOSX")
         names = sorted(path.name for path in folders)
         if len(names) < 2:
-            raise DataError(f"{directory}: expected CLASS/IMAGE with at least 2 class folders, got {len(names)}")
+            what = "" if Path(directory).is_dir() else "no such folder; "
+            raise DataError(f"{directory}: {what}expected CLASS/IMAGE with at least 2 class folders, got {len(names)}")
         return names, {name: label for label, name in enumerate(names)}
 
 
@@ -116,6 +108,11 @@ class Images:
 
     def __init__(self, source: Any, rows: Sequence[int]) -> None:
         self.source, self.rows = source, rows
+        self.reader: Any = getattr(source, "reader", None)  # of Hugging Face data sets
+        labels = list(self.reader.dataset[self.reader.label_key]) if self.reader else source.targets
+        self.labels = [int(labels[row]) for row in rows]
+        #: file of each image; empty for a data set without files
+        self.files = [source.samples[row][0] for row in rows] if hasattr(source, "samples") else []
         self.transform: Any = None
         #: seed of the augmentation; None if nothing is random
         self.seed: int | None = None
@@ -127,8 +124,8 @@ class Images:
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         row = self.rows[index]
-        if reader := getattr(self.source, "reader", None):  # timm returns another image instead of a damaged image
-            file, label = reader[row]
+        if self.reader:  # timm returns another image instead of a damaged image
+            file, label = self.reader[row]
             with file:
                 image = open_image(file)
         else:
@@ -137,20 +134,9 @@ class Images:
             seed_all(self.seed, int(self.epoch), row)
         return self.transform(image.convert("RGB")), label
 
-    def labels(self) -> list[int]:
-        """Return the class of each image without decoding it."""
-        reader = getattr(self.source, "reader", None)  # Hugging Face data sets
-        labels = list(reader.dataset[reader.label_key]) if reader else self.source.targets
-        return [int(labels[row]) for row in self.rows]
-
-    def files(self) -> list[str]:
-        """Return the file of each image; nothing for a data set without files."""
-        samples = getattr(self.source, "samples", None)
-        return [samples[row][0] for row in self.rows] if samples else []
-
     def digest(self) -> str:
         """Return a hash of the names of the images, or of their classes in a data set without files."""
-        names = [Path(file).parts[-2:] for file in self.files()] or self.labels()
+        names = [Path(file).parts[-2:] for file in self.files] or self.labels
         return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
     def start_worker(self, worker: int) -> None:
@@ -197,7 +183,7 @@ def open_data(s: Any, fraction: float | None = 0.1) -> tuple[list[str], Images, 
         raise DataError(f"classes of training and validation images differ: {', '.join(only[:6])} are in one only")
     rows: list[Sequence[int]] = [range(len(source)) for source in sources]
     if len(sources) == 1 and (held := s.val_fraction or fraction):
-        rows = split_rows(Images(sources[0], rows[0]).labels(), kinds[0], held, s.seed)
+        rows = split_rows(Images(sources[0], rows[0]).labels, kinds[0], held, s.seed)
     return kinds[0], Images(sources[0], rows[0]), Images(sources[-1], rows[-1])
 
 

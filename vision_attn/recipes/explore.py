@@ -202,33 +202,32 @@ def as_text(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-def open_network(e: Exploration) -> Any:
-    """Load a network from a folder or create it by name, with its classes and image transform."""
+def open_network(e: Exploration) -> tuple[Any, str]:
+    """Load a network from a folder or create it by name, with its classes and image transform; and a note for users."""
     model: Any
+    note = ""
     if Path(e.model).exists() or e.model.startswith("hf-hub:"):
         model = load_run(e.model, e.block, "explore MODEL IMAGE")
     else:
         model = create_model(e.model, pretrained=e.pretrained).eval()
         subset = infer_imagenet_subset(model.pretrained_cfg)
-        describe_class = ImageNetInfo(subset).index_to_description if subset else None
-        model.classes = describe_class and tuple(map(describe_class, range(model.num_classes)))
+        model.classes = [*map(ImageNetInfo(subset).index_to_description, range(model.num_classes))] if subset else ()
         model.transform = create_transform(**resolve_data_config(pretrained_cfg=model.pretrained_cfg))
+        if not e.pretrained:
+            note = f"The weights of {e.model} are random. Use --pretrained to download pretrained weights."
     if swapped := va.swap_(model).swapped:
         print(f"replaced {len(swapped)} attention modules by equivalent blocks, which can be captured")
-    return model
+    elif not any(isinstance(module, va.Attention2d) for module in model.modules()):
+        expected = "expected a network with attention, such as a run of vision-attn train --stages"
+        raise ValueError(f"MODEL: {e.model} has no attention modules: {expected} or vit_tiny_patch16_224")
+    return model, note
 
 
 def explore_images(e: Exploration) -> Path:
     """Write the page of a network for image files."""
-    network, files, note = open_network(e), find_images(e.images), ""
-    try:
-        with va.capture(network):
-            pass
-    except ValueError as error:
-        expected = "expected a network with attention, such as a run of vision-attn train --stages"
-        raise ValueError(f"MODEL: {e.model} has no attention modules: {expected} or vit_tiny_patch16_224") from error
-    if not (e.pretrained or Path(e.model).exists() or e.model.startswith("hf-hub:")):
-        note = f"The weights of {e.model} are random. Use --pretrained to download pretrained weights."
+    files = find_images(e.images)
+    network, note = open_network(e)
+    if note:
         print(note)
     *crop, normalize = network.transform.transforms
     images = torch.stack([Compose(crop)(open_image(file)) for file in files])

@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,14 @@ def is_image(name: str | Path, extensions: tuple[str, ...] = EXTENSIONS) -> bool
 
 def require_run(name: str | Path, order: str) -> Path:
     """Return the folder of a run or of ``va.save_model``, or ``hf-hub:OWNER/NAME``; raise an error for another path."""
-    folder = Path(name)
-    marks = ("settings.json", "config.json", "model/config.json")
+    folder, marks = Path(name), ("settings.json", "config.json", "model/config.json")
     if str(name).startswith("hf-hub:") or any((folder / mark).is_file() for mark in marks):
         return folder
     if not folder.exists():
         raise DataError(f"{name}: no such run")
-    if folder.is_file() or any(map(is_image, folder.rglob("*"))):
-        what = "a file" if folder.is_file() else "a folder of images"
-        raise ValueError(f"{name} is {what}, not the folder of a run. The order is {order}")
-    raise ValueError(f"{name} is not the folder of a run: it has no config.json. Pass a folder such as runs/train-1")
+    kind = "a file" if folder.is_file() else "a folder of images" if any(map(is_image, folder.rglob("*"))) else ""
+    what = f"{kind}, not the folder of a run" if kind else "not the folder of a run: it has no config.json"
+    raise ValueError(f"{name} is {what}. The order is {order}")
 
 
 def load_run(name: str | Path, blocks: Sequence[str], order: str) -> Any:
@@ -76,15 +74,14 @@ def read_settings(path: Path, words: Sequence[str], kind: type[Any] = Settings) 
     file = require_run(path, "--config RUN, --resume RUN") / "settings.json" if not path.is_file() else path
     try:
         values = {name: x for name, x in json.loads(file.read_bytes()).items() if name not in CALL | {"download"}}
-        if unknown := values.keys() - {field.name for field in fields(kind)}:
-            raise ValueError(f"unknown settings {', '.join(sorted(unknown))}")
-    except (ValueError, AttributeError, RecursionError) as error:
+        found = from_json(values, kind)
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} does not contain settings of a run: {error}") from error
     for name, mark in (("dataset", "hfds/"), ("block", ":")):
-        if mark in str(values.get(name)) and flag(name) not in words:
-            reason = f"{file} contains {flag(name)} {values[name]}, which can download or run code"
-            raise ValueError(f"{reason}: pass {flag(name)} {values[name]} if you trust it")
-    return from_json(values, kind)
+        if mark in (value := str(getattr(found, name))) and flag(name) not in words:
+            what = f"{file} contains {flag(name)} {value}, which can download or run code"
+            raise ValueError(f"{what}: pass {flag(name)} {value} if you trust it")
+    return found
 
 
 def from_json(values: dict[str, Any], kind: type[Any] = Settings, **others: Any) -> Any:
@@ -122,6 +119,7 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None]:
         stack.enter_context(FileLock(folder / ".lock", timeout=LOCK_TIMEOUT))
     except Timeout:
         raise TrainingError(f"another process is training in {folder}. Wait for it, or pass another --output") from None
+    os.utime(folder / ".lock")  # a time at which all machines recognize a shared folder
     check_writable(folder / "metrics.csv")
     state = newest_state(folder)  # after the lock: another process may have completed a run
     if state is None and resumed:
@@ -130,12 +128,16 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None]:
         if s.resume is None:
             raise ValueError(f"--output: {folder} already contains a run. Pass another folder or --resume {folder}")
         before: Settings = check(read_settings(folder, ("--dataset", "--block")))
-        now = replace(s, batch_size=s.batch_size or before.batch_size)
-        differing = {name for name, value in vars(before).items() if getattr(now, name) != value} - MACHINE - CALL
-        if differing := differing - ({"epochs"} if s.epochs > before.epochs else set()):
-            names = ", ".join(map(flag, sorted(differing)))
+        now = replace(s, batch_size=s.batch_size or before.batch_size, epochs=min(s.epochs, before.epochs))
+        if names := changed_flags(vars(before), vars(now)):
             raise ValueError(f"--resume: these settings differ from {folder}: {names}. Pass the same values")
     return folder, state
+
+
+def changed_flags(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return the flags whose values differ, except those that may change when a run is resumed."""
+    names = (before.keys() & now.keys()) - MACHINE - CALL
+    return ", ".join(flag(name) for name in sorted(names) if before[name] != now[name])
 
 
 def newest_state(folder: Path) -> Path | None:

@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,9 +111,9 @@ def make_transforms(s: Settings, config: dict[str, Any]) -> tuple[Any, Any]:
 def make_accelerator(s: Any) -> Accelerator:
     """Create the accelerator; mixed precision is the default on CUDA only."""
     on_cpu = s.device == "cpu" or not torch.cuda.is_available()
-    for name, value in (("device", "cuda"), ("amp", "float16")):  # the gradients of float16 are scaled on CUDA only
-        if on_cpu and getattr(s, name) == value:
-            raise ValueError(f"{flag(name)} {value} requires a CUDA device, and none is available")
+    if on_cpu and (s.device == "cuda" or s.amp == "float16"):  # the gradients of float16 are scaled on CUDA only
+        given = "--device cuda" if s.device == "cuda" else "--amp float16"
+        raise ValueError(f"{given} requires a CUDA device, and none is available")
     if missing := {*s.log_with} - {one.value for one in get_available_trackers()}:
         raise ValueError(f"--log-with {min(missing)} is not installed. Install it: pip install {min(missing)}")
     default = "no" if on_cpu else "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
@@ -166,12 +165,6 @@ def best_epoch(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return max(history, key=lambda row: (row["eval_top1"], -row["eval_loss"]))
 
 
-def require_everywhere(path: Path) -> None:
-    """Raise an error in all processes unless all of them see a file or folder."""
-    if not all(gather_object([path.exists()])):
-        raise DataError(f"{path} does not exist on every machine. All machines must share the folder of --output")
-
-
 def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
     """Train a network, save the run in a folder, and return the rows of ``metrics.csv``."""
     s = check(s)
@@ -185,7 +178,9 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         # The main process decides on the folder, and is the first to read data and weights: downloads occur once.
         folder, state = broadcast_object_list([runs.claim_folder(s, stack) if main else None])[0]
-        require_everywhere(state or Path())
+        lock = folder / ".lock"
+        if len({*gather_object([lock.exists() and lock.stat().st_mtime_ns])}) > 1:
+            raise DataError(f"{folder} does not exist on every machine. All machines must share it")
         with acc.main_process_first(), nullcontext() if main else warnings.catch_warnings(action="ignore"):
             classes, train_set, val_set = open_data(s)
             side = getattr(getattr(train_set.source, "data", None), "shape", (0, None))[1]
@@ -200,7 +195,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         if state is not None:
             progress = runs.read_progress(state, data, acc.num_processes, log)
         elif main:
-            require_readable([*train_set.files(), *val_set.files()])
+            require_readable([*train_set.files, *val_set.files])
         parts = acc.num_processes * math.lcm(s.grad_accum_steps, 2 if s.mixup or s.cutmix else 1)
         fitting = min(128, len(train_set) // 8) // parts * parts  # at least eight steps per epoch
         batch = s.batch_size or progress.get("batch") or max(parts, fitting)
@@ -221,11 +216,9 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         rates: Any = {"weight_decay": s.weight_decay, "attention_lr": s.attention_lr, "layer_decay": s.layer_decay}
         groups = [{**g, "lr": s.lr, "lr_scale": g["lr"] / s.lr} for g in va.parameter_groups(model, s.lr, **rates)]
         optimizer = create_optimizer_v2(groups, opt=str(s.opt), lr=s.lr)
-        warmup = round(s.warmup_epochs * steps)
-        schedule: Any = create_scheduler_v2(
-            optimizer, "cosine", num_epochs=max(1, s.epochs * steps - warmup), warmup_epochs=warmup,
-            warmup_lr=s.lr / 100, warmup_prefix=True, step_on_epochs=False, updates_per_epoch=1,
-        )[0]  # fmt: skip
+        warmup: Any = {"warmup_epochs": s.warmup_epochs, "warmup_lr": s.lr / 100, "warmup_prefix": True}
+        lengths: Any = {"num_epochs": s.epochs - s.warmup_epochs, "updates_per_epoch": steps, "step_on_epochs": False}
+        schedule: Any = create_scheduler_v2(optimizer, "cosine", **lengths, **warmup)[0]
         ema = None if s.ema is None else ModelEmaV3(model, s.ema, use_warmup=True)
         network: Any = model if ema is None else ema.module  # to evaluate and save
         wrapped, optimizer = acc.prepare(model, optimizer)
@@ -238,7 +231,6 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
             runs.write_file(folder / "settings.json", json.dumps(asdict(s), indent=1, default=str))
         if state is None:
             runs.save_state(acc, folder, progress)
-            require_everywhere(folder / "state" / "00000-0000000" / "progress.json")
         else:
             try:
                 acc.load_state(str(state))
