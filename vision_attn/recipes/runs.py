@@ -74,6 +74,8 @@ def read_settings(path: Path, words: Sequence[str], kind: type[Any] = Settings) 
     file = require_run(path, "--config RUN, --resume RUN") / "settings.json" if not path.is_file() else path
     try:
         values = {name: x for name, x in json.loads(file.read_bytes()).items() if name not in CALL | {"download"}}
+        if unknown := values.keys() - kind.__dataclass_fields__.keys():
+            raise ValueError(f"unknown settings {', '.join(sorted(unknown))}")
         found = from_json(values, kind)
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} does not contain settings of a run: {error}") from error
@@ -119,7 +121,6 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None]:
         stack.enter_context(FileLock(folder / ".lock", timeout=LOCK_TIMEOUT))
     except Timeout:
         raise TrainingError(f"another process is training in {folder}. Wait for it, or pass another --output") from None
-    os.utime(folder / ".lock")  # a time at which all machines recognize a shared folder
     check_writable(folder / "metrics.csv")
     state = newest_state(folder)  # after the lock: another process may have completed a run
     if state is None and resumed:

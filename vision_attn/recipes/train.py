@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,6 +166,12 @@ def best_epoch(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return max(history, key=lambda row: (row["eval_top1"], -row["eval_loss"]))
 
 
+def require_everywhere(path: Path) -> None:
+    """Raise an error in all processes unless all of them see a file or folder."""
+    if not all(gather_object([path.exists()])):
+        raise DataError(f"{path} does not exist on every machine. All machines must share the folder of --output")
+
+
 def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
     """Train a network, save the run in a folder, and return the rows of ``metrics.csv``."""
     s = check(s)
@@ -178,9 +185,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         # The main process decides on the folder, and is the first to read data and weights: downloads occur once.
         folder, state = broadcast_object_list([runs.claim_folder(s, stack) if main else None])[0]
-        lock = folder / ".lock"
-        if len({*gather_object([lock.exists() and lock.stat().st_mtime_ns])}) > 1:
-            raise DataError(f"{folder} does not exist on every machine. All machines must share it")
+        require_everywhere(state or Path())
         with acc.main_process_first(), nullcontext() if main else warnings.catch_warnings(action="ignore"):
             classes, train_set, val_set = open_data(s)
             side = getattr(getattr(train_set.source, "data", None), "shape", (0, None))[1]
@@ -231,6 +236,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
             runs.write_file(folder / "settings.json", json.dumps(asdict(s), indent=1, default=str))
         if state is None:
             runs.save_state(acc, folder, progress)
+            require_everywhere(folder / "state" / "00000-0000000" / "progress.json")
         else:
             try:
                 acc.load_state(str(state))
