@@ -69,6 +69,12 @@ BlockClasses = Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, 
 Fingerprint = dict[str, tuple[tuple[int, ...], str, str]]
 
 
+#: A record with the default value of each entry that a file may lack.
+EMPTY = InsertedBlock(Site("", "", 0, (), ()), "", {}, "", None, ("", {}), Measured(0, 0))
+#: Type of the default value of an entry -> types in JSON; by default, the same type.
+ENTRY_TYPES: dict[type, Any] = {tuple: list, type(None): int | str | None}
+
+
 @dataclass(frozen=True)
 class Saved:
     """Content of a file of this format; the module docstring describes the fields."""
@@ -181,31 +187,18 @@ def encode_block(block: InsertedBlock) -> dict[str, Any]:
 
 
 def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
-    """Return the record of a block from plain values."""
-    names = "site", "at", "block", "block_path", "layout", "context", "context_layout", "identity_init"
-    defaults = {"layout": "b c h w", "context": "", "context_layout": "b c h w", "identity_init": ""}
-    texts = {name: values.get(name, defaults.get(name)) for name in names}
-    elements = values.get("element"), values.get("context_element")
-    if not all(isinstance(text, str) for text in texts.values()) or not all(
-        isinstance(element, int | str | None) for element in elements
-    ):
-        raise ValueError("the site of a block is not a string")
-    size, images, second = (
-        tuple(map(int, values.get(name, ()))) for name in ("map_size", "input_shape", "context_size")
-    )
-    used, channels = bool(values.get("used", True)), int(values["channels"])
-    block = InsertedBlock(
-        Site(texts["site"], texts["at"], channels, size, images, texts["layout"], elements[0], used),
-        texts["block"],
-        {str(name): decode_option(code) for name, code in values["options"].items()},
-        texts["block_path"],
-        SecondMap(texts["context"], texts["context_layout"], elements[1], second) if texts["context"] else None,
-        (texts["identity_init"], dict(values.get("wrapper_options", {}))),
-        Measured(int(values["parameters"]), int(values["macs"])),
-    )
-    if unknown := values.keys() - encode_block(block).keys():
-        raise ValueError(f"the record of a block has unknown entries: {shorten(sorted(unknown))}")
-    return block
+    """Return the record of a block from plain values; earlier versions of the library did not write all entries."""
+    defaults = encode_block(EMPTY)
+    v = {**defaults, **values}
+    kinds = {name: ENTRY_TYPES.get(type(default), type(default)) for name, default in defaults.items()}
+    if wrong := [name for name in v if not isinstance(v[name], kinds.get(name, ()))]:
+        raise ValueError(f"the record of a block has invalid or unknown entries: {shorten(sorted(wrong))}")
+    size, images, second_size = (tuple(map(int, v[name])) for name in ("map_size", "input_shape", "context_size"))
+    site = Site(v["site"], v["at"], v["channels"], size, images, v["layout"], v["element"], v["used"])
+    second = SecondMap(v["context"], v["context_layout"], v["context_element"], second_size) if v["context"] else None
+    options = {str(name): decode_option(code) for name, code in v["options"].items()}
+    identity, cost = (v["identity_init"], v["wrapper_options"]), Measured(v["parameters"], v["macs"])
+    return InsertedBlock(site, v["block"], options, v["block_path"], second, identity, cost)
 
 
 def decode_option(code: str) -> Any:

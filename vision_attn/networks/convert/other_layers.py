@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -131,13 +132,13 @@ def attend_dinov3(
     hidden_states: Tensor,
     attention_mask: Any = None,
     position_embeddings: Any = None,
-    **o: Any,
+    **others: Any,
 ) -> Any:
     """Run DINOv3's attention; the tokens without a rotation come first."""
-    if needs_layer(layer, *o.values()) or position_embeddings is None:
+    if position_embeddings is None:
         return FALLBACK
-    tensors = dict(zip(SIN_COS, reversed(position_embeddings), strict=True))
-    return attend(hidden_states.mT, transformers_bias(layer, hidden_states, attention_mask), **tensors).mT, None
+    rotation = dict(zip(SIN_COS, reversed(position_embeddings), strict=True))
+    return attend_transformers(layer, partial(attend, **rotation), hidden_states, attention_mask, **others)
 
 
 def example_dinov3(layer: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from vision_attn.errors import SiteError
 from vision_attn.networks import block_factories
 from vision_attn.networks.block_factories import BlockFactory, describe_error, make_block
 from vision_attn.networks.insertion.exact import init_identity_, wrap_exactly
-from vision_attn.networks.insertion.hooks import find_module, is_fusible
+from vision_attn.networks.insertion.hooks import is_fusible, require_module
 from vision_attn.networks.insertion.record import (
     CHILD,
     InsertedBlock,
@@ -142,13 +142,6 @@ def build_block(
     if not isinstance(block, nn.Module) or is_inserted(block):
         raise ValueError(f"block must return a new module for each site, got {type(block).__name__}")
     return block.train(target.training)
-
-
-def require_module(model: nn.Module, path: str) -> nn.Module:
-    """Return a module of a model; raise if there is none, for example for a record of another network."""
-    if (module := find_module(model, path)) is None:
-        raise SiteError(f"the model has no module {path!r} for a block")
-    return module
 
 
 def like_parameters(*modules: nn.Module) -> Tensor:

@@ -130,13 +130,12 @@ def insert_(
     run = DryRun(model, example, declared, layout)
     overview = dry_run and not selected
     sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude, block_options)
-    side = "before" if at == "before" else "after"
-    maps = run.select_maps(find_targets(run, sites, at), side)
+    maps = run.select_maps(find_targets(run, sites, at), at)
     second_map = None if context is None else select_context(run, context, maps)
 
     def build(attempt: Attempt) -> list[nn.Module]:
         return [
-            new_block(run, block, x, side, block_options, None, exact, attempt, context=second_map, dry_run=dry_run)
+            new_block(run, block, x, at, block_options, None, exact, attempt, context=second_map, dry_run=dry_run)
             for x in maps
         ]
 

@@ -32,7 +32,7 @@ from vision_attn.networks.inspection.layout import (
 )
 from vision_attn.networks.inspection.macs import Cost, count_flops
 from vision_attn.networks.inspection.metadata import NetworkMetadata
-from vision_attn.networks.inspection.network import hook_dicts, undisturbed
+from vision_attn.networks.inspection.network import fixed_seed, hook_dicts, kept_tensors, quiet_eval, without_hooks
 
 #: Values of the argument ``layout``.
 LAYOUT = re.compile(r"b c (w|h w|t h w)|b (w|h w|t h w) c|b \((\d+ \+ )?h w\) c")
@@ -109,8 +109,10 @@ class DryRun:
         parameters = [*self.changed.get(training, model.parameters())]
         try:
             with ExitStack() as stack:
-                changed = stack.enter_context(undisturbed(model, parameters, training, hooks=self.needs_hooks))
-                self.changed.setdefault(training, changed)
+                stack.enter_context(nullcontext() if self.needs_hooks else without_hooks(model))
+                self.changed.setdefault(training, stack.enter_context(kept_tensors(model, parameters)))
+                stack.enter_context(fixed_seed(model))
+                stack.enter_context(quiet_eval(model, training))
                 # With hooks inside, a swapped module runs its original code: so do all runs, to have the same rounding.
                 swapped = [x for x in model.modules() if hasattr(x, "running_block")]
                 inside = [(child, lambda *call: None) for x in swapped for child in x.children()]

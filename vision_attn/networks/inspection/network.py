@@ -6,7 +6,7 @@ import gc
 import inspect
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -232,23 +232,3 @@ def quiet_eval(model: nn.Module, training: bool = False) -> Iterator[None]:
     finally:
         for module, before in modes:
             module.training = before
-
-
-@contextmanager
-def undisturbed(
-    model: nn.Module, parameters: Iterable[Tensor], training: bool = False, hooks: bool = False
-) -> Iterator[list[Tensor]]:
-    """Run a model quietly, with a fixed random seed, and restore its tensors, modes and the random states afterwards.
-
-    Args:
-        model: the network.
-        parameters: parameters that may change in place. Only these are copied.
-        training: run in training mode instead of evaluation mode.
-        hooks: call the hooks of other code.
-
-    Yields:
-        A list that contains the parameters that have changed in place, when the context ends.
-    """
-    kept = nullcontext() if hooks else without_hooks(model)
-    with kept, kept_tensors(model, parameters) as changed, fixed_seed(model), quiet_eval(model, training):
-        yield changed
