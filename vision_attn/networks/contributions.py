@@ -21,7 +21,7 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.capture.maps import AttentionMap
 from vision_attn.networks.insertion import inserted_blocks, replaced_modules
 from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
-from vision_attn.networks.inspection.selection import Names, match_names
+from vision_attn.networks.inspection.selection import Names, select_inside
 from vision_attn.text import Report, Table
 
 #: The note of a report if the loss is lower without the blocks.
@@ -253,8 +253,8 @@ def disabled(
     (False, True)
     """
     blocks = branches(model)
-    sites = list(blocks) if names is None else match_names(blocks, names)
-    if where is not None and not (sites := [site for site in sites if where(site, blocks[site])]):
+    sites = select_inside(blocks, blocks, names, where)
+    if where is not None and not sites:
         raise SiteError(f"where returns True for no block. The model has blocks at {', '.join(blocks)}")
     return disable_sites(model, sites)
 

@@ -70,7 +70,7 @@ Fingerprint = dict[str, tuple[tuple[int, ...], str, str]]
 
 
 #: A record with the default value of each entry that a file may lack.
-EMPTY = InsertedBlock(Site("", "", 0, (), ()), "", {}, "", None, ("", {}), Measured(0, 0))
+EMPTY = InsertedBlock(Site("", "", 0, (), ()), "", {}, "", None, ("", {}))
 #: Type of the default value of an entry -> types in JSON; by default, the same type.
 ENTRY_TYPES: dict[type, Any] = {tuple: list, type(None): int | str | None}
 
@@ -144,7 +144,11 @@ def read_saved(file: CheckpointFile) -> Saved | None:
     tensors = {name: value for name, value in file.content.items() if isinstance(value, Tensor)}
     try:
         entry = dict(json.loads(file.metadata[ENTRY]))
-        check_format(file.path, entry)  # before the hash, which other versions may compute differently
+        version, library = entry["format"], entry["library"]
+        if version != FORMAT:  # checked before the hash, which other versions may compute differently
+            remedy = f"Read it with vision_attn {library}, or save it again with this version."
+            what = f"{file.path} has another format version: expected {FORMAT}, got {version!r}"
+            raise CheckpointError(f"{what}. {remedy}")
         if entry.pop("file_hash") != compute_hash([entry, fingerprint(tensors)]):
             raise ValueError("its content does not match its hash")
         base: Fingerprint | None = entry["base"] and {
@@ -158,14 +162,6 @@ def read_saved(file: CheckpointFile) -> Saved | None:
         return Saved(tensors, tuple(map(decode_block, entry["blocks"])), base, also, arguments, metadata)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged ({error}). Download or save it again") from error
-
-
-def check_format(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Raise an error unless a file has the supported format version."""
-    version, library = metadata["format"], metadata["library"]
-    if version != FORMAT:
-        remedy = f"Read it with vision_attn {library}, or save it again with this version."
-        raise CheckpointError(f"{path} has another format version: expected {FORMAT}, got {version!r}. {remedy}")
 
 
 def encode_block(block: InsertedBlock) -> dict[str, Any]:

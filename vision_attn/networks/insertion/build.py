@@ -25,7 +25,6 @@ from vision_attn.networks.insertion.record import (
     Measured,
     SecondMap,
     Site,
-    context_shape,
     is_inserted,
     replaced_module,
     set_record_,
@@ -92,20 +91,15 @@ def new_block(
         identity = init_identity_(new, x.target, x.shape, test_spec, exact, zeros)
         new = wrap_exactly(new, channels, test_spec, identity[1]).to(spec.device)
     second_map = None if context is None else SecondMap(context.target, context.layout, context.element, context.size)
-    shape, dtype = context_shape(options, second_map, x.size), like_parameters(new, run.model).dtype
+    site = Site(x.target, at, channels, x.size, run.example.shape, x.layout, x.element if y is None else None, x.used)
+    path = x.target if at == "replace" else choose_block_path(run.model, x.target, attempt.inside)
+    replaced = (run.model.get_submodule(x.target),) if at == "replace" else ()
+    record = InsertedBlock(site, name, options, path, second_map, identity, replaced=replaced)
+    dtype, shape = like_parameters(new, run.model).dtype, record.context_shape
     parameters, macs = measure_cost(new, x, y or x, shape)
     saved = count_saved_bytes(new, (1, channels, *x.size), dtype, shape) if dry_run else 0
-    record = InsertedBlock(
-        Site(x.target, at, channels, x.size, run.example.shape, x.layout, x.element if y is None else None, x.used),
-        name,
-        options,
-        choose_block_path(run.model, x.target, attempt.inside) if y is None else x.target,
-        second_map,
-        identity,
-        Measured(parameters, macs, count_attention_pairs(new, x.size), saved),
-        () if y is None else (run.model.get_submodule(x.target),),
-    )
-    return set_record_(new, record)
+    cost = Measured(parameters, macs, count_attention_pairs(new, x.size), saved)
+    return set_record_(new, replace(record, cost=cost))
 
 
 def rebuild(model: nn.Module, record: InsertedBlock, factories: Mapping[str, BlockFactory]) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -240,26 +240,20 @@ class DryRun:
 
     def test_use(self, maps: Iterable[FeatureMap], at: str) -> None:
         """Test whether the output depends on feature maps, in one forward and backward pass for all of them."""
-        if unknown := [x for x in maps if (x, at) not in self.unused]:
-            found = self.find_unused(unknown, at)
-            self.unused.update({(x, at): x in found for x in unknown})
-
-    def find_unused(self, maps: list[FeatureMap], at: str) -> list[FeatureMap]:
-        """Return the feature maps on which the output does not depend, by one forward and backward pass."""
-        inputs: dict[FeatureMap, list[Tensor]] = {x: [] for x in maps}
-        hooks = [(x.target, partial(track_gradient, x.element, inputs[x])) for x in maps]
-        try:
+        inputs: dict[FeatureMap, list[Tensor]] = {x: [] for x in maps if (x, at) not in self.unused}
+        if not inputs:
+            return
+        self.unused |= {(x, at): False for x in inputs}  # also in a network without a backward pass
+        hooks = [(x.target, partial(track_gradient, x.element, tensors)) for x, tensors in inputs.items()]
+        with suppress(SiteError, RuntimeError):
             output = self.run(hooks, before=at == "before", context=torch.enable_grad())
             with torch.enable_grad():
                 sums = [x.float().square().sum() for x in get_tensors(output) if x.requires_grad]
-                if not sums:
-                    return []
                 every = [x for tensors in inputs.values() for x in tensors]
                 found = iter(torch.autograd.grad(torch.stack(sums).sum(), every, allow_unused=True))
-        except (SiteError, RuntimeError):  # The network has no backward pass.
-            return []
-        gradients = {x: [next(found) for _ in tensors] for x, tensors in inputs.items()}
-        return [x for x, each in gradients.items() if not any(is_used(x, gradient) for gradient in each)]
+            for x, tensors in inputs.items():
+                used = [is_used(x, next(found)) for _ in tensors]
+                self.unused[x, at] = not any(used)
 
 
 def track_gradient(
