@@ -70,10 +70,8 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
                 p.requires_grad_(False)
                 parameters[owner].append(f"{path}.{name}"[start:].lstrip("."))
         # Batch and instance norms of torch and timm have running_mean and running_var.
-        statistics = {
-            f"{path}.{name}" for name, _ in module.named_buffers(recurse=False) if name.startswith("running_")
-        }
-        if statistics and not statistics & live:
+        statistics = [name for name, _ in module.named_buffers(recurse=False) if name.startswith("running_")]
+        if statistics and live.isdisjoint(f"{path}.{name}" for name in statistics):
             module.training = False
             norms[owner].append(path[start:])
             norms[path] += [""] if owner != path else []  # A norm in a list is called without the module around it.

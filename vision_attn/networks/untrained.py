@@ -47,9 +47,7 @@ def warn_if_untrained(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None
             return
         state.missed += before not in ([], state.sums)
         if state.missed > MAX_MISSED_UPDATES:
-            sites = ", ".join(
-                repr(name) for name, block_state in waiting.items() if block_state.missed >= MAX_MISSED_UPDATES
-            )
+            sites = ", ".join(repr(site) for site, other in waiting.items() if other.missed >= MAX_MISSED_UPDATES)
             while waiting:
                 waiting.popitem()[1].handle.remove()
             warnings.warn(

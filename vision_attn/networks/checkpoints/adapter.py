@@ -94,9 +94,8 @@ def save_adapter(
     extra = select_keys("also", also, model, [key for key in state if key not in block_keys])
     tensors = {key: gather(state[key]) for key in state if key in block_keys or key in extra}
     base = fingerprint_network(state, exclude=block_keys | extra)
-    file_format.write_saved(
-        Path(file), Saved(tensors, blocks, base, tuple(sorted(extra)), metadata=dict(metadata or {}))
-    )
+    saved = Saved(tensors, blocks, base, tuple(sorted(extra)), metadata=dict(metadata or {}))
+    file_format.write_saved(Path(file), saved)
     return Path(file)
 
 

@@ -238,10 +238,8 @@ def explain_change(record: InsertedBlock, block: nn.Module) -> str:
 def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:
     """Return class and options of each module of a block, independent of compilation and sharding."""
     with use_impl(block, "bmm") if blocks_with_impl(block) else nullcontext():
-        modules = {unwrap_key(path): module for path, module in block.named_modules()}
-        return {
-            path: (type(module).__name__.removeprefix("FSDP"), module.extra_repr()) for path, module in modules.items()
-        }
+        modules = [(unwrap_key(path), module) for path, module in block.named_modules()]
+        return {path: (type(x).__name__.removeprefix("FSDP"), x.extra_repr()) for path, x in modules}
 
 
 def foreign_classes(model: nn.Module) -> dict[str, Callable[..., Any]]:

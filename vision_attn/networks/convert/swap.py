@@ -139,9 +139,8 @@ def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any, own:
     similar -= {outer for name in known | similar for outer in outer_paths(name)}
     similar -= {name for name in similar if known.intersection(outer_paths(name))}
     attention = {name: module for name, module in modules.items() if name in known | similar}
-    if names is None and where is None:
-        return attention
-    if not (inside := select_inside(modules, attention, names, where)):
+    inside = select_inside(modules, attention, names, where)
+    if not inside and (names is not None or where is not None):
         found = f"Attention modules of the model: {shorten(x or 'the model' for x in attention) or 'none'}"
         given = " and ".join(name for name, value in (("names", names), ("where", where)) if value is not None)
         raise SiteError(f"{given}: no attention module matches. {found}")

@@ -187,10 +187,8 @@ def missing_block_error(record: InsertedBlock, change: str) -> SiteError:
 def check_grid(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], *, block: nn.Module) -> None:
     """Raise for images with the same number of tokens in another grid, such as 448×112 instead of 224×224 pixels."""
     record = get_record(block)
-    images = (
-        x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() == len(record.target.input_shape)
-    )
-    size = next((tuple(x.shape[2:]) for x in images), ())
+    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    size = next((tuple(x.shape[2:]) for x in tensors if x.dim() == len(record.target.input_shape)), ())
     if len(size) == 2 and size != record.target.input_shape[2:]:
         grid = token_grid(record.tokens, *size)
         if grid not in (None, record.map_size):

@@ -94,9 +94,8 @@ def match_stages(dry_run: DryRun, wanted: Iterable[int | str]) -> list[str]:
 def find_targets(dry_run: DryRun, sites: Iterable[str], at: str) -> list[str]:
     """Return the paths of the modules at which the blocks for the sites run."""
     check_choice("at", at, ("after", "before"))
-    return first_names(
-        dry_run.model, [end_of_sequential(dry_run.model, site, 0 if at == "before" else -1) for site in sites]
-    )
+    index = 0 if at == "before" else -1
+    return first_names(dry_run.model, [end_of_sequential(dry_run.model, site, index) for site in sites])
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------

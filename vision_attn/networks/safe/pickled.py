@@ -135,9 +135,8 @@ class PickleReader(pickle._Unpickler):
             raise NotAllowedError(f"a reference to {name!r}, which is a sign of an attack")
         # torch's functions have names such as torch._utils._rebuild_tensor_v2.
         rebuilt = name.partition("._rebuild_")[2] if name.startswith("torch.") else ""
-        return (
-            DTYPES.get(name) or self.makers.get(rebuilt or name) or Placeholder(name[:100])
-        )  # errors contain the name
+        # Errors contain the name of a placeholder.
+        return DTYPES.get(name) or self.makers.get(rebuilt or name) or Placeholder(name[:100])
 
     def persistent_load(self, pid: Any) -> object:
         """Return a storage, or the class that a file from before torch 1.6 contains with its source code."""
