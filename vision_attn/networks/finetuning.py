@@ -159,10 +159,8 @@ def unfreeze_(network: nn.Module) -> None:
 def refuse_in_wrapper(model: nn.Module, parameters: Iterable[nn.Parameter], call: str) -> None:
     """Raise if parameters that were frozen when a model was wrapped would be trained without synchronization."""
     if any(True for _ in parameters) and (wrapper := synchronizer(model)) not in (None, "FSDPModule"):
-        what = (
-            f"model is wrapped in {wrapper}, which does not synchronize parameters that were frozen when it was created"
-        )
-        raise ValueError(f"{what}. Call {call} on the network before wrapping it")
+        why = "which does not synchronize parameters that were frozen when it was created"
+        raise ValueError(f"model is wrapped in {wrapper}, {why}. Call {call} on the network before wrapping it")
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:

@@ -190,10 +190,8 @@ def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, 
     saved = base | fingerprint_network(adapter.tensors, adapter.tensors.keys() - set(adapter.also))
     model_shapes, adapter_shapes = ({name: shape for name, (shape, *_) in tensors.items()} for tensors in (ours, saved))
     if other := [name for name in adapter_shapes | model_shapes if model_shapes.get(name) != adapter_shapes.get(name)]:
-        shapes = [
-            f"{name} (model {model_shapes.get(name, 'none')}, adapter {adapter_shapes.get(name, 'none')})"
-            for name in other
-        ]
+        pairs = [(name, model_shapes.get(name, "none"), adapter_shapes.get(name, "none")) for name in other]
+        shapes = [f"{name} (model {mine}, adapter {theirs})" for name, mine, theirs in pairs]
         raise CheckpointError(f"{path} is for another network: {shorten(shapes)}. Use the network of the adapter")
     changed = tuple(name for name in base if ours.get(name, base[name]) != base[name])
     if strict and changed:

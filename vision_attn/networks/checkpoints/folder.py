@@ -201,10 +201,8 @@ def load_model(
         folder = folder / RUN_SUBFOLDER
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{escape_control_characters(path)}: file not found. "
-            "Pass a folder written by va.save_model, timm or vision-attn train"
-        )
+        remedy = "Pass a folder written by va.save_model, timm or vision-attn train"
+        raise FileNotFoundError(f"{escape_control_characters(path)}: file not found. {remedy}")
     file = read_file(folder / "model.safetensors")
     saved = file_format.read_saved(file)
     weights: Mapping[str, Any] = file.content
@@ -331,11 +329,8 @@ def verify(
             cause = "Training may have diverged. The saved network was not verified."
             warnings.warn(f"The output of the network is not finite. {cause}", stacklevel=3)
             return
-        same = [
-            torch.allclose(y, x, rtol=0, atol=TOLERANCE * float(x.abs().max()))
-            for x, y in zip(expected, output, strict=True)
-        ]
-        if all(same):
+        pairs = zip(expected, output, strict=True)
+        if all(torch.allclose(y, x, rtol=0, atol=TOLERANCE * float(x.abs().max())) for x, y in pairs):
             return
         reason = "its output differs"
     except CheckpointError as error:

@@ -176,6 +176,5 @@ def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> st
         owner = model.get_submodule(path)
         if not isinstance(owner, CONTAINERS) and not hasattr(owner, child):
             return f"{path}.{child}"
-    raise SiteError(
-        f"{target!r} cannot have a child {CHILD!r}: it has an attribute of that name. Choose another module"
-    )
+    what = f"{target!r} cannot have a child {CHILD!r}: it has an attribute of that name"
+    raise SiteError(f"{what}. Choose another module")

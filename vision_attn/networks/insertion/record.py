@@ -271,8 +271,5 @@ class InsertionReport(Report):
             ("the output of the network does not depend on the feature map at {}. Choose an earlier site", unused),
             (f"full attention at {{}} compares up to {tokens:,} tokens and costs {cost:,.1f} GMACs. {remedy}", large),
         )
-        return tuple(
-            text.format(", ".join(f"{block.site!r} ({block.size})" for block in blocks))
-            for text, blocks in kinds
-            if blocks
-        )
+        listed = [(text, ", ".join(f"{x.site!r} ({x.size})" for x in blocks)) for text, blocks in kinds]
+        return tuple(text.format(sites) for text, sites in listed if sites)

@@ -42,9 +42,8 @@ def select_sites(
         guesses = (did_you_mean(name, ("stages", "names", "where")) for name in options)
         unused = f" {shorten(map(repr, options))} would be passed to the block" if options else ""
         guess = next(filter(None, guesses), unused)
-        raise ValueError(
-            f"pass exactly one of stages, names and where, got {' and '.join(selections) or 'none'}.{guess}"
-        )
+        got = " and ".join(selections) or "none"
+        raise ValueError(f"pass exactly one of stages, names and where, got {got}.{guess}")
     check_where(where)
     # A block that replaced a module is a site, for which an error is raised later. Modules inside blocks are not sites.
     blocks = inserted_blocks(dry_run.model)

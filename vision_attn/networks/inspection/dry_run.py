@@ -294,20 +294,18 @@ def get_tensors(value: object) -> list[Tensor]:
     found: list[Tensor] = []
     # A list keeps the objects alive, so that their identities stay unique.
     seen: dict[int, object] = {}
-    pending = [value]
+    pending: list[object] = [value]
     while pending:
-        leaves = []
-        for leaf in tree_leaves(pending.pop(0)):
+        for leaf in tree_leaves(pending.pop()):
             if isinstance(leaf, Tensor):
                 found.append(leaf)
             elif isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufc":
                 found.append(torch.from_numpy(np.array(leaf)))
             elif isinstance(leaf, Mapping):  # a subclass of dict
-                leaves.append([*leaf.values()])
+                pending.append([*leaf.values()])
             elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)) and id(leaf) not in seen:
                 seen[id(leaf)] = leaf
-                leaves.append([*vars(leaf).values()])
-        pending = leaves + pending
+                pending.append([*vars(leaf).values()])
     return found
 
 

@@ -226,9 +226,8 @@ class Instructions(dict[int, Callable[[Any], None]]):
     """The methods that execute the allowed instructions, by code; each use is counted."""
 
     def __init__(self, reader: PickleReader) -> None:
-        super().__init__(
-            (code, reader.dispatch[code]) for name in INSTRUCTIONS.split() for code in getattr(pickle, name)
-        )
+        codes = [code for name in INSTRUCTIONS.split() for code in getattr(pickle, name)]
+        super().__init__((code, reader.dispatch[code]) for code in codes)
         self.spend = reader.spend
 
     def __getitem__(self, code: int) -> Callable[[Any], None]:
@@ -236,9 +235,8 @@ class Instructions(dict[int, Callable[[Any], None]]):
         return super().__getitem__(code)
 
     def __missing__(self, code: int) -> Any:
-        raise NotAllowedError(
-            f"the pickle instruction {next(op.name for op in pickletools.opcodes if op.code == chr(code))}"
-        )
+        name = next(op.name for op in pickletools.opcodes if op.code == chr(code))
+        raise NotAllowedError(f"the pickle instruction {name}")
 
 
 def as_key(value: Any) -> Any:
