@@ -52,12 +52,8 @@ def attend_multihead(
     layer: Any, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Any:
     order = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
-    arguments = {
-        "need_weights": True,
-        **dict(zip(order, others, strict=False)),
-        **options,
-        "average_attn_weights": None,
-    }
+    arguments = {"need_weights": True, **dict(zip(order, others, strict=False)), **options}
+    arguments["average_attn_weights"] = None  # has no effect without weights
     if any(map(is_set, arguments.values())) or key is not value or query.dim() != 3 or query.is_nested:
         return FALLBACK
     x, context = (y.transpose(1, 2) if layer.batch_first else y.permute(1, 2, 0) for y in (query, key))

@@ -35,10 +35,9 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
         what = f"at={at!r}, block {record.block_path!r}"
         raise SiteError(f"{record.site!r}: the record of the block is invalid ({what})")
     if block_at(target) or replaced_module(target) or (at != "replace" and hasattr(owner, child)):
-        raise SiteError(
-            f"{record.site!r} already has an inserted block, or is one. To replace the block, call va.remove_(model) "
-            "first. To run two blocks in order, insert one class that contains both, such as an nn.Sequential subclass"
-        )
+        what = f"{record.site!r} already has an inserted block, or is one. To replace it, call va.remove_(model) first"
+        remedy = "To run two blocks in order, insert one class that contains both, such as an nn.Sequential subclass"
+        raise SiteError(f"{what}. {remedy}")
     if isinstance(target, GraphModule):
         what = f"{record.site!r} is a graph of torch.fx, whose hooks are not pickled"
         raise SiteError(f"{what}. Choose a module inside, or insert before tracing")

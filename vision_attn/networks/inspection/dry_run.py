@@ -207,12 +207,10 @@ class DryRun:
         Among several feature maps, the one that the network uses is selected. If it uses all, the declared one is.
         """
         candidates = [self.require_maps(target, at) for target in targets]
-        every = [x for maps in candidates for x in maps]
-        self.test_use(every, at)
-        unused = [x for x in every if self.unused[x, at]]
+        self.test_use([x for maps in candidates for x in maps], at)
         selected = []
         for maps in candidates:
-            used = [x for x in maps if x not in unused] or [x._replace(used=False) for x in maps]
+            used = [x for x in maps if not self.unused[x, at]] or [x._replace(used=False) for x in maps]
             used = [x for x in used if x.shape[1] == self.declared.channels.get(x.target)] or used
             if len(used) > 1:
                 what = f"{used[0].target!r} {'receives' if at == 'before' else 'returns'} {len(used)} feature maps"
@@ -229,10 +227,9 @@ class DryRun:
         calls = self.calls[target]
         shapes = ", ".join(str(spec.shape) for spec in calls[0][at].values())
         if self.maps_in_call(target, calls[0][at]):
-            raise SiteError(
-                f"{target!r} is called {len(calls)} times in one forward pass with different token grids or layouts, "
-                f"but a block supports one. Insert into the shared module: va.insert_(model.{target.split('.')[0]}, …)"
-            )
+            what = f"{target!r} is called {len(calls)} times in one forward pass with different token grids or layouts"
+            remedy = f"Insert into the shared module: va.insert_(model.{target.split('.')[0]}, …)"
+            raise SiteError(f"{what}, but a block supports one. {remedy}")
         what = f"{'receives' if at == 'before' else 'returns'} {shapes or 'no tensor'} for images {self.example.shape}"
         why = f", because {self.declared.non_raster}" if self.declared.non_raster else ""
         remedy = "Choose another module, or pass the layout of its feature map as layout="
