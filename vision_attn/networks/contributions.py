@@ -19,7 +19,7 @@ from vision_attn.attention.scopes import return_input, scope
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.networks.capture.maps import AttentionMap
-from vision_attn.networks.insertion import inserted_blocks, replaced_modules
+from vision_attn.networks.insertion.registry import inserted_blocks, replaced_modules
 from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
 from vision_attn.networks.inspection.selection import Names, select_inside
 from vision_attn.text import Report, Table

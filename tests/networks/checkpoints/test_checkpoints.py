@@ -19,7 +19,7 @@ import vision_attn.networks.models
 from vision_attn.networks.checkpoints.file_format import Saved, write_saved
 from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.checkpoints.weights import PRESETS
-from vision_attn.networks.insertion import inserted_keys
+from vision_attn.networks.insertion.registry import inserted_keys
 from vision_attn.networks.safe import read_file
 from vision_attn.recipes.settings import CHOICES, Settings
 from vision_attn.recipes.train import build_network

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks import use_impl
 from vision_attn.attention.blocks.config import blocks_with_impl
 from vision_attn.errors import CheckpointError
-from vision_attn.networks import insertion
 from vision_attn.networks.block_factories import BLOCKS, TIMM_BLOCKS, get_block_factory, make_block
 from vision_attn.networks.checkpoints.option_code import (
     CONFIG_CLASSES,
@@ -46,10 +45,10 @@ from vision_attn.networks.checkpoints.option_code import (
     from_code,
     to_code,
 )
-from vision_attn.networks.insertion import InsertedBlock
+from vision_attn.networks.insertion import registry
 from vision_attn.networks.insertion.build import replacement_options
 from vision_attn.networks.insertion.exact import unwrap_exact_block
-from vision_attn.networks.insertion.record import Measured, SecondMap, Site, replaced_module
+from vision_attn.networks.insertion.record import InsertedBlock, Measured, SecondMap, Site, replaced_module
 from vision_attn.networks.inspection.network import COMPILED
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
@@ -211,7 +210,7 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
     Raises:
         ValueError: a block differs from a block that is built from its class and options.
     """
-    blocks, records = insertion.inserted_blocks(model), insertion.records(model)
+    blocks, records = registry.inserted_blocks(model), registry.records(model)
     for record in records:
         if record.block in (*BLOCKS, *TIMM_BLOCKS) and (reason := explain_change(record, blocks[record.site])):
             raise ValueError(f"the {record.block} at {record.site!r} cannot be saved: it {reason}")
@@ -244,8 +243,8 @@ def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:
 
 def foreign_classes(model: nn.Module) -> dict[str, Callable[..., Any]]:
     """Return the classes of the blocks of a model, and of their options, that are not of this library, by name."""
-    blocks, classes = insertion.inserted_blocks(model), dict[str, Callable[..., Any]]()
-    for record in insertion.records(model):
+    blocks, classes = registry.inserted_blocks(model), dict[str, Callable[..., Any]]()
+    for record in registry.records(model):
         if record.block not in (*BLOCKS, *TIMM_BLOCKS):
             classes[record.block] = type(unwrap_exact_block(blocks[record.site]))
         classes |= {type(value).__name__: type(value) for value in record.options.values() if is_dataclass(value)}
@@ -302,7 +301,7 @@ def insert_saved_(model: nn.Module, saved: Saved, classes: Classes) -> None:
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
     makers = {record.block: get_block_factory(classes.get(record.block, record.block)) for record in records}
-    insertion.attach_records_(model, records, {name: limit_shapes(make, shapes) for name, make in makers.items()})
+    registry.attach_records_(model, records, {name: limit_shapes(make, shapes) for name, make in makers.items()})
 
 
 def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlock:

@@ -38,7 +38,8 @@ from vision_attn.networks.checkpoints.file_format import BlockClasses, gather, u
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
-from vision_attn.networks.insertion import inserted_blocks, records, remove_
+from vision_attn.networks.insertion import remove_
+from vision_attn.networks.insertion.registry import inserted_blocks, records
 from vision_attn.networks.inspection.example import float_tensors, make_example, tree_leaves
 from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
 from vision_attn.networks.models.registry import get_model_cfg

@@ -23,7 +23,7 @@ from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, find_input_conv, remedies
 from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
 from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
-from vision_attn.networks.insertion import keys_by_site, replaced_modules
+from vision_attn.networks.insertion.registry import keys_by_site, replaced_modules
 from vision_attn.networks.inspection.network import unwrap_model
 from vision_attn.networks.inspection.selection import match_keys
 from vision_attn.networks.safe import CheckpointFile, read_file
