@@ -70,8 +70,8 @@ Fingerprint = dict[str, tuple[tuple[int, ...], str, str]]
 
 #: A record with the default value of each entry that a file may lack.
 EMPTY = InsertedBlock(Site("", "", 0, (), ()), "", {}, "", None, ("", {}))
-#: Type of the default value of an entry -> types in JSON; by default, the same type.
-ENTRY_TYPES: dict[type, Any] = {tuple: list, type(None): int | str | None}
+#: Type of the default value of an entry -> its types in JSON, or if it is missing; by default, the same type.
+ENTRY_TYPES: dict[type, Any] = {tuple: list | tuple, type(None): int | str | None}
 
 
 @dataclass(frozen=True)
