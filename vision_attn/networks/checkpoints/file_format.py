@@ -70,6 +70,8 @@ Fingerprint = dict[str, tuple[tuple[int, ...], str, str]]
 
 #: A record with the default value of each entry that a file may lack.
 EMPTY = InsertedBlock(Site("", "", 0, (), ()), "", {}, "", None, ("", {}))
+#: Entries that every file has.
+REQUIRED = {"site", "at", "channels", "block", "options", "block_path", "parameters", "macs"}
 #: Type of the default value of an entry -> its types in JSON, or if it is missing; by default, the same type.
 ENTRY_TYPES: dict[type, Any] = {tuple: list | tuple, type(None): int | str | None}
 
@@ -186,8 +188,9 @@ def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     defaults = encode_block(EMPTY)
     v = {**defaults, **values}
     kinds = {name: ENTRY_TYPES.get(type(default), type(default)) for name, default in defaults.items()}
-    if wrong := [name for name in v if not isinstance(v[name], kinds.get(name, ()))]:
-        raise ValueError(f"the record of a block has invalid or unknown entries: {shorten(sorted(wrong))}")
+    wrong = {name for name in v if not isinstance(v[name], kinds.get(name, ()))} | (REQUIRED - values.keys())
+    if wrong:
+        raise ValueError(f"the record of a block has invalid, unknown or missing entries: {shorten(sorted(wrong))}")
     size, images, second_size = (tuple(map(int, v[name])) for name in ("map_size", "input_shape", "context_size"))
     site = Site(v["site"], v["at"], v["channels"], size, images, v["layout"], v["element"], v["used"])
     second = SecondMap(v["context"], v["context_layout"], v["context_element"], second_size) if v["context"] else None
