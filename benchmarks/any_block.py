@@ -17,7 +17,7 @@ from torchvision.models import detection, segmentation
 from torchvision.ops import SqueezeExcitation
 
 import vision_attn as va
-from vision_attn.networks.insertion import CHILD
+from vision_attn.networks.insertion.record import CHILD
 
 #: The meaning of each result.
 RESULTS = {

@@ -17,7 +17,7 @@ from timm.models import list_models, list_modules
 from torch import Tensor, nn
 
 import vision_attn as va
-from vision_attn.networks.insertion import inserted_keys, records
+from vision_attn.networks.insertion.registry import inserted_keys, records
 from vision_attn.networks.models import create_model
 from vision_attn.text import did_you_mean
 

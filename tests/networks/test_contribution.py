@@ -131,23 +131,6 @@ def test_contribution_does_not_change_the_model(model, batch):
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-class Pooled(nn.Module):
-    """A network whose attention returns a tuple."""
-
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x):
-        y, _ = self.attn(x, x, x)
-        return (x + y).mean(1)
-
-
-def test_modules_that_return_a_tuple_return_zeros_instead():
-    model, x = Pooled(), torch.randn(2, 5, 8)
-    torch.testing.assert_close(contributions.compute_scores(model, x, off=["attn"]), x.mean(1))
-
-
 def test_a_new_block_contributes_zero_and_a_broken_block_nan(batch):
     model = timm.create_model("resnet20", num_classes=10)
     va.insert_(model, names="layer3")

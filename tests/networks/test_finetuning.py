@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.attention.position import PositionEncoding
-from vision_attn.networks.insertion import inserted_keys
+from vision_attn.networks.insertion.registry import inserted_keys
 
 BLOCK = {"num_heads": 4, "example_input": (1, 3, 64, 64)}
 SMALL = {"num_heads": 4, "example_input": (1, 3, 32, 32)}

@@ -53,11 +53,11 @@ def get_block_factory(block: BlockFactory | str | None, axes: int = 2) -> BlockF
 
         maker: BlockFactory = get_attn(block)
         return maker
-    if isinstance(block, str | nn.Module) or not callable(block):
+    if isinstance(block, str):
         names = ("attention", *BLOCKS, *TIMM_BLOCKS)
         expected = f"a class or function that returns a module, or one of {', '.join(names)}"
-        if isinstance(block, str):
-            raise ValueError(f"block must be {expected}, got {block!r}.{did_you_mean(block, names)}")
+        raise ValueError(f"block must be {expected}, got {block!r}.{did_you_mean(block, names)}")
+    if isinstance(block, nn.Module) or not callable(block):
         expected = "a class, or a function such as lambda channels: block"
         raise ValueError(f"block must be {expected}, got an instance of {type(block).__name__}")
     return block

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +19,9 @@ from vision_attn.attention.scopes import return_input, scope
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.networks.capture.maps import AttentionMap
-from vision_attn.networks.insertion import inserted_blocks, replaced_modules
+from vision_attn.networks.insertion.registry import inserted_blocks, replaced_modules
 from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
-from vision_attn.networks.inspection.selection import Names, match_names
+from vision_attn.networks.inspection.selection import Names, select_inside
 from vision_attn.text import Report, Table
 
 #: The note of a report if the loss is lower without the blocks.
@@ -125,7 +125,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     if not sites:
         raise ValueError(NO_BLOCK)
 
-    def ablate(off: Iterable[str]) -> Ablation:
+    def ablate(off: Collection[str]) -> Ablation:
         ablated = compute_scores(model, images, off)
         if scores is None or ablated is None:
             return Ablation(predictions_changed=None, loss=None)
@@ -203,21 +203,10 @@ def split_batch(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor]
     return images, labels
 
 
-def compute_scores(model: nn.Module, images: Tensor | list[Tensor], off: Iterable[str] = ()) -> Tensor | None:
-    """Return the scores ``(b, classes, …)`` of a model, or None if the output contains no scores.
-
-    Blocks in ``off`` return their input unchanged, and other modules in ``off`` return zeros.
-    """
-
-    def zero(module: nn.Module, args: Any, y: Any) -> Any:
-        return (torch.zeros_like(y[0]), *y[1:]) if isinstance(y, tuple) else torch.zeros_like(y)
-
-    plain, blocks, off = unwrap_model(model), branches(model), list(off)
-    with disable_sites(model, [site for site in off if site in blocks]), ExitStack() as hooks:
-        for site in off:
-            if site not in blocks:
-                hooks.enter_context(plain.get_submodule(site).register_forward_hook(zero))
-        output = plain(images)
+def compute_scores(model: nn.Module, images: Tensor | list[Tensor], off: Collection[str] = ()) -> Tensor | None:
+    """Return the scores ``(b, classes, …)`` of a model without some blocks, or None if the output has no scores."""
+    with disable_sites(model, off):
+        output = unwrap_model(model)(images)
     output = output.get("out", output) if isinstance(output, Mapping) else output  # torchvision's segmentation models
     output = getattr(output, "logits", output)
     return output.float() if isinstance(output, Tensor) and output.dim() > 1 else None
@@ -264,8 +253,8 @@ def disabled(
     (False, True)
     """
     blocks = branches(model)
-    sites = list(blocks) if names is None else match_names(blocks, names)
-    if where is not None and not (sites := [site for site in sites if where(site, blocks[site])]):
+    sites = select_inside(blocks, blocks, names, where)
+    if where is not None and not sites:
         raise SiteError(f"where returns True for no block. The model has blocks at {', '.join(blocks)}")
     return disable_sites(model, sites)
 

@@ -57,9 +57,8 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
         raise ValueError('model has nothing to train when frozen. Insert a block, or pass also_train="head"')
     # A tensor that is shared with a block is trained under each of its names.
     trained = {id(p) for key, p in network.named_parameters(remove_duplicate=False) if key in live}
-    frozen_before = {id(p): p for p in frozen_parameters(network)}
-    refuse_in_wrapper(model, (p for key, p in frozen_before.items() if key in trained), "va.freeze_backbone_")
-    remove_freezing_hooks_(network)
+    refuse_in_wrapper(model, (p for p in frozen_parameters(network) if id(p) in trained), "va.freeze_backbone_")
+    unfreeze_(network)
     #: keys of parameters and paths of norms, by the path of the module whose hook stores them
     parameters, norms = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
     for path, module in network.named_modules():
@@ -67,16 +66,12 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
         owner = max(around, default="", key=len)
         start = len(owner) + bool(owner)
         for name, p in module.named_parameters(recurse=False):
-            if (p.requires_grad or id(p) in frozen_before) and id(p) not in trained:
+            if p.requires_grad and id(p) not in trained:
                 p.requires_grad_(False)
                 parameters[owner].append(f"{path}.{name}"[start:].lstrip("."))
-            elif id(p) in frozen_before:
-                p.requires_grad_()
         # Batch and instance norms of torch and timm have running_mean and running_var.
-        statistics = {
-            f"{path}.{name}" for name, _ in module.named_buffers(recurse=False) if name.startswith("running_")
-        }
-        if statistics and not statistics & live:
+        statistics = [name for name, _ in module.named_buffers(recurse=False) if name.startswith("running_")]
+        if statistics and live.isdisjoint(f"{path}.{name}" for name in statistics):
             module.training = False
             norms[owner].append(path[start:])
             norms[path] += [""] if owner != path else []  # A norm in a list is called without the module around it.
@@ -107,11 +102,9 @@ def unfreeze_backbone_(model: nn.Module) -> int:
     True
     """
     network = unwrap_model(model)
-    frozen = [p for p in frozen_parameters(network) if not p.requires_grad]
+    frozen = (p for p in frozen_parameters(network) if not p.requires_grad)
     refuse_in_wrapper(model, frozen, "va.unfreeze_backbone_")
-    for p in frozen:
-        p.requires_grad_()
-    remove_freezing_hooks_(network)
+    unfreeze_(network)
     return sum(p.numel() for p in network.parameters() if p.requires_grad)
 
 
@@ -152,8 +145,10 @@ def plain_key(key: str) -> str:
     return re.sub(r"parametrizations\.(\w+)\.original\d*$|(_orig|_[gv])$", r"\1", key)
 
 
-def remove_freezing_hooks_(network: nn.Module) -> None:
-    """Remove the hooks of frozen parts, and return their norms to the mode of the network."""
+def unfreeze_(network: nn.Module) -> None:
+    """Train frozen parameters, return frozen norms to the mode of the network, and remove the hooks of both."""
+    for p in [*frozen_parameters(network)]:
+        p.requires_grad_()
     for module, hook in frozen_parts(network):
         remove_hooks_(module, lambda found: found.func is keep_frozen)
         for norm in (find_module(module, path) for path in hook.keywords["norms"]):
@@ -164,10 +159,8 @@ def remove_freezing_hooks_(network: nn.Module) -> None:
 def refuse_in_wrapper(model: nn.Module, parameters: Iterable[nn.Parameter], call: str) -> None:
     """Raise if parameters that were frozen when a model was wrapped would be trained without synchronization."""
     if any(True for _ in parameters) and (wrapper := synchronizer(model)) not in (None, "FSDPModule"):
-        what = (
-            f"model is wrapped in {wrapper}, which does not synchronize parameters that were frozen when it was created"
-        )
-        raise ValueError(f"{what}. Call {call} on the network before wrapping it")
+        why = "which does not synchronize parameters that were frozen when it was created"
+        raise ValueError(f"model is wrapped in {wrapper}, {why}. Call {call} on the network before wrapping it")
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:

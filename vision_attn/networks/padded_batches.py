@@ -58,9 +58,8 @@ def padded(
         what = "blocks on feature maps, and no swapped attention. Pass the part with these blocks, such as the backbone"
         raise ValueError(f"model must have {what}")
     if isinstance(valid, Tensor) and valid.dtype != torch.bool:
-        raise ValueError(
-            f"valid must be bool (True = pixel of an image), got {valid.dtype}. Convert it with valid.bool()"
-        )
+        got = f"{valid.dtype}. Convert it with valid.bool()"
+        raise ValueError(f"valid must be bool (True = pixel of an image), got {got}")
     pixels = ValidPixels(network, valid if isinstance(valid, Tensor) else [*map(tuple, valid)], image_size)
     values: dict[nn.Module, ValidPixels] = dict.fromkeys(blocks, pixels)
     for block in blocks_with_context(network):  # features from outside are not part of the images
@@ -117,9 +116,8 @@ def size_mask(sizes: Sequence[Sequence[int]], image_size: Sequence[int], device:
     [[[1, 1, 1], [0, 0, 0]], [[1, 0, 0], [1, 0, 0]]]
     """
     if any(length > most for size in sizes for length, most in zip(size, image_size, strict=True)):
-        raise ValueError(
-            f"valid must be sizes of at most image_size={tuple(image_size)}, got {list(map(tuple, sizes))}"
-        )
+        expected = f"sizes of at most image_size={tuple(image_size)}"
+        raise ValueError(f"valid must be {expected}, got {list(map(tuple, sizes))}")
     lengths = torch.tensor(sizes, device=device)  # (b, axes)
     mask = torch.ones(len(sizes), dtype=torch.bool, device=device)
     for length, ends in zip(image_size, lengths.T, strict=True):

@@ -47,16 +47,12 @@ def warn_if_untrained(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None
             return
         state.missed += before not in ([], state.sums)
         if state.missed > MAX_MISSED_UPDATES:
-            sites = ", ".join(
-                repr(name) for name, block_state in waiting.items() if block_state.missed >= MAX_MISSED_UPDATES
-            )
+            sites = ", ".join(repr(site) for site, other in waiting.items() if other.missed >= MAX_MISSED_UPDATES)
             while waiting:
                 waiting.popitem()[1].handle.remove()
-            warnings.warn(
-                f"the optimizer does not contain the blocks at {sites}: it was probably created before insertion. "
-                "Create it after insertion; va.check_optimizer(model, optimizer) lists such blocks",
-                stacklevel=2,
-            )
+            what = f"the optimizer does not contain the blocks at {sites}: it was probably created before insertion"
+            remedy = "Create it after insertion; va.check_optimizer(model, optimizer) lists such blocks"
+            warnings.warn(f"{what}. {remedy}", stacklevel=2)
 
     for site, block in blocks.items():
         if (first := next((p for p in block.parameters() if p.requires_grad), None)) is not None:

@@ -19,7 +19,7 @@ import vision_attn.networks.models
 from vision_attn.networks.checkpoints.file_format import Saved, write_saved
 from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.checkpoints.weights import PRESETS
-from vision_attn.networks.insertion import inserted_keys
+from vision_attn.networks.insertion.registry import inserted_keys
 from vision_attn.networks.safe import read_file
 from vision_attn.recipes.settings import CHOICES, Settings
 from vision_attn.recipes.train import build_network
@@ -559,23 +559,26 @@ def test_the_checkpoint_of_a_package_is_read_by_its_preset():
     assert len(va.load_checkpoint_(model, path, rename="efficientnet-pytorch").loaded) == 296
 
 
-@pytest.mark.parametrize("channels", [1, 2, 6])
-def test_the_first_convolution_is_converted_to_other_input_channels_on_request(channels, tmp_path):
+@pytest.mark.parametrize(("given", "wanted"), [(3, 1), (3, 2), (3, 6), (13, 26), (13, 3), (4, 3), (2, 5)])
+def test_the_first_convolution_is_converted_to_other_input_channels_on_request(given, wanted, tmp_path):
     """torchgeo#2289."""
-    source, model = (randomize_(timm.create_model("tiny", num_classes=3, in_chans=count)) for count in (3, channels))
-    path, key = save(source.state_dict(), tmp_path), next(iter(source.state_dict()))
-    before = copied(model)
-    with pytest.raises(
-        va.errors.CheckpointError, match=rf"3 input .* {channels}\. .*in_chans=3.*adapt_input_conv=True"
-    ):
+    theirs, model = (randomize_(small_network(in_chans=count)).eval() for count in (given, wanted))
+    path, before = save(theirs.state_dict(), tmp_path), copied(model)
+    remedy = rf"{given} input .* {wanted}\. .*in_chans={given}.*adapt_input_conv=True"
+    with pytest.raises(va.errors.CheckpointError, match=remedy):
         va.load_checkpoint_(model, path)
     assert_same(model.state_dict(), before)
     report = va.load_checkpoint_(model, path, adapt_input_conv=True)
-    weight = source.state_dict()[key]
-    assert torch.equal(model.state_dict()[key], timm.models.adapt_input_conv(channels, weight))
-    shape = tuple(weight.shape)
-    assert (report.converted, report.mismatched) == ({key: ((shape[0], channels, *shape[2:]), shape)}, {})
-    assert f"1 tensor converted to the shape in the model: {key}" in str(report)
+    weight = theirs[0].weight
+    repeated = weight.repeat(1, 3, 1, 1)[:, :wanted] * given / wanted
+    converted = timm.models.adapt_input_conv(wanted, weight) if given == 3 else repeated
+    torch.testing.assert_close(model[0].weight, converted)
+    shape, own = tuple(weight.shape), tuple(model[0].weight.shape)
+    assert (report.converted, report.mismatched) == ({"0.weight": (own, shape)}, {})
+    assert "1 tensor converted to the shape in the model: 0.weight" in str(report)
+    if wanted == 2 * given:  # the same date twice
+        x = torch.randn(2, given, 8, 8)
+        torch.testing.assert_close(model(torch.cat([x, x], 1)), theirs(x), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("convolution", [nn.Conv1d, nn.Conv3d])
@@ -614,20 +617,6 @@ def test_a_scalar_of_another_shape_is_named(counter, state, tmp_path):
     path = save({**state, "1.num_batches_tracked": counter}, tmp_path)
     with pytest.raises(va.errors.CheckpointError, match=r"1\.num_batches_tracked \(model \(\), checkpoint \(\d"):
         va.load_checkpoint_(small_network(), path)
-
-
-@pytest.mark.parametrize(("given", "wanted"), [(13, 26), (13, 3), (4, 3), (2, 5)])
-def test_any_number_of_input_channels_is_converted_on_request(given, wanted, tmp_path):
-    theirs, model = randomize_(small_network(in_chans=given)).eval(), small_network(in_chans=wanted).eval()
-    path = save(theirs.state_dict(), tmp_path)
-    with pytest.raises(va.errors.CheckpointError, match=f"has {given} input channels, the model has {wanted}"):
-        va.load_checkpoint_(model, path)
-    va.load_checkpoint_(model, path, adapt_input_conv=True)
-    weight = theirs[0].weight.repeat(1, 3, 1, 1)[:, :wanted] * given / wanted
-    torch.testing.assert_close(model[0].weight, weight)
-    if wanted == 2 * given:  # the same date twice
-        x = torch.randn(2, given, 8, 8)
-        torch.testing.assert_close(model(torch.cat([x, x], 1)), theirs(x), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")

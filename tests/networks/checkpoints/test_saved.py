@@ -31,7 +31,7 @@ import vision_attn.networks.models
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.networks.checkpoints import load_adapter_, save_adapter
 from vision_attn.networks.checkpoints.option_code import from_code, to_code
-from vision_attn.networks.insertion import inserted_keys, records
+from vision_attn.networks.insertion.registry import inserted_keys, records
 
 #: Some feature maps of the small networks in these tests are 2×2.
 pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 import vision_attn as va
 import vision_attn.networks.models
-from vision_attn.networks.insertion import CHILD, attach_records_, inserted_keys
+from vision_attn.networks.insertion.record import CHILD
+from vision_attn.networks.insertion.registry import attach_records_, inserted_keys
 from vision_attn.networks.inspection.selection import glob_matches
 
 #: The network is built once, because a failed insertion does not change it.

@@ -25,8 +25,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import vision_attn as va
-from vision_attn.networks import insertion, untrained
+from vision_attn.networks import untrained
 from vision_attn.networks.insertion.hooks import block_at
+from vision_attn.networks.insertion.registry import records
 
 pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
@@ -336,7 +337,7 @@ def test_replicas_of_data_parallel_run_the_block_with_their_tensors(names, at):
 def test_a_module_in_place_of_a_block_runs_instead(names):
     # PEFT and FSDP put a wrapper in place of a module; after merging, PEFT puts a trained copy there.
     model, before = with_block(names)
-    record = insertion.records(model)[0]
+    record = records(model)[0]
     owner, _, child = record.block_path.rpartition(".")
     block = only_block(model)
     other = copy.deepcopy(block)
@@ -344,7 +345,7 @@ def test_a_module_in_place_of_a_block_runs_instead(names):
     setattr(model.get_submodule(owner), child, other)
     assert not torch.equal(model(IMAGE), before)
     assert only_block(model) is other
-    assert insertion.records(model) == (record,)
+    assert records(model) == (record,)
     setattr(model.get_submodule(owner), child, block)
     assert torch.equal(model(IMAGE), before)
     assert only_block(model) is block

@@ -15,7 +15,7 @@ from torchvision.models.resnet import Bottleneck
 
 import vision_attn as va
 import vision_attn.networks.models
-from vision_attn.networks.insertion import inserted_keys, records, replaced_modules
+from vision_attn.networks.insertion.registry import inserted_keys, records, replaced_modules
 
 resnet18 = torchvision.models.resnet18
 bottlenecks = partial(torchvision.models.ResNet, Bottleneck, [1, 1, 1, 2])

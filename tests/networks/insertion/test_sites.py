@@ -15,7 +15,7 @@ from torchvision.models import DenseNet, detection, get_model, resnet18
 
 import vision_attn as va
 import vision_attn.networks.models
-from vision_attn.networks.insertion import inserted_keys, records
+from vision_attn.networks.insertion.registry import inserted_keys, records
 
 Pair = collections.namedtuple("Pair", ["skip", "features"])
 

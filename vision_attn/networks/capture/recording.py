@@ -186,9 +186,8 @@ class Recording:
         if backward_pass() != -1:  # activation checkpointing computes the forward pass again
             return
         calls = self.running_calls()
-        location: TokenPositions | str = TokenPositions(
-            inputs.grouping.query_layout.size, inputs.grouping.key_layout.size
-        )
+        own = inputs.grouping
+        location: TokenPositions | str = TokenPositions(own.query_layout.size, own.key_layout.size)
         if swap is not None:
             sizes = vars(calls[0][0])[MAP_SIZES]
             location = locate_tokens(swap, inputs, sizes, parents, calls, self.images, self.image_size)
@@ -200,7 +199,7 @@ class Recording:
             self.maps.reasons[path] = location
             return
         size, keys, outer, prefix = location
-        grouping = outer or inputs.grouping
+        grouping = outer or own
         padded = grouping.query_layout.size
         positions = find_positions(self.points, size, self.image_size)
         heads_at_once = 1 if self.reduction else len(heads)
@@ -227,9 +226,8 @@ class Recording:
             weights = compute_weights(None if every else tokens)
             first = compute_weights(torch.arange(prefix, device=inputs.q.device)) if prefix else None
         earlier = sum(known.partition(":")[0] == path for known in self.maps)
-        self.maps[f"{path}:{earlier + 1}" if earlier else path] = AttentionMap(
-            weights, tuple(positions), self.image_size, size, tuple(names), first
-        )
+        key = f"{path}:{earlier + 1}" if earlier else path
+        self.maps[key] = AttentionMap(weights, tuple(positions), self.image_size, size, tuple(names), first)
 
 
 def gather(x: Tensor, indices: Iterable[Any]) -> Tensor:
@@ -279,6 +277,5 @@ def find_positions(points: list[Point] | None, size: Sequence[int], image_size: 
     """Return the positions of a feature map that contain the points of the image; all positions when None."""
     if points is None:
         return list(pairs(*map(range, size)))
-    return [
-        tuple(int(at * n / pixels) for at, n, pixels in zip(point, size, image_size, strict=True)) for point in points
-    ]
+    axes_by_point = [zip(point, size, image_size, strict=True) for point in points]
+    return [tuple(int(at * n / pixels) for at, n, pixels in axes) for axes in axes_by_point]

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from vision_attn.errors import CheckpointError
-from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints import file_format
 from vision_attn.networks.checkpoints.file_format import BlockClasses, Saved, fingerprint, gather, unwrap_key
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import copy_all_, refuse_read_only, refuse_without_values
-from vision_attn.networks.insertion import InsertionReport, inserted_blocks, records, remove_
+from vision_attn.networks.insertion import InsertionReport, remove_
+from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, records
 from vision_attn.networks.inspection.network import require_modifiable, unwrap_model
 from vision_attn.networks.inspection.selection import select_keys
 from vision_attn.networks.safe import read_file
@@ -90,13 +90,12 @@ def save_adapter(
     blocks = file_format.blocks_to_save(model)
     if not blocks:
         raise ValueError("model has no inserted blocks to save. Call va.insert_ first, or use va.save_model")
-    state, block_keys = unwrap_state(model), set(map(unwrap_key, insertion.inserted_keys(model)))
+    state, block_keys = unwrap_state(model), set(map(unwrap_key, inserted_keys(model)))
     extra = select_keys("also", also, model, [key for key in state if key not in block_keys])
     tensors = {key: gather(state[key]) for key in state if key in block_keys or key in extra}
     base = fingerprint_network(state, exclude=block_keys | extra)
-    file_format.write_saved(
-        Path(file), Saved(tensors, blocks, base, tuple(sorted(extra)), metadata=dict(metadata or {}))
-    )
+    saved = Saved(tensors, blocks, base, tuple(sorted(extra)), metadata=dict(metadata or {}))
+    file_format.write_saved(Path(file), saved)
     return Path(file)
 
 
@@ -148,7 +147,7 @@ def load_adapter_(
         with torch.random.fork_rng(devices=[]):  # random initial values are replaced, so they must not advance the RNG
             file_format.insert_saved_(model, adapter, classes)
         state = unwrap_state(model)
-        shapes = {(unwrap_key(key), state[unwrap_key(key)].shape) for key in insertion.inserted_keys(model)}
+        shapes = {(unwrap_key(key), state[unwrap_key(key)].shape) for key in inserted_keys(model)}
         if wrong := shapes ^ {(key, value.shape) for key, value in adapter.tensors.items() if key not in adapter.also}:
             raise CheckpointError(f"created and saved blocks differ in {shorten(sorted(dict(wrong)))}")
         refuse_read_only({key: state[key] for key in adapter.tensors})
@@ -191,10 +190,8 @@ def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, 
     saved = base | fingerprint_network(adapter.tensors, adapter.tensors.keys() - set(adapter.also))
     model_shapes, adapter_shapes = ({name: shape for name, (shape, *_) in tensors.items()} for tensors in (ours, saved))
     if other := [name for name in adapter_shapes | model_shapes if model_shapes.get(name) != adapter_shapes.get(name)]:
-        shapes = [
-            f"{name} (model {model_shapes.get(name, 'none')}, adapter {adapter_shapes.get(name, 'none')})"
-            for name in other
-        ]
+        pairs = [(name, model_shapes.get(name, "none"), adapter_shapes.get(name, "none")) for name in other]
+        shapes = [f"{name} (model {mine}, adapter {theirs})" for name, mine, theirs in pairs]
         raise CheckpointError(f"{path} is for another network: {shorten(shapes)}. Use the network of the adapter")
     changed = tuple(name for name in base if ours.get(name, base[name]) != base[name])
     if strict and changed:

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks import use_impl
 from vision_attn.attention.blocks.config import blocks_with_impl
 from vision_attn.errors import CheckpointError
-from vision_attn.networks import insertion
 from vision_attn.networks.block_factories import BLOCKS, TIMM_BLOCKS, get_block_factory, make_block
 from vision_attn.networks.checkpoints.option_code import (
     CONFIG_CLASSES,
@@ -46,10 +45,10 @@ from vision_attn.networks.checkpoints.option_code import (
     from_code,
     to_code,
 )
-from vision_attn.networks.insertion import InsertedBlock
+from vision_attn.networks.insertion import registry
 from vision_attn.networks.insertion.build import replacement_options
 from vision_attn.networks.insertion.exact import unwrap_exact_block
-from vision_attn.networks.insertion.record import Measured, SecondMap, Site, replaced_module
+from vision_attn.networks.insertion.record import InsertedBlock, Measured, SecondMap, Site, replaced_module
 from vision_attn.networks.inspection.network import COMPILED
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
@@ -67,6 +66,14 @@ WRAPPER = re.compile(rf"{COMPILED}|_[a-z]+_wrapped_module")
 BlockClasses = Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]]
 #: name -> (shape, dtype, first digits of the SHA-256 hash of the values)
 Fingerprint = dict[str, tuple[tuple[int, ...], str, str]]
+
+
+#: A record with the default value of each entry that a file may lack.
+EMPTY = InsertedBlock(Site("", "", 0, (), ()), "", {}, "", None, ("", {}))
+#: Entries that every file has.
+REQUIRED = {"site", "at", "channels", "block", "options", "block_path", "parameters", "macs"}
+#: Type of the default value of an entry -> its types in JSON, or if it is missing; by default, the same type.
+ENTRY_TYPES: dict[type, Any] = {tuple: list | tuple, type(None): int | str | None}
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,11 @@ def read_saved(file: CheckpointFile) -> Saved | None:
     tensors = {name: value for name, value in file.content.items() if isinstance(value, Tensor)}
     try:
         entry = dict(json.loads(file.metadata[ENTRY]))
-        check_format(file.path, entry)  # before the hash, which other versions may compute differently
+        version, library = entry["format"], entry["library"]
+        if version != FORMAT:  # checked before the hash, which other versions may compute differently
+            remedy = f"Read it with vision_attn {library}, or save it again with this version."
+            what = f"{file.path} has another format version: expected {FORMAT}, got {version!r}"
+            raise CheckpointError(f"{what}. {remedy}")
         if entry.pop("file_hash") != compute_hash([entry, fingerprint(tensors)]):
             raise ValueError("its content does not match its hash")
         base: Fingerprint | None = entry["base"] and {
@@ -152,14 +163,6 @@ def read_saved(file: CheckpointFile) -> Saved | None:
         return Saved(tensors, tuple(map(decode_block, entry["blocks"])), base, also, arguments, metadata)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged ({error}). Download or save it again") from error
-
-
-def check_format(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Raise an error unless a file has the supported format version."""
-    version, library = metadata["format"], metadata["library"]
-    if version != FORMAT:
-        remedy = f"Read it with vision_attn {library}, or save it again with this version."
-        raise CheckpointError(f"{path} has another format version: expected {FORMAT}, got {version!r}. {remedy}")
 
 
 def encode_block(block: InsertedBlock) -> dict[str, Any]:
@@ -181,31 +184,19 @@ def encode_block(block: InsertedBlock) -> dict[str, Any]:
 
 
 def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
-    """Return the record of a block from plain values."""
-    names = "site", "at", "block", "block_path", "layout", "context", "context_layout", "identity_init"
-    defaults = {"layout": "b c h w", "context": "", "context_layout": "b c h w", "identity_init": ""}
-    texts = {name: values.get(name, defaults.get(name)) for name in names}
-    elements = values.get("element"), values.get("context_element")
-    if not all(isinstance(text, str) for text in texts.values()) or not all(
-        isinstance(element, int | str | None) for element in elements
-    ):
-        raise ValueError("the site of a block is not a string")
-    size, images, second = (
-        tuple(map(int, values.get(name, ()))) for name in ("map_size", "input_shape", "context_size")
-    )
-    used, channels = bool(values.get("used", True)), int(values["channels"])
-    block = InsertedBlock(
-        Site(texts["site"], texts["at"], channels, size, images, texts["layout"], elements[0], used),
-        texts["block"],
-        {str(name): decode_option(code) for name, code in values["options"].items()},
-        texts["block_path"],
-        SecondMap(texts["context"], texts["context_layout"], elements[1], second) if texts["context"] else None,
-        (texts["identity_init"], dict(values.get("wrapper_options", {}))),
-        Measured(int(values["parameters"]), int(values["macs"])),
-    )
-    if unknown := values.keys() - encode_block(block).keys():
-        raise ValueError(f"the record of a block has unknown entries: {shorten(sorted(unknown))}")
-    return block
+    """Return the record of a block from plain values; earlier versions of the library did not write all entries."""
+    defaults = encode_block(EMPTY)
+    v = {**defaults, **values}
+    kinds = {name: ENTRY_TYPES.get(type(default), type(default)) for name, default in defaults.items()}
+    wrong = {name for name in v if not isinstance(v[name], kinds.get(name, ()))} | (REQUIRED - values.keys())
+    if wrong:
+        raise ValueError(f"the record of a block has invalid, unknown or missing entries: {shorten(sorted(wrong))}")
+    size, images, second_size = (tuple(map(int, v[name])) for name in ("map_size", "input_shape", "context_size"))
+    site = Site(v["site"], v["at"], v["channels"], size, images, v["layout"], v["element"], v["used"])
+    second = SecondMap(v["context"], v["context_layout"], v["context_element"], second_size) if v["context"] else None
+    options = {str(name): decode_option(code) for name, code in v["options"].items()}
+    identity, cost = (v["identity_init"], v["wrapper_options"]), Measured(v["parameters"], v["macs"])
+    return InsertedBlock(site, v["block"], options, v["block_path"], second, identity, cost)
 
 
 def decode_option(code: str) -> Any:
@@ -222,7 +213,7 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
     Raises:
         ValueError: a block differs from a block that is built from its class and options.
     """
-    blocks, records = insertion.inserted_blocks(model), insertion.records(model)
+    blocks, records = registry.inserted_blocks(model), registry.records(model)
     for record in records:
         if record.block in (*BLOCKS, *TIMM_BLOCKS) and (reason := explain_change(record, blocks[record.site])):
             raise ValueError(f"the {record.block} at {record.site!r} cannot be saved: it {reason}")
@@ -249,16 +240,14 @@ def explain_change(record: InsertedBlock, block: nn.Module) -> str:
 def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:
     """Return class and options of each module of a block, independent of compilation and sharding."""
     with use_impl(block, "bmm") if blocks_with_impl(block) else nullcontext():
-        modules = {unwrap_key(path): module for path, module in block.named_modules()}
-        return {
-            path: (type(module).__name__.removeprefix("FSDP"), module.extra_repr()) for path, module in modules.items()
-        }
+        modules = [(unwrap_key(path), module) for path, module in block.named_modules()]
+        return {path: (type(x).__name__.removeprefix("FSDP"), x.extra_repr()) for path, x in modules}
 
 
 def foreign_classes(model: nn.Module) -> dict[str, Callable[..., Any]]:
     """Return the classes of the blocks of a model, and of their options, that are not of this library, by name."""
-    blocks, classes = insertion.inserted_blocks(model), dict[str, Callable[..., Any]]()
-    for record in insertion.records(model):
+    blocks, classes = registry.inserted_blocks(model), dict[str, Callable[..., Any]]()
+    for record in registry.records(model):
         if record.block not in (*BLOCKS, *TIMM_BLOCKS):
             classes[record.block] = type(unwrap_exact_block(blocks[record.site]))
         classes |= {type(value).__name__: type(value) for value in record.options.values() if is_dataclass(value)}
@@ -315,7 +304,7 @@ def insert_saved_(model: nn.Module, saved: Saved, classes: Classes) -> None:
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
     makers = {record.block: get_block_factory(classes.get(record.block, record.block)) for record in records}
-    insertion.attach_records_(model, records, {name: limit_shapes(make, shapes) for name, make in makers.items()})
+    registry.attach_records_(model, records, {name: limit_shapes(make, shapes) for name, make in makers.items()})
 
 
 def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlock:

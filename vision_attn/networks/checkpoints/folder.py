@@ -38,7 +38,8 @@ from vision_attn.networks.checkpoints.file_format import BlockClasses, gather, u
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
-from vision_attn.networks.insertion import inserted_blocks, records, remove_
+from vision_attn.networks.insertion import remove_
+from vision_attn.networks.insertion.registry import inserted_blocks, records
 from vision_attn.networks.inspection.example import float_tensors, make_example, tree_leaves
 from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
 from vision_attn.networks.models.registry import get_model_cfg
@@ -201,10 +202,8 @@ def load_model(
         folder = folder / RUN_SUBFOLDER
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{escape_control_characters(path)}: file not found. "
-            "Pass a folder written by va.save_model, timm or vision-attn train"
-        )
+        remedy = "Pass a folder written by va.save_model, timm or vision-attn train"
+        raise FileNotFoundError(f"{escape_control_characters(path)}: file not found. {remedy}")
     file = read_file(folder / "model.safetensors")
     saved = file_format.read_saved(file)
     weights: Mapping[str, Any] = file.content
@@ -331,11 +330,8 @@ def verify(
             cause = "Training may have diverged. The saved network was not verified."
             warnings.warn(f"The output of the network is not finite. {cause}", stacklevel=3)
             return
-        same = [
-            torch.allclose(y, x, rtol=0, atol=TOLERANCE * float(x.abs().max()))
-            for x, y in zip(expected, output, strict=True)
-        ]
-        if all(same):
+        pairs = zip(expected, output, strict=True)
+        if all(torch.allclose(y, x, rtol=0, atol=TOLERANCE * float(x.abs().max())) for x, y in pairs):
             return
         reason = "its output differs"
     except CheckpointError as error:

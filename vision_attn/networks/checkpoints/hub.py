@@ -9,6 +9,8 @@ from vision_attn.errors import CheckpointError
 
 #: Start of the name of a repository on the Hub.
 SCHEME = "hf-hub:"
+#: Repository, with the revision and the file if they are given.
+NAME = re.compile(SCHEME + r"([\w.-]+/[\w.-]+)(?:@(refs/[^/]+/[^/]+|(?!refs/)[^/]+))?(?:/(.+))?")
 #: Files that are downloaded if the user names a repository only.
 PATTERNS = ["*.json", "*.safetensors"]
 
@@ -32,9 +34,7 @@ def resolve_source(source: str | Path) -> Path:
     name = source.as_posix() if isinstance(source, Path) else source
     if not name.startswith(SCHEME):
         return Path(source)
-    match = re.fullmatch(
-        r"([\w.-]+/[\w.-]+)(?:@(refs/[^/]+/[^/]+|(?!refs/)[^/]+))?(?:/(.+))?", name.removeprefix(SCHEME)
-    )
+    match = NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"a repository must be {SCHEME}owner/name[@revision][/file], got {name!r}")
     repository, revision, file = match.groups()

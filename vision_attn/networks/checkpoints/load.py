@@ -23,7 +23,7 @@ from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, find_input_conv, remedies
 from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
 from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
-from vision_attn.networks.insertion import keys_by_site, replaced_modules
+from vision_attn.networks.insertion.registry import keys_by_site, replaced_modules
 from vision_attn.networks.inspection.network import unwrap_model
 from vision_attn.networks.inspection.selection import match_keys
 from vision_attn.networks.safe import CheckpointFile, read_file
@@ -175,9 +175,9 @@ class Target:
         #: tensors of the model
         self.state: dict[str, Any] = {unwrap_key(key): value for key, value in state_dict.items()}
         #: tensors of the model, and of the modules that were replaced by ``replace_``
-        self.tensors: dict[str, Any] = (
-            self.state | {key: value for part in removed for key, value in part.items()} | self.state
-        )
+        self.tensors: dict[str, Any] = {
+            key: x for part in (self.state, *removed, self.state) for key, x in part.items()
+        }
         #: the same number for each name of a shared parameter
         self.identities: dict[str, int] = {
             unwrap_key(key): id(parameter) for key, parameter in model.named_parameters(remove_duplicate=False)
@@ -197,11 +197,9 @@ class Target:
 
 def replaced_tensors(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return the tensors of each module that was replaced by ``replace_``, by all of their original keys."""
-    kept = {id(model.get_submodule(site)): old.state_dict() for site, old in replaced_modules(model).items()}
-    paths = [(path, kept.get(id(module))) for path, module in model.named_modules(remove_duplicate=False)]
-    return [
-        {unwrap_key(f"{path}.{key}"): value for key, value in old.items()} for path, old in paths if old is not None
-    ]
+    kept = {model.get_submodule(site): old.state_dict() for site, old in replaced_modules(model).items()}
+    paths = [(path, kept[x]) for path, x in model.named_modules(remove_duplicate=False) if x in kept]
+    return [{unwrap_key(f"{path}.{key}"): value for key, value in old.items()} for path, old in paths]
 
 
 def refuse_without_values(model: nn.Module) -> None:
@@ -300,9 +298,8 @@ def copy_all_(values: list[tuple[Any, Tensor]]) -> None:
 def refuse_read_only(tensors: Mapping[str, Any]) -> None:
     """Raise an error if values cannot be copied into one of the tensors of a model."""
     for key, x in tensors.items():
-        refused = (
-            x.is_nested or x.layout != torch.strided or (x.is_inference() and not torch.is_inference_mode_enabled())
-        )
+        constant = x.is_inference() and not torch.is_inference_mode_enabled()
+        refused = constant or x.is_nested or x.layout != torch.strided
         if refused or any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)):
             kinds = "expanded, sparse, nested, or was created in inference mode"
             raise ValueError(f"model: {key} cannot be written, because it is {kinds}. Replace it by a dense copy")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from vision_attn.networks.insertion import CHILD
+from vision_attn.networks.insertion.record import CHILD
 from vision_attn.text import Report, escape_control_characters, shorten
 
 #: Entries under which training scripts save the moving average of the weights.

@@ -41,8 +41,6 @@ def to_code(name: str, value: object) -> str:
     >>> to_code("pattern", Window(7, shift=3))
     'Window(size=7, shift=3)'
     """
-    if isinstance(value, ForeignCode):
-        return value
     code, kind = repr(value), type(value)
     classes: Classes = {kind.__name__: kind, **CONFIG_CLASSES} if is_dataclass(kind) else CONFIG_CLASSES
     try:

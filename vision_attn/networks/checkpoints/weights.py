@@ -77,14 +77,13 @@ def find_weights(
             kind = other_tensor(values[key]) or f"the object {values[key].name} instead of a tensor"
             raise CheckpointError(f"{file.path}: {key} is {kind}")
     tensors = select_tensors(file.path, names, values)
+    ignored = [key for key, value in values.items() if key not in names and isinstance(value, Tensor)]
     source = {
         "file": str(file.path),
         "entry": entry,
         "other_entries": tuple(name for name in entries if name not in ("", entry)),
         "prefix": prefix.removeprefix(f"{entry}.") + found_prefix,
-        "ignored": tuple(
-            unwrap_key(k, wrappers) for k, v in values.items() if k not in names and isinstance(v, Tensor)
-        ),
+        "ignored": tuple(unwrap_key(key, wrappers) for key in ignored),
     }
     arguments = {name.strip("."): values[key] for key, name in names.items() if key.endswith(".")}
     return tensors, arguments, source

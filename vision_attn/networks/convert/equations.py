@@ -72,10 +72,8 @@ def attention_equations(rank: int, attention_axes: Sequence[int]) -> tuple[str, 
     """
     axes = tuple(axis + rank if axis < 0 else axis for axis in attention_axes)
     if not axes or len(set(axes)) != len(axes) or any(not 0 < axis < rank - 2 for axis in axes):
-        raise ValueError(
-            f"attention_axes must be distinct axes between the batch and the heads, 1 to {rank - 3} of rank {rank}; "
-            f"got {tuple(attention_axes)}"
-        )
+        expected = f"distinct axes between the batch and the heads, 1 to {rank - 3} of rank {rank}"
+        raise ValueError(f"attention_axes must be {expected}; got {tuple(attention_axes)}")
     letters = string.ascii_lowercase[: rank + len(axes)]
     query = letters[:rank]
     key_letters = dict(zip(sorted(axes), letters[rank:], strict=True))

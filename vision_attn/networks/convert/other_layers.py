@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -51,12 +52,8 @@ def attend_multihead(
     layer: Any, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Any:
     order = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
-    arguments = {
-        "need_weights": True,
-        **dict(zip(order, others, strict=False)),
-        **options,
-        "average_attn_weights": None,
-    }
+    arguments = {"need_weights": True, **dict(zip(order, others, strict=False)), **options}
+    arguments["average_attn_weights"] = None  # has no effect without weights
     if any(map(is_set, arguments.values())) or key is not value or query.dim() != 3 or query.is_nested:
         return FALLBACK
     x, context = (y.transpose(1, 2) if layer.batch_first else y.permute(1, 2, 0) for y in (query, key))
@@ -131,13 +128,13 @@ def attend_dinov3(
     hidden_states: Tensor,
     attention_mask: Any = None,
     position_embeddings: Any = None,
-    **o: Any,
+    **others: Any,
 ) -> Any:
     """Run DINOv3's attention; the tokens without a rotation come first."""
-    if needs_layer(layer, *o.values()) or position_embeddings is None:
+    if position_embeddings is None:
         return FALLBACK
-    tensors = dict(zip(SIN_COS, reversed(position_embeddings), strict=True))
-    return attend(hidden_states.mT, transformers_bias(layer, hidden_states, attention_mask), **tensors).mT, None
+    rotation = dict(zip(SIN_COS, reversed(position_embeddings), strict=True))
+    return attend_transformers(layer, partial(attend, **rotation), hidden_states, attention_mask, **others)
 
 
 def example_dinov3(layer: Any) -> tuple[Any, ...]:

@@ -139,9 +139,8 @@ def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any, own:
     similar -= {outer for name in known | similar for outer in outer_paths(name)}
     similar -= {name for name in similar if known.intersection(outer_paths(name))}
     attention = {name: module for name, module in modules.items() if name in known | similar}
-    if names is None and where is None:
-        return attention
-    if not (inside := select_inside(modules, attention, names, where)):
+    inside = select_inside(modules, attention, names, where)
+    if not inside and (names is not None or where is not None):
         found = f"Attention modules of the model: {shorten(x or 'the model' for x in attention) or 'none'}"
         given = " and ".join(name for name, value in (("names", names), ("where", where)) if value is not None)
         raise SiteError(f"{given}: no attention module matches. {found}")
@@ -254,14 +253,13 @@ class Swapped(nn.Module):
         proxy: Any = next((x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)), None)
         if proxy is not None:  # a leaf module in torch.fx, like a block
             return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
-        swap = self.swapped
-        supported = read_traits(self, swap.traits[-1]) == swap.traits and not torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if supported:
-            y = swap.conversion.forward(self, partial(swap.attend, self), *args, **kwargs)
+        reason = self.bypass_reason or "it was traced" * torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if not reason:
+            y = self.swapped.conversion.forward(self, partial(self.swapped.attend, self), *args, **kwargs)
             if y is not FALLBACK:
                 return y
         for explain in scoped_values(self, "attention")[0]:
-            explain(UNSUPPORTED_CALL if supported else explain_change(self))
+            explain(reason or UNSUPPORTED_CALL)
         return super().forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Any:
@@ -291,16 +289,14 @@ def make_empty(kind: Any) -> Any:
 
 def explain_change(module: Swapped) -> str:
     """Return why a swapped module runs its original code, as the end of a sentence."""
-    parts, hooked, drops, settings = module.swapped.traits
+    parts, hooked, _, settings = module.swapped.traits
     for name, part in module.named_modules():
         if name and not any(part is known for known in parts):
             return f"{name!r} was replaced by {type(part).__name__}"
         if name and is_hooked(part) and not hooked:
             return f"{name!r} has a hook"
-    changed = [name for name, value in settings.items() if getattr(module, name, None) != value]
-    if changed:
-        return f"{changed[0]!r} has changed"
-    return "a dropout has another mode or rate" if read_traits(module, ())[2] != drops else "it was traced"
+    changed = (f"{name!r} has changed" for name, value in settings.items() if getattr(module, name, None) != value)
+    return next(changed, "a dropout has another mode or rate")
 
 
 def read_traits(module: nn.Module, names: Iterable[str] = ()) -> tuple[Any, ...]:

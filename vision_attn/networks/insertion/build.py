@@ -18,14 +18,13 @@ from vision_attn.errors import SiteError
 from vision_attn.networks import block_factories
 from vision_attn.networks.block_factories import BlockFactory, describe_error, make_block
 from vision_attn.networks.insertion.exact import init_identity_, wrap_exactly
-from vision_attn.networks.insertion.hooks import find_module, is_fusible
+from vision_attn.networks.insertion.hooks import is_fusible, require_module
 from vision_attn.networks.insertion.record import (
     CHILD,
     InsertedBlock,
     Measured,
     SecondMap,
     Site,
-    context_shape,
     is_inserted,
     replaced_module,
     set_record_,
@@ -92,20 +91,15 @@ def new_block(
         identity = init_identity_(new, x.target, x.shape, test_spec, exact, zeros)
         new = wrap_exactly(new, channels, test_spec, identity[1]).to(spec.device)
     second_map = None if context is None else SecondMap(context.target, context.layout, context.element, context.size)
-    shape, dtype = context_shape(options, second_map, x.size), like_parameters(new, run.model).dtype
+    site = Site(x.target, at, channels, x.size, run.example.shape, x.layout, x.element if y is None else None, x.used)
+    path = x.target if at == "replace" else choose_block_path(run.model, x.target, attempt.inside)
+    replaced = (run.model.get_submodule(x.target),) if at == "replace" else ()
+    record = InsertedBlock(site, name, options, path, second_map, identity, replaced=replaced)
+    dtype, shape = like_parameters(new, run.model).dtype, record.context_shape
     parameters, macs = measure_cost(new, x, y or x, shape)
     saved = count_saved_bytes(new, (1, channels, *x.size), dtype, shape) if dry_run else 0
-    record = InsertedBlock(
-        Site(x.target, at, channels, x.size, run.example.shape, x.layout, x.element if y is None else None, x.used),
-        name,
-        options,
-        choose_block_path(run.model, x.target, attempt.inside) if y is None else x.target,
-        second_map,
-        identity,
-        Measured(parameters, macs, count_attention_pairs(new, x.size), saved),
-        () if y is None else (run.model.get_submodule(x.target),),
-    )
-    return set_record_(new, record)
+    cost = Measured(parameters, macs, count_attention_pairs(new, x.size), saved)
+    return set_record_(new, replace(record, cost=cost))
 
 
 def rebuild(model: nn.Module, record: InsertedBlock, factories: Mapping[str, BlockFactory]) -> nn.Module:
@@ -142,13 +136,6 @@ def build_block(
     if not isinstance(block, nn.Module) or is_inserted(block):
         raise ValueError(f"block must return a new module for each site, got {type(block).__name__}")
     return block.train(target.training)
-
-
-def require_module(model: nn.Module, path: str) -> nn.Module:
-    """Return a module of a model; raise if there is none, for example for a record of another network."""
-    if (module := find_module(model, path)) is None:
-        raise SiteError(f"the model has no module {path!r} for a block")
-    return module
 
 
 def like_parameters(*modules: nn.Module) -> Tensor:
@@ -189,6 +176,5 @@ def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> st
         owner = model.get_submodule(path)
         if not isinstance(owner, CONTAINERS) and not hasattr(owner, child):
             return f"{path}.{child}"
-    raise SiteError(
-        f"{target!r} cannot have a child {CHILD!r}: it has an attribute of that name. Choose another module"
-    )
+    what = f"{target!r} cannot have a child {CHILD!r}: it has an attribute of that name"
+    raise SiteError(f"{what}. Choose another module")

@@ -22,6 +22,7 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.record import InsertedBlock, get_record, get_substitute, set_substitute_
 from vision_attn.networks.inspection.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
 from vision_attn.networks.inspection.network import CONVS, NORMS, hook_dicts
+from vision_attn.networks.inspection.selection import ancestor_paths
 
 #: Layers other than norms that graph transformations fuse or remove.
 FUSED = (*CONVS, nn.Linear, nn.Dropout)
@@ -152,7 +153,7 @@ def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, c
             raise missing_block_error(record, f"replaced by {type(module).__name__}")
         if (copied := block_at(module)) is not None:
             unhook_(module, [copied])
-        hook_(module, block, child[len(target) + 1 :] if inside else None)
+        run_at_(module, block, child[len(target) + 1 :] if inside else None)
     if found is not None and not inside:
         set_substitute_(module, found, block)
     tracers: list[Any] = [x.tracer for x in args if isinstance(x, Proxy)]
@@ -170,6 +171,13 @@ def find_module(model: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
+def require_module(model: nn.Module, path: str) -> nn.Module:
+    """Return a module of a model; raise if there is none, for example for a record of another network."""
+    if (module := find_module(model, path)) is None:
+        raise SiteError(f"the model has no module {path!r} for a block")
+    return module
+
+
 def missing_block_error(record: InsertedBlock, change: str) -> SiteError:
     """Return the error for a block whose target other code has removed or replaced."""
     remedy = "Call va.remove_(model), and replace, fuse and reparameterize modules before inserting blocks"
@@ -179,10 +187,8 @@ def missing_block_error(record: InsertedBlock, change: str) -> SiteError:
 def check_grid(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], *, block: nn.Module) -> None:
     """Raise for images with the same number of tokens in another grid, such as 448×112 instead of 224×224 pixels."""
     record = get_record(block)
-    images = (
-        x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() == len(record.target.input_shape)
-    )
-    size = next((tuple(x.shape[2:]) for x in images), ())
+    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    size = next((tuple(x.shape[2:]) for x in tensors if x.dim() == len(record.target.input_shape)), ())
     if len(size) == 2 and size != record.target.input_shape[2:]:
         grid = token_grid(record.tokens, *size)
         if grid not in (None, record.map_size):
@@ -233,7 +239,29 @@ def remove_hooks_(module: nn.Module, condition: Callable[[partial[Any]], bool]) 
                 handle.remove()
 
 
-def hook_(module: nn.Module, block: nn.Module, path: str | None) -> None:
+def hook_(model: nn.Module, block: nn.Module) -> None:
+    """Register the hooks of a block that a model contains."""
+    record = get_record(block)
+    inside = record.block_path[len(record.site) + 1 :] if record.is_child else None
+    run_at_(require_module(model, record.site), block, inside)
+    if record.second is not None:
+        require_module(model, record.second.path).register_forward_hook(partial(keep_context, block=block))
+        model.register_forward_hook(partial(drop_context, block=block), always_call=True)
+    # The network, and the nearest module around the block that other code may call alone, check that the block runs.
+    around = ancestor_paths(record.site if record.is_child else record.block_path)
+    called = [path for path in around if type(model.get_submodule(path)).forward is not nn.Module.forward]
+    for path in {"", *called[-1:]}:
+        start = len(path) + bool(path)
+        check = partial(check_block, block=block, target=record.site[start:], child=record.block_path[start:])
+        model.get_submodule(path).register_forward_pre_hook(check)
+    if "(" in record.target.layout:
+        # Methods such as forward_features do not run the hooks of the network, but run its patch embedding.
+        convolutions = (x for x in model.modules() if isinstance(x, CONVS))
+        first = next((x for x in convolutions if x.in_channels == record.target.input_shape[1]), model)
+        first.register_forward_pre_hook(partial(check_grid, block=block), with_kwargs=True)
+
+
+def run_at_(module: nn.Module, block: nn.Module, path: str | None) -> None:
     """Register the hook that runs a block, before older hooks, so that feature taps receive the block's output."""
     if get_record(block).target.at == "before":
         module.register_forward_pre_hook(partial(run_before, block=block, path=path), with_kwargs=True, prepend=True)

@@ -122,21 +122,18 @@ def insert_(
     selected = stages is not None or names is not None or where is not None
     model = require_modifiable(model, "va.insert_")
     if isinstance(block, int) or (isinstance(block, str) and block in dict(model.named_modules())):
-        keyword = "stages" if isinstance(block, int) else "names"
-        raise TypeError(
-            f"block must be a class, a function or the name of one, got {block!r}. Pass {keyword}={block!r}"
-        )
+        remedy = f"Pass {'stages' if isinstance(block, int) else 'names'}={block!r}"
+        raise TypeError(f"block must be a class, a function or the name of one, got {block!r}. {remedy}")
     example, declared = make_example(model, example_input), read_metadata(model)
     run = DryRun(model, example, declared, layout)
     overview = dry_run and not selected
     sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude, block_options)
-    side = "before" if at == "before" else "after"
-    maps = run.select_maps(find_targets(run, sites, at), side)
+    maps = run.select_maps(find_targets(run, sites, at), at)
     second_map = None if context is None else select_context(run, context, maps)
 
     def build(attempt: Attempt) -> list[nn.Module]:
         return [
-            new_block(run, block, x, side, block_options, None, exact, attempt, context=second_map, dry_run=dry_run)
+            new_block(run, block, x, at, block_options, None, exact, attempt, context=second_map, dry_run=dry_run)
             for x in maps
         ]
 
@@ -294,9 +291,8 @@ def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> Fea
     """Return the feature map of the module that gives the second feature map of blocks; it must run before them."""
     matches = match_names(dict(run.model.named_modules()), context, "context")
     if len(matches) > 1:
-        raise SiteError(
-            f"context: {context!r} matches {len(matches)} modules: {shorten(matches)}. Pass the path of one"
-        )
+        what = f"context: {context!r} matches {len(matches)} modules: {shorten(matches)}"
+        raise SiteError(f"{what}. Pass the path of one")
     (second_map,) = run.select_maps([end_of_sequential(run.model, matches[0])], "after")
     order = list(run.calls)
     for x in maps:

@@ -58,9 +58,9 @@ class Measured(NamedTuple):
     """Costs of a block for one image."""
 
     #: number of parameters (scalars)
-    parameters: int
+    parameters: int = 0
     #: MACs of one forward pass
-    macs: int
+    macs: int = 0
     #: query-key pairs of its full attention; not stored in files
     attention_pairs: int = 0
     #: bytes that autograd saves for the backward pass, counted in a dry run; not stored in files
@@ -90,7 +90,7 @@ class InsertedBlock:
     #: how the block was made an identity at initialization, and the options of the :class:`ExactBlock` around it
     identity: tuple[str, Mapping[str, Any]]
     #: not compared, because files contain only a part of it
-    cost: Measured = field(compare=False)
+    cost: Measured = field(default=Measured(), compare=False)
     #: the module that the block replaced, in a tuple; not stored in files
     replaced: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)
 
@@ -127,19 +127,13 @@ class InsertedBlock:
     @property
     def context_shape(self) -> tuple[int, ...] | None:
         """Channels and size of the second feature map; None without one. A map from outside may have any size."""
-        return context_shape(self.options, self.second, self.map_size)
+        channels = self.options.get("context_channels")
+        return None if channels is None else (channels, *(self.second.size if self.second else self.map_size))
 
     def moved(self, site: str, block_path: str, rename: Callable[[str], str]) -> InsertedBlock:
         """Return the record for another model, which contains the block and its modules under other paths."""
         second = self.second and replace(self.second, path=rename(self.second.path))
         return replace(self, target=replace(self.target, path=site), block_path=block_path, second=second)
-
-
-def context_shape(
-    options: Mapping[str, Any], second: SecondMap | None, size: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    channels = options.get("context_channels")
-    return None if channels is None else (channels, *(second.size if second else size))
 
 
 # --- attributes of modules --------------------------------------------------------------------------------------------
@@ -277,8 +271,5 @@ class InsertionReport(Report):
             ("the output of the network does not depend on the feature map at {}. Choose an earlier site", unused),
             (f"full attention at {{}} compares up to {tokens:,} tokens and costs {cost:,.1f} GMACs. {remedy}", large),
         )
-        return tuple(
-            text.format(", ".join(f"{block.site!r} ({block.size})" for block in blocks))
-            for text, blocks in kinds
-            if blocks
-        )
+        listed = [(text, ", ".join(f"{x.site!r} ({x.size})" for x in blocks)) for text, blocks in kinds]
+        return tuple(text.format(sites) for text, sites in listed if sites)

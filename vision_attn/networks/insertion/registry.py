@@ -17,20 +17,11 @@ from torch import nn
 from torch.fx import GraphModule
 
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.build import rebuild, require_module
-from vision_attn.networks.insertion.hooks import (
-    block_at,
-    check_block,
-    check_grid,
-    drop_context,
-    hook_,
-    keep_context,
-    our_hooks,
-    unhook_,
-)
+from vision_attn.networks.insertion.build import rebuild
+from vision_attn.networks.insertion.hooks import block_at, check_block, hook_, our_hooks, require_module, unhook_
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, replaced_module
-from vision_attn.networks.inspection.network import CONVS, unwrap_model
-from vision_attn.networks.inspection.selection import ancestor_paths, own_children
+from vision_attn.networks.inspection.network import unwrap_model
+from vision_attn.networks.inspection.selection import own_children
 from vision_attn.networks.untrained import warn_if_untrained
 
 
@@ -44,33 +35,17 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
         what = f"at={at!r}, block {record.block_path!r}"
         raise SiteError(f"{record.site!r}: the record of the block is invalid ({what})")
     if block_at(target) or replaced_module(target) or (at != "replace" and hasattr(owner, child)):
-        raise SiteError(
-            f"{record.site!r} already has an inserted block, or is one. To replace the block, call va.remove_(model) "
-            "first. To run two blocks in order, insert one class that contains both, such as an nn.Sequential subclass"
-        )
+        what = f"{record.site!r} already has an inserted block, or is one. To replace it, call va.remove_(model) first"
+        remedy = "To run two blocks in order, insert one class that contains both, such as an nn.Sequential subclass"
+        raise SiteError(f"{what}. {remedy}")
     if isinstance(target, GraphModule):
         what = f"{record.site!r} is a graph of torch.fx, whose hooks are not pickled"
         raise SiteError(f"{what}. Choose a module inside, or insert before tracing")
     if at == "replace":
         replace_module_(model, target, block)
-        return
-    owner.add_module(child, block)
-    start = len(record.site) + 1
-    hook_(target, block, record.block_path[start:] if record.is_child else None)
-    if record.second is not None:
-        require_module(model, record.second.path).register_forward_hook(partial(keep_context, block=block))
-        model.register_forward_hook(partial(drop_context, block=block), always_call=True)
-    # Hooks check that the block still runs, in the network and in the nearest module that other code may call alone.
-    nearest = [x for x in ancestor_paths(record.site) if type(model.get_submodule(x)).forward is not nn.Module.forward]
-    for around in {"", nearest[-1] if record.is_child and nearest else "" if record.is_child else path}:
-        start = len(around) + bool(around)
-        check = partial(check_block, block=block, target=record.site[start:], child=record.block_path[start:])
-        model.get_submodule(around).register_forward_pre_hook(check)
-    if "(" in record.target.layout:
-        # Methods such as forward_features do not run the hooks of the network, but run its patch embedding.
-        convolutions = (x for x in model.modules() if isinstance(x, CONVS))
-        first = next((x for x in convolutions if x.in_channels == record.target.input_shape[1]), model)
-        first.register_forward_pre_hook(partial(check_grid, block=block), with_kwargs=True)
+    else:
+        owner.add_module(child, block)
+        hook_(model, block)
 
 
 def attach_records_(

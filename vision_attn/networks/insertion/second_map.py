@@ -37,9 +37,8 @@ def context(model: nn.Module, features: Tensor) -> AbstractContextManager[None]:
     """
     blocks = blocks_with_context(model)
     if not blocks:
-        raise ValueError(
-            "model has no block that requires a context. Insert one with va.insert_(…, context_channels=…)"
-        )
+        remedy = "Insert one with va.insert_(…, context_channels=…)"
+        raise ValueError(f"model has no block that requires a context. {remedy}")
     return scope(unwrap_model(model), "context", dict.fromkeys(blocks, features))
 
 

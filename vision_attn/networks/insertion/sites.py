@@ -42,9 +42,8 @@ def select_sites(
         guesses = (did_you_mean(name, ("stages", "names", "where")) for name in options)
         unused = f" {shorten(map(repr, options))} would be passed to the block" if options else ""
         guess = next(filter(None, guesses), unused)
-        raise ValueError(
-            f"pass exactly one of stages, names and where, got {' and '.join(selections) or 'none'}.{guess}"
-        )
+        got = " and ".join(selections) or "none"
+        raise ValueError(f"pass exactly one of stages, names and where, got {got}.{guess}")
     check_where(where)
     # A block that replaced a module is a site, for which an error is raised later. Modules inside blocks are not sites.
     blocks = inserted_blocks(dry_run.model)
@@ -94,9 +93,8 @@ def match_stages(dry_run: DryRun, wanted: Iterable[int | str]) -> list[str]:
 def find_targets(dry_run: DryRun, sites: Iterable[str], at: str) -> list[str]:
     """Return the paths of the modules at which the blocks for the sites run."""
     check_choice("at", at, ("after", "before"))
-    return first_names(
-        dry_run.model, [end_of_sequential(dry_run.model, site, 0 if at == "before" else -1) for site in sites]
-    )
+    index = 0 if at == "before" else -1
+    return first_names(dry_run.model, [end_of_sequential(dry_run.model, site, index) for site in sites])
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------

@@ -98,7 +98,9 @@ def compare_copies(dry_run: DryRun, blocks: Sequence[nn.Module], expected: objec
     if not is_unchanged(()):
         raise child_error(blocks)
     culprits = [block for block in blocks if not is_unchanged([block])]
-    raise aliasing_error(culprits or blocks, " in training mode" * training)
+    what = f"{quote_sites(culprits or blocks)} cannot take a block: the network changes this tensor in place"
+    why = f"{' in training mode' * training} and also reads it elsewhere, where the change would be missing"
+    raise SiteError(f"{what}{why}. Choose another module, or set inplace=False in it")
 
 
 def why_incomparable(output: object) -> str:
@@ -111,14 +113,6 @@ def why_incomparable(output: object) -> str:
 
 def quote_sites(blocks: Iterable[nn.Module]) -> str:
     return ", ".join(repr(get_record(block).site) for block in blocks)
-
-
-def aliasing_error(blocks: Iterable[nn.Module], when: str = "") -> SiteError:
-    """Return the error for sites whose tensor the network changes in place and reads elsewhere."""
-    return SiteError(
-        f"{quote_sites(blocks)} cannot take a block: the network changes this tensor in place{when} and also reads "
-        "it elsewhere, where the change would be missing. Choose another module, or set inplace=False in it"
-    )
 
 
 def child_error(blocks: Iterable[nn.Module]) -> ChildError:

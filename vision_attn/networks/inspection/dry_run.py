@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from vision_attn.networks.inspection.layout import (
 )
 from vision_attn.networks.inspection.macs import Cost, count_flops
 from vision_attn.networks.inspection.metadata import NetworkMetadata
-from vision_attn.networks.inspection.network import hook_dicts, undisturbed
+from vision_attn.networks.inspection.network import fixed_seed, hook_dicts, kept_tensors, quiet_eval, without_hooks
 
 #: Values of the argument ``layout``.
 LAYOUT = re.compile(r"b c (w|h w|t h w)|b (w|h w|t h w) c|b \((\d+ \+ )?h w\) c")
@@ -109,8 +109,10 @@ class DryRun:
         parameters = [*self.changed.get(training, model.parameters())]
         try:
             with ExitStack() as stack:
-                changed = stack.enter_context(undisturbed(model, parameters, training, hooks=self.needs_hooks))
-                self.changed.setdefault(training, changed)
+                stack.enter_context(nullcontext() if self.needs_hooks else without_hooks(model))
+                self.changed.setdefault(training, stack.enter_context(kept_tensors(model, parameters)))
+                stack.enter_context(fixed_seed(model))
+                stack.enter_context(quiet_eval(model, training))
                 # With hooks inside, a swapped module runs its original code: so do all runs, to have the same rounding.
                 swapped = [x for x in model.modules() if hasattr(x, "running_block")]
                 inside = [(child, lambda *call: None) for x in swapped for child in x.children()]
@@ -205,12 +207,10 @@ class DryRun:
         Among several feature maps, the one that the network uses is selected. If it uses all, the declared one is.
         """
         candidates = [self.require_maps(target, at) for target in targets]
-        every = [x for maps in candidates for x in maps]
-        self.test_use(every, at)
-        unused = [x for x in every if self.unused[x, at]]
+        self.test_use([x for maps in candidates for x in maps], at)
         selected = []
         for maps in candidates:
-            used = [x for x in maps if x not in unused] or [x._replace(used=False) for x in maps]
+            used = [x for x in maps if not self.unused[x, at]] or [x._replace(used=False) for x in maps]
             used = [x for x in used if x.shape[1] == self.declared.channels.get(x.target)] or used
             if len(used) > 1:
                 what = f"{used[0].target!r} {'receives' if at == 'before' else 'returns'} {len(used)} feature maps"
@@ -227,10 +227,9 @@ class DryRun:
         calls = self.calls[target]
         shapes = ", ".join(str(spec.shape) for spec in calls[0][at].values())
         if self.maps_in_call(target, calls[0][at]):
-            raise SiteError(
-                f"{target!r} is called {len(calls)} times in one forward pass with different token grids or layouts, "
-                f"but a block supports one. Insert into the shared module: va.insert_(model.{target.split('.')[0]}, …)"
-            )
+            what = f"{target!r} is called {len(calls)} times in one forward pass with different token grids or layouts"
+            remedy = f"Insert into the shared module: va.insert_(model.{target.split('.')[0]}, …)"
+            raise SiteError(f"{what}, but a block supports one. {remedy}")
         what = f"{'receives' if at == 'before' else 'returns'} {shapes or 'no tensor'} for images {self.example.shape}"
         why = f", because {self.declared.non_raster}" if self.declared.non_raster else ""
         remedy = "Choose another module, or pass the layout of its feature map as layout="
@@ -238,26 +237,20 @@ class DryRun:
 
     def test_use(self, maps: Iterable[FeatureMap], at: str) -> None:
         """Test whether the output depends on feature maps, in one forward and backward pass for all of them."""
-        if unknown := [x for x in maps if (x, at) not in self.unused]:
-            found = self.find_unused(unknown, at)
-            self.unused.update({(x, at): x in found for x in unknown})
-
-    def find_unused(self, maps: list[FeatureMap], at: str) -> list[FeatureMap]:
-        """Return the feature maps on which the output does not depend, by one forward and backward pass."""
-        inputs: dict[FeatureMap, list[Tensor]] = {x: [] for x in maps}
-        hooks = [(x.target, partial(track_gradient, x.element, inputs[x])) for x in maps]
-        try:
+        inputs: dict[FeatureMap, list[Tensor]] = {x: [] for x in maps if (x, at) not in self.unused}
+        if not inputs:
+            return
+        self.unused |= {(x, at): False for x in inputs}  # also in a network without a backward pass
+        hooks = [(x.target, partial(track_gradient, x.element, tensors)) for x, tensors in inputs.items()]
+        with suppress(SiteError, RuntimeError):
             output = self.run(hooks, before=at == "before", context=torch.enable_grad())
             with torch.enable_grad():
                 sums = [x.float().square().sum() for x in get_tensors(output) if x.requires_grad]
-                if not sums:
-                    return []
                 every = [x for tensors in inputs.values() for x in tensors]
                 found = iter(torch.autograd.grad(torch.stack(sums).sum(), every, allow_unused=True))
-        except (SiteError, RuntimeError):  # The network has no backward pass.
-            return []
-        gradients = {x: [next(found) for _ in tensors] for x, tensors in inputs.items()}
-        return [x for x, each in gradients.items() if not any(is_used(x, gradient) for gradient in each)]
+            for x, tensors in inputs.items():
+                used = [is_used(x, next(found)) for _ in tensors]
+                self.unused[x, at] = not any(used)
 
 
 def track_gradient(
@@ -298,20 +291,18 @@ def get_tensors(value: object) -> list[Tensor]:
     found: list[Tensor] = []
     # A list keeps the objects alive, so that their identities stay unique.
     seen: dict[int, object] = {}
-    pending = [value]
+    pending: list[object] = [value]
     while pending:
-        leaves = []
-        for leaf in tree_leaves(pending.pop(0)):
+        for leaf in tree_leaves(pending.pop()):
             if isinstance(leaf, Tensor):
                 found.append(leaf)
             elif isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufc":
                 found.append(torch.from_numpy(np.array(leaf)))
             elif isinstance(leaf, Mapping):  # a subclass of dict
-                leaves.append([*leaf.values()])
+                pending.append([*leaf.values()])
             elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)) and id(leaf) not in seen:
                 seen[id(leaf)] = leaf
-                leaves.append([*vars(leaf).values()])
-        pending = leaves + pending
+                pending.append([*vars(leaf).values()])
     return found
 
 

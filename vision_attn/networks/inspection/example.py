@@ -73,8 +73,6 @@ def make_example(model: nn.Module, example_input: Any = None) -> Example:
     >>> make_example(nn.Conv2d(1, 8, 3)).shape
     (1, 1, 224, 224)
     """
-    if isinstance(example_input, Example):
-        return example_input
     convolutions = [module for module in model.modules() if isinstance(module, CONVS)]
     images_2d = [module for module in convolutions if len(module.kernel_size) == 2]  # A Conv1d may process vectors.
     first = next(iter(images_2d or convolutions), None)

@@ -6,7 +6,7 @@ import gc
 import inspect
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -186,17 +186,15 @@ def hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
     """Leave out the forward hooks of a model, except the hooks of torch, such as weight norm, and of this library."""
-    removed: list[tuple[Any, dict[int, Any]]] = []
+    every = [hooks for module in model.modules() for hooks in hook_dicts(module)[:2]]
+    changed = [(hooks, dict(hooks)) for hooks in every if not all(map(is_library_hook, hooks.values()))]
     try:
-        for module in model.modules():
-            for hooks in hook_dicts(module)[:2]:
-                if any(not is_library_hook(hook) for hook in hooks.values()):
-                    removed.append((hooks, dict(hooks)))
-                    for key in [key for key, hook in hooks.items() if not is_library_hook(hook)]:
-                        del hooks[key]
+        for hooks, before in changed:
+            for key in [key for key, hook in before.items() if not is_library_hook(hook)]:
+                del hooks[key]
         yield
     finally:
-        for hooks, before in removed:
+        for hooks, before in changed:
             hooks.clear()
             hooks.update(before)
 
@@ -232,23 +230,3 @@ def quiet_eval(model: nn.Module, training: bool = False) -> Iterator[None]:
     finally:
         for module, before in modes:
             module.training = before
-
-
-@contextmanager
-def undisturbed(
-    model: nn.Module, parameters: Iterable[Tensor], training: bool = False, hooks: bool = False
-) -> Iterator[list[Tensor]]:
-    """Run a model quietly, with a fixed random seed, and restore its tensors, modes and the random states afterwards.
-
-    Args:
-        model: the network.
-        parameters: parameters that may change in place. Only these are copied.
-        training: run in training mode instead of evaluation mode.
-        hooks: call the hooks of other code.
-
-    Yields:
-        A list that contains the parameters that have changed in place, when the context ends.
-    """
-    kept = nullcontext() if hooks else without_hooks(model)
-    with kept, kept_tensors(model, parameters) as changed, fixed_seed(model), quiet_eval(model, training):
-        yield changed

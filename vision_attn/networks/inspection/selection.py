@@ -37,9 +37,8 @@ def check_where(where: Callable[[str, nn.Module], bool] | None) -> None:
         if where is not None:
             inspect.signature(where).bind("", None)
     except TypeError as error:
-        raise ValueError(
-            f"where must be a function of path and module, such as lambda name, module: … ({error})"
-        ) from None
+        expected = "a function of path and module, such as lambda name, module: …"
+        raise ValueError(f"where must be {expected} ({error})") from None
 
 
 def check_list(argument: str, value: Any, kinds: tuple[type, ...]) -> list[Any]:

@@ -135,9 +135,8 @@ class PickleReader(pickle._Unpickler):
             raise NotAllowedError(f"a reference to {name!r}, which is a sign of an attack")
         # torch's functions have names such as torch._utils._rebuild_tensor_v2.
         rebuilt = name.partition("._rebuild_")[2] if name.startswith("torch.") else ""
-        return (
-            DTYPES.get(name) or self.makers.get(rebuilt or name) or Placeholder(name[:100])
-        )  # errors contain the name
+        # Errors contain the name of a placeholder.
+        return DTYPES.get(name) or self.makers.get(rebuilt or name) or Placeholder(name[:100])
 
     def persistent_load(self, pid: Any) -> object:
         """Return a storage, or the class that a file from before torch 1.6 contains with its source code."""
@@ -227,9 +226,8 @@ class Instructions(dict[int, Callable[[Any], None]]):
     """The methods that execute the allowed instructions, by code; each use is counted."""
 
     def __init__(self, reader: PickleReader) -> None:
-        super().__init__(
-            (code, reader.dispatch[code]) for name in INSTRUCTIONS.split() for code in getattr(pickle, name)
-        )
+        codes = [code for name in INSTRUCTIONS.split() for code in getattr(pickle, name)]
+        super().__init__((code, reader.dispatch[code]) for code in codes)
         self.spend = reader.spend
 
     def __getitem__(self, code: int) -> Callable[[Any], None]:
@@ -237,9 +235,8 @@ class Instructions(dict[int, Callable[[Any], None]]):
         return super().__getitem__(code)
 
     def __missing__(self, code: int) -> Any:
-        raise NotAllowedError(
-            f"the pickle instruction {next(op.name for op in pickletools.opcodes if op.code == chr(code))}"
-        )
+        name = next(op.name for op in pickletools.opcodes if op.code == chr(code))
+        raise NotAllowedError(f"the pickle instruction {name}")
 
 
 def as_key(value: Any) -> Any:
