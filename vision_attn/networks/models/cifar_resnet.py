@@ -22,8 +22,9 @@ from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
+from timm.layers import DropPath, calculate_drop_path_rates
 from timm.models import generate_default_cfgs
-from timm.models.resnet import BasicBlock, make_blocks
+from timm.models.resnet import BasicBlock
 from torch import Tensor, nn
 
 from vision_attn.networks.models.registry import StagedNetwork, make_cfg, register_network
@@ -40,6 +41,18 @@ class PadShortcut(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.pad(x[:, :, ::2, ::2], self.padding)
+
+
+def basic_block(in_channels: int, channels: int, stride: int, option: str, drop_path: nn.Module | None) -> nn.Module:
+    """Build a residual block of two 3×3 convolutions and a shortcut."""
+    shortcut: nn.Module | None = None
+    if stride != 1 and option == "A":
+        shortcut = PadShortcut(channels - in_channels)
+    elif stride != 1:
+        conv = nn.Conv2d(in_channels, channels, 1, stride, bias=False)
+        shortcut = nn.Sequential(conv, nn.BatchNorm2d(channels))
+    block: nn.Module = BasicBlock(in_channels, channels, stride, shortcut, drop_path=drop_path)
+    return block
 
 
 class CifarResNet(StagedNetwork):
@@ -83,12 +96,14 @@ class CifarResNet(StagedNetwork):
         self.conv1: nn.Conv2d = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False)
         self.bn1: nn.BatchNorm2d = nn.BatchNorm2d(16)
         self.relu: nn.ReLU = nn.ReLU(inplace=True)
-        blocks = [(depth - 2) // 6] * 3
-        stages, _ = make_blocks([BasicBlock] * 3, (16, 32, 64), blocks, inplanes=16, drop_path_rate=drop_path_rate)
-        for name, stage in stages:
-            self.add_module(name, stage)
-            if option == "A" and stage[0].downsample is not None:
-                stage[0].downsample = PadShortcut(stage[0].conv1.in_channels)  # it doubles the channels
+        blocks = (depth - 2) // 6
+        drops = iter(
+            [DropPath(rate) if rate else None for rate in calculate_drop_path_rates(drop_path_rate, 3 * blocks)]
+        )
+        for stage, (before, after) in enumerate([(16, 16), (16, 32), (32, 64)], start=1):
+            shapes = [(before, after, 1 if stage == 1 else 2), *[(after, after, 1)] * (blocks - 1)]
+            layers = [basic_block(*shape, option, next(drops)) for shape in shapes]
+            self.add_module(f"layer{stage}", nn.Sequential(*layers))
         self.add_head(num_classes, **head)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
