@@ -61,7 +61,7 @@ def test_settings_are_restored_from_their_file_except_call_settings(base, tmp_pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"epoch": 3}', "unexpected keyword argument 'epoch'"),
+        ('{"epoch": 3}', "unknown settings epoch"),
         ("lr", "does not contain settings"),
         ("[1]", "does not contain settings"),
         ('{"dataset": "hfds/someone/photos"}', "--dataset hfds/someone/photos"),
