@@ -223,7 +223,7 @@ def attend_sdpa(
     try:
         y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
     except RuntimeError as error:
-        if not isinstance(error, NotImplementedError) and active_transform() is None:
+        if not isinstance(error, NotImplementedError) and (mask is None or active_transform() is None):
             raise
         if without_derivative is None:
             what = "torch's fused attention cannot be differentiated in forward mode, or for a mask in torch.func"
