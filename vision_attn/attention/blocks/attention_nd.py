@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +41,9 @@ class Attention(ConfigurableImpl):
     q_norm: nn.Module | None
     k_norm: nn.Module | None
 
-    fixed = (*OPTIONS, "pattern", "position")
-    live = ("impl", "scale", "causal")
-    arguments = ("qkv_bias", "proj_bias", "output_gate")
+    fixed: ClassVar[Collection[str]] = (*OPTIONS, "pattern", "position")
+    live: ClassVar[Collection[str]] = ("impl", "scale", "causal")
+    arguments: ClassVar[Collection[str]] = ("qkv_bias", "proj_bias", "output_gate")
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,7 @@ class AugmentedConv2d(Configurable):
     torch.Size([2, 32, 5, 4])
     """
 
-    fixed = ("stride",)
+    fixed: ClassVar[Collection[str]] = ("stride",)
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class StridedAttention2d(Configurable):
     torch.Size([2, 64, 7, 5])
     """
 
-    fixed = ("stride",)
+    fixed: ClassVar[Collection[str]] = ("stride",)
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
 import torch
@@ -53,7 +53,7 @@ class GatedResidual(FixedOptions):
     """
 
     rank = 2
-    fixed = ("channels", "gate_init", "zero_init")
+    fixed: ClassVar[Collection[str]] = ("channels", "gate_init", "zero_init")
 
     def __init__(self, channels: int, gate_init: float | None, device: Any = None, dtype: Any = None) -> None:
         super().__init__()

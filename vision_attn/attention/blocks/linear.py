@@ -13,7 +13,9 @@ tokens. The rows of ``φ(q) ψ(k)ᵀ`` are positive and sum to one, as attention
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -135,7 +137,7 @@ class LinearAttention2d(ConfigurableImpl):
     """
 
     rank = 2
-    fixed = ("channels", "num_heads", "feature_map")
+    fixed: ClassVar[Collection[str]] = ("channels", "num_heads", "feature_map")
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,7 @@ class TransformerBlock2d(Configurable):
     """
 
     rank = 2
-    fixed = ("channels", "norm_first", "activation")
+    fixed: ClassVar[Collection[str]] = ("channels", "norm_first", "activation")
 
     def __init__(
         self,

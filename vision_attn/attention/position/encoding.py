@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Collection
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -32,7 +33,7 @@ class AnyPosition(Protocol):
 class PositionEncoding(FixedOptions):
     """Base class of position encodings, an identity; subclasses override :meth:`add_to_map` or :meth:`forward`."""
 
-    fixed = ("config",)
+    fixed: ClassVar[Collection[str]] = ("config",)
     #: True if relative positions are encoded: queries and keys must come from the same feature map.
     is_relative = False
     #: True if the parameters are tables whose shapes depend on the size of the feature map.
