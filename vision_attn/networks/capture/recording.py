@@ -36,7 +36,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": torch.add, 
 #: A point in the image, ``(y, x)`` in pixels.
 Point = Sequence[float]
 #: Reason why attention of another library is not captured.
-NOT_CONVERTED = "it belongs to another library. va.swap_(model) converts supported layers, and its report lists others"
+NOT_CONVERTED = "it belongs to another library. va.swap_(model) converts supported layers; its report lists the others"
 #: Reason why other attention is not captured.
 NOT_SELECTED = "names= and where= do not select it"
 #: Coordinates of a point by the number of axes of the image.
