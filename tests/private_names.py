@@ -64,7 +64,7 @@ USES = (
     Use("networks/inspection/network.py", "_backward_pre_hooks", HOOKS, TORCH, MEANING),
     Use("networks/inspection/network.py", "_forward_hooks", HOOKS, TORCH, MEANING),
     Use("networks/inspection/network.py", "_forward_pre_hooks", HOOKS, TORCH, MEANING),
-    Use("networks/inspection/network.py", "_orig_mod",
+    Use("networks/inspection/wrappers.py", "_orig_mod",
         "a part of keys in files; if it changes, sites and keys of compiled models have another prefix",
         TORCH, MEANING),
     Use("networks/safe/pickled.py", "_Unpickler",

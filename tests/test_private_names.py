@@ -18,7 +18,8 @@ import vision_attn as va
 from vision_attn.networks.convert.swap import Swapped
 from vision_attn.networks.insertion import record
 from vision_attn.networks.inspection.macs import count_flops
-from vision_attn.networks.inspection.network import compiled_module, hook_dicts
+from vision_attn.networks.inspection.network import hook_dicts
+from vision_attn.networks.inspection.wrappers import compiled_module
 
 PACKAGE = Path(va.__file__).parent
 #: Documented names: named tuples, the protocol of notebooks, and the function of Python that ends a process.

@@ -20,8 +20,9 @@ from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.networks.capture.maps import AttentionMap
 from vision_attn.networks.insertion.registry import inserted_blocks, replaced_modules
-from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
+from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.networks.inspection.selection import Names, select_inside
+from vision_attn.networks.inspection.wrappers import unwrap_model
 from vision_attn.text import Report, Table
 
 #: The note of a report if the loss is lower without the blocks.
@@ -214,7 +215,7 @@ def compute_scores(model: nn.Module, images: Tensor | list[Tensor], off: Collect
 
 def branches(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks with a residual branch by site or path: inserted blocks, and gated blocks of the network."""
-    replaced = replaced_modules(model)
+    replaced = replaced_modules(unwrap_model(model))
     blocks = {site: block for site, block in inserted_blocks(model).items() if site not in replaced}
     for path, module in unwrap_model(model).named_modules():
         if isinstance(module, GatedResidual) and module not in blocks.values():

@@ -17,8 +17,9 @@ from vision_attn.networks.insertion.build import CONTAINERS
 from vision_attn.networks.insertion.hooks import find_module, our_hooks, remove_hooks_
 from vision_attn.networks.insertion.record import replaced_module
 from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, replaced_modules
-from vision_attn.networks.inspection.network import NORMS, synchronizer, unwrap_model
+from vision_attn.networks.inspection.network import NORMS
 from vision_attn.networks.inspection.selection import ancestor_paths, select_keys
+from vision_attn.networks.inspection.wrappers import synchronizer, unwrap_model
 
 #: Keys of parameters without weight decay, in addition to all parameters with one axis.
 NO_DECAY = re.compile(r"(.*\.)?(bias|gate|logit_scale|(gamma|layer_scale)[^.]*)")

@@ -14,7 +14,8 @@ from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.scopes import DependsOnPass, scope
 from vision_attn.networks.insertion.second_map import blocks_with_context
 from vision_attn.networks.inspection.example import Example
-from vision_attn.networks.inspection.network import running_calls, unwrap_model
+from vision_attn.networks.inspection.network import running_calls
+from vision_attn.networks.inspection.wrappers import unwrap_model
 
 
 def padded(

@@ -25,8 +25,9 @@ from vision_attn.networks.capture.token_positions import TokenPositions, locate_
 from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention, outer_paths
 from vision_attn.networks.convert.window_layers import PaddedAttention
 from vision_attn.networks.inspection.example import Example
-from vision_attn.networks.inspection.network import CONVS, Call, running_calls, unwrap_model
+from vision_attn.networks.inspection.network import CONVS, Call, running_calls
 from vision_attn.networks.inspection.selection import Names, select_inside
+from vision_attn.networks.inspection.wrappers import unwrap_model
 from vision_attn.text import shorten
 
 #: Size in bytes of the maps of one forward pass above which ``allow_large=True`` is required.

@@ -18,8 +18,8 @@ from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import copy_all_, refuse_read_only, refuse_without_values
 from vision_attn.networks.insertion import InsertionReport, remove_
 from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, records
-from vision_attn.networks.inspection.network import require_modifiable, unwrap_model
 from vision_attn.networks.inspection.selection import select_keys
+from vision_attn.networks.inspection.wrappers import require_modifiable, unwrap_model
 from vision_attn.networks.safe import read_file
 from vision_attn.text import Report, Table, escape_control_characters, shorten
 

@@ -49,7 +49,7 @@ from vision_attn.networks.insertion import registry
 from vision_attn.networks.insertion.build import replacement_options
 from vision_attn.networks.insertion.exact import unwrap_exact_block
 from vision_attn.networks.insertion.record import InsertedBlock, Measured, SecondMap, Site, replaced_module
-from vision_attn.networks.inspection.network import COMPILED
+from vision_attn.networks.inspection.wrappers import COMPILED
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
 from vision_attn.text import shorten

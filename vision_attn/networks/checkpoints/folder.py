@@ -41,7 +41,8 @@ from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.insertion import remove_
 from vision_attn.networks.insertion.registry import inserted_blocks, records
 from vision_attn.networks.inspection.example import float_tensors, make_example, tree_leaves
-from vision_attn.networks.inspection.network import quiet_eval, unwrap_model
+from vision_attn.networks.inspection.network import quiet_eval
+from vision_attn.networks.inspection.wrappers import unwrap_model
 from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import read_file, write_atomically
 from vision_attn.networks.safe.write import name_errors, temporary_folder

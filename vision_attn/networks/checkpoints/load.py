@@ -23,9 +23,10 @@ from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, find_input_conv, remedies
 from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
 from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
+from vision_attn.networks.insertion.hooks import check_blocks
 from vision_attn.networks.insertion.registry import keys_by_site, replaced_modules
-from vision_attn.networks.inspection.network import unwrap_model
 from vision_attn.networks.inspection.selection import match_keys
+from vision_attn.networks.inspection.wrappers import unwrap_model
 from vision_attn.networks.safe import CheckpointFile, read_file
 from vision_attn.text import shorten
 
@@ -168,7 +169,11 @@ class Target:
     """
 
     def __init__(self, model: nn.Module, skip: str | Iterable[str]) -> None:
-        state_dict, removed = model.state_dict(), replaced_tensors(model)
+        check_blocks(model)
+        keys, replaced = keys_by_site(model), replaced_modules(model)
+        state_dict, removed = model.state_dict(), replaced_tensors(model, replaced)
+        #: paths of the modules
+        self.paths: list[str] = list(map(unwrap_key, dict(model.named_modules())))
         self.arguments: dict[str, Mapping[str, str]] = {
             unwrap_key(path): arguments for path, arguments in get_arguments(state_dict).items()
         }
@@ -182,7 +187,7 @@ class Target:
         self.identities: dict[str, int] = {
             unwrap_key(key): id(parameter) for key, parameter in model.named_parameters(remove_duplicate=False)
         }
-        blocks = [set(map(unwrap_key, keys)) for keys in keys_by_site(model).values()]
+        blocks = [set(map(unwrap_key, keys)) for keys in keys.values()]
         self.block_keys: set[str] = set[str]().union(*blocks)
         # Checkpoints from torch before 0.4.1 have no batch counters.
         counters = [{key} for key in self.tensors if key.endswith("num_batches_tracked")]
@@ -195,9 +200,9 @@ class Target:
         self.required: dict[str, Any] = {key: value for key, value in self.tensors.items() if key not in optional}
 
 
-def replaced_tensors(model: nn.Module) -> list[dict[str, Tensor]]:
+def replaced_tensors(model: nn.Module, replaced: Mapping[str, nn.Module]) -> list[dict[str, Tensor]]:
     """Return the tensors of each module that was replaced by ``replace_``, by all of their original keys."""
-    kept = {model.get_submodule(site): old.state_dict() for site, old in replaced_modules(model).items()}
+    kept = {model.get_submodule(site): old.state_dict() for site, old in replaced.items()}
     paths = [(path, kept[x]) for path, x in model.named_modules(remove_duplicate=False) if x in kept]
     return [{unwrap_key(f"{path}.{key}"): value for key, value in old.items()} for path, old in paths]
 
@@ -276,7 +281,7 @@ def explain_refusal(report: LoadReport, model: nn.Module, target: Target, saved:
         hint = hint or 'If the checkpoint contains the network under a prefix, pass it, as in prefix="backbone."'
         return CheckpointError(f"{report.file} is for another architecture: {keys}. {hint}")
     what = f"{report.file} does not fit the model {type(model).__name__}. Nothing was loaded."
-    remedy = [hint] if hint else remedies(report, [unwrap_key(path) for path, _ in model.named_modules()])
+    remedy = [hint] if hint else remedies(report, target.paths)
     return CheckpointError(what, *str(report).split("\n")[1:], *remedy)
 
 

@@ -35,8 +35,9 @@ from vision_attn.networks.convert.conversion import (
 )
 from vision_attn.networks.convert.equivalence import check_equivalence, check_source, class_path, is_hooked
 from vision_attn.networks.convert.swap_report import SWAPPED, VISION_ATTN, SwappedModule, SwapReport
-from vision_attn.networks.inspection.network import hook_dicts, require_modifiable
+from vision_attn.networks.inspection.network import hook_dicts
 from vision_attn.networks.inspection.selection import Names, ancestor_paths, select_inside
+from vision_attn.networks.inspection.wrappers import require_modifiable
 from vision_attn.text import shorten
 
 # --- swapping ---------------------------------------------------------------------------------------------------------

@@ -163,6 +163,13 @@ def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, c
         raise SiteError(f"the block at {record.site!r} cannot be traced by torch.fx: {why}. {remedy}")
 
 
+def check_blocks(network: nn.Module) -> None:
+    """Raise an error if a block of a network no longer runs."""
+    for owner in network.modules():
+        for hook in our_hooks(owner, (check_block,)):
+            hook(owner, ())
+
+
 def find_module(model: nn.Module, path: str) -> nn.Module | None:
     """Return a module of a model, or None if there is none."""
     try:

@@ -36,8 +36,8 @@ from vision_attn.networks.inspection.example import make_example
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.macs import Cost
 from vision_attn.networks.inspection.metadata import read_metadata
-from vision_attn.networks.inspection.network import require_modifiable
 from vision_attn.networks.inspection.selection import Names, end_of_sequential, match_names
+from vision_attn.networks.inspection.wrappers import require_modifiable
 from vision_attn.text import shorten
 
 

@@ -18,10 +18,10 @@ from torch.fx import GraphModule
 
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.build import rebuild
-from vision_attn.networks.insertion.hooks import block_at, check_block, hook_, our_hooks, require_module, unhook_
+from vision_attn.networks.insertion.hooks import block_at, check_blocks, hook_, our_hooks, require_module, unhook_
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, replaced_module
-from vision_attn.networks.inspection.network import unwrap_model
 from vision_attn.networks.inspection.selection import own_children
+from vision_attn.networks.inspection.wrappers import unwrap_model
 from vision_attn.networks.untrained import warn_if_untrained
 
 
@@ -147,13 +147,12 @@ def inserted_blocks(model: nn.Module) -> dict[str, nn.Module]:
     ['0']
     """
     network = unwrap_model(model)
-    for owner in network.modules():
-        for hook in our_hooks(owner, (check_block,)):
-            hook(owner, ())
+    check_blocks(network)
     return blocks_by_site(network)
 
 
 def blocks_by_site(network: nn.Module) -> dict[str, nn.Module]:
+    """Return the inserted blocks of a network without wrappers, whether they run or not."""
     found = {name: module if replaced_module(module) else block_at(module) for name, module in network.named_modules()}
     return {name: block for name, block in found.items() if block is not None}
 
@@ -171,8 +170,8 @@ def all_blocks(network: nn.Module) -> list[nn.Module]:
     return list(blocks)
 
 
-def replaced_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that :func:`replace_` removed from a model, by site.
+def replaced_modules(network: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that :func:`replace_` removed from a network without wrappers, by site.
 
     >>> from vision_attn.networks.insertion import replace_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
@@ -180,7 +179,7 @@ def replaced_modules(model: nn.Module) -> dict[str, nn.Module]:
     >>> replaced_modules(model)
     {'0': Conv2d(3, 8, kernel_size=(1, 1), stride=(1, 1))}
     """
-    found = {site: replaced_module(block) for site, block in inserted_blocks(model).items()}
+    found = {site: replaced_module(block) for site, block in blocks_by_site(network).items()}
     return {site: old for site, old in found.items() if old is not None}
 
 
@@ -214,13 +213,15 @@ def inserted_keys(model: nn.Module) -> set[str]:
     >>> sorted(inserted_keys(model))[0]
     '0.inserted.attn.proj.bias'
     """
-    return set().union(*keys_by_site(model).values())
+    network = unwrap_model(model)
+    check_blocks(network)
+    return set().union(*keys_by_site(network).values())
 
 
-def keys_by_site(model: nn.Module) -> dict[str, set[str]]:
-    """Return the keys of a model's state dict that belong to the block of each site.
+def keys_by_site(network: nn.Module) -> dict[str, set[str]]:
+    """Return the keys of the state dict of a network without wrappers that belong to the block of each site.
 
-    A block that a model contains under several names has keys under each name.
+    A block that a network contains under several names has keys under each name.
 
     >>> from vision_attn.networks.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
@@ -228,9 +229,9 @@ def keys_by_site(model: nn.Module) -> dict[str, set[str]]:
     >>> {site: len(keys) for site, keys in keys_by_site(model).items()}
     {'0': 7}
     """
-    sites = {id(block): site for site, block in inserted_blocks(model).items()}
+    sites = {id(block): site for site, block in blocks_by_site(network).items()}
     keys: dict[str, set[str]] = {site: set() for site in sites.values()}
-    for name, module in unwrap_model(model).named_modules(remove_duplicate=False):
+    for name, module in network.named_modules(remove_duplicate=False):
         if id(module) in sites:
             keys[sites[id(module)]] |= {".".join(filter(None, (name, key))) for key in module.state_dict()}
     return keys

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vision_attn.attention.scopes import scope
 from vision_attn.networks.insertion.record import get_record
 from vision_attn.networks.insertion.registry import inserted_blocks
-from vision_attn.networks.inspection.network import unwrap_model
+from vision_attn.networks.inspection.wrappers import unwrap_model
 
 
 def context(model: nn.Module, features: Tensor) -> AbstractContextManager[None]:

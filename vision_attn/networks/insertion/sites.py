@@ -16,7 +16,6 @@ from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.example import make_example
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.metadata import read_metadata
-from vision_attn.networks.inspection.network import unwrap_model
 from vision_attn.networks.inspection.selection import (
     Globs,
     ancestor_paths,
@@ -26,6 +25,7 @@ from vision_attn.networks.inspection.selection import (
     first_names,
     match_names,
 )
+from vision_attn.networks.inspection.wrappers import unwrap_model
 from vision_attn.text import did_you_mean, shorten
 
 #: Types of the arguments of :func:`vision_attn.insert_`.

@@ -1,13 +1,11 @@
-"""Unwrap a network, and run it in evaluation mode without side effects on its tensors, hooks and random states."""
+"""Run a network in evaluation mode without side effects on its tensors, hooks and random states."""
 
 from __future__ import annotations
 
-import gc
 import inspect
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import get_version
-from vision_attn.errors import SiteError
+from vision_attn.networks.inspection.wrappers import unwrap_model
 
 #: Normalization layers. Their scales have no weight decay, whatever their shape.
 NORMS = (
@@ -27,70 +25,8 @@ NORMS = (
 #: Convolutions on feature maps with any number of axes.
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-#: The child of the wrapper of ``torch.compile``.
-COMPILED = "_orig_mod"
-
 #: A running call of a module: the module, its arguments and its keyword arguments.
 Call: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-
-#: Class names of wrappers that register the parameters when they are created. Importing the classes would be slow.
-SYNCHRONIZED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
-
-
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the network inside the wrappers of ``torch.compile`` and of data parallelism.
-
-    >>> unwrap_model(nn.DataParallel(nn.ReLU()))
-    ReLU()
-    """
-    if not isinstance(model, nn.Module):
-        remedy = "Create it first, for example with timm.create_model" if isinstance(model, str) else "Pass an instance"
-        raise TypeError(f"model must be a torch.nn.Module, got {model!r:.80}. {remedy}")
-    while True:
-        wraps = isinstance(model, nn.DataParallel) or is_synchronized(model)
-        inner = compiled_module(model) or (getattr(model, "module", None) if wraps else None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
-def compiled_module(module: nn.Module) -> nn.Module | None:
-    """Return the module inside the wrapper of ``torch.compile``; None for any other module."""
-    return getattr(module, COMPILED, None)
-
-
-def is_synchronized(module: nn.Module) -> bool:
-    return any(kind.__name__ in SYNCHRONIZED for kind in type(module).__mro__)
-
-
-def require_modifiable(model: nn.Module, call: str) -> nn.Module:
-    """Return the network inside its wrappers; raise if a call can no longer add or remove modules.
-
-    >>> require_modifiable(nn.DataParallel(nn.ReLU()), "va.insert_")
-    ReLU()
-    """
-    network = unwrap_model(model)
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            what = f"a TorchScript program ({type(module).__name__}) cannot be changed"
-            raise SiteError(f"{what}. Call {call} before tracing")
-    if (wrapper := synchronizer(model)) is not None:
-        what = f"model is wrapped in {wrapper}, which does not synchronize parameters that are added later"
-        raise SiteError(f"{what}. Call {call} on the network before wrapping it")
-    return network
-
-
-def synchronizer(model: nn.Module) -> str | None:
-    """Return the name of the class that synchronizes a model, or a model that contains it, between processes, or None.
-
-    A network does not refer to the wrapper around it, so the wrapper is searched among all objects.
-    """
-    around: Iterable[Any] = ()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        gc.collect()  # a wrapper that is no longer in use
-        around = (x for x in gc.get_objects() if issubclass(type(x), nn.Module) and is_synchronized(x))
-    modules = chain(model.modules(), (x for x in around if any(model is part for part in x.modules())))
-    return next((type(x).__name__ for x in modules if is_synchronized(x)), None)
 
 
 def running_calls() -> Iterator[Call]:

@@ -15,7 +15,7 @@ from torch import nn
 from vision_attn.checks import as_list
 from vision_attn.errors import SiteError
 from vision_attn.networks.inspection.example import format_value
-from vision_attn.networks.inspection.network import compiled_module
+from vision_attn.networks.inspection.wrappers import compiled_module
 from vision_attn.text import shorten
 
 #: A glob or regular expression for module paths.
