@@ -95,17 +95,18 @@ def called(*calls):
     return net
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (tuned_with_lora, "'qkv' was replaced by Linear"),
-        (with_hooks, "'proj' has a hook"),
-        (with_training_dropout, "a dropout has another mode"),
-        (eager, "does not support this call.*eager attention"),
-        (lambda: called(with_weights), "such as need_weights=True"),
-        (lambda: called(with_positions), "positions that are added to queries and keys only"),
-    ],
-)
+#: A function that creates a network, and the reason why it has no map.
+WITHOUT_MAPS = [
+    (tuned_with_lora, "'qkv' was replaced by Linear"),
+    (with_hooks, "'proj' has a hook"),
+    (with_training_dropout, "a dropout has another mode"),
+    (eager, "does not support this call.*eager attention"),
+    (lambda: called(with_weights), "such as need_weights=True"),
+    (lambda: called(with_positions), "positions that are added to queries and keys only"),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), WITHOUT_MAPS)
 def test_without_any_map_the_error_lists_the_reasons(make, reason):
     with pytest.raises(ValueError, match=f"no attention on feature maps to capture.*original code, because.*{reason}"):
         captured(make())
@@ -224,15 +225,16 @@ def test_a_copy_of_the_usual_class_is_swapped_by_its_structure(options):
     torch.testing.assert_close(tokens, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda layer: setattr(layer, "factor", 2.0), "has different outputs"),
-        (lambda layer: setattr(layer, "final_drop", nn.Dropout(0.1)), "another dropout, 'final_drop'"),
-        (lambda layer: setattr(layer, "drop_rate", 0.1), "another dropout, 'drop_rate'"),
-        (lambda layer: setattr(layer, "proj", nn.Sequential(layer.proj)), "is not supported"),
-    ],
-)
+#: A change of the layer, and the reason why it is not swapped.
+OTHER_COMPUTATIONS = [
+    (lambda layer: setattr(layer, "factor", 2.0), "has different outputs"),
+    (lambda layer: setattr(layer, "final_drop", nn.Dropout(0.1)), "another dropout, 'final_drop'"),
+    (lambda layer: setattr(layer, "drop_rate", 0.1), "another dropout, 'drop_rate'"),
+    (lambda layer: setattr(layer, "proj", nn.Sequential(layer.proj)), "is not supported"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), OTHER_COMPUTATIONS)
 def test_a_class_that_computes_something_else_is_not_swapped(change, reason):
     layer = Copied().eval()
     change(layer)

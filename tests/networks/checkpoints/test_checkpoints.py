@@ -244,21 +244,22 @@ def test_the_report_separates_new_missing_unexpected_and_mismatched_keys(state, 
     assert torch.equal(model[0].bias, before["0.bias"])
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([torch.zeros(1)], "must contain a dictionary of tensors, got list"),
-        ({"epoch": 3, "names": ["a"]}, "contains no weights.*got epoch, names"),
-        ({"other.gamma": torch.zeros(1)}, "another architecture: .* weight, bias; .* other.gamma"),
-        ({"weight": torch.ones(3, 2).to_sparse(), "bias": torch.ones(3)}, r"weight is a sparse tensor.* to_dense\(\)"),
-        ({"model": {"weight": np.ones((3, 2)), "bias": np.ones(3)}}, "weight is a NumPy array.* torch.from_numpy"),
-        ({"weight": Path("a"), "bias": torch.ones(3)}, "weight is the object pathlib.PosixPath instead of a tensor"),
-        ({"model": nn.Linear(2, 3)}, r"contains no weights.* model \(the object torch.nn.*Linear\)\. .*only the state"),
-        ({"bias": torch.ones(3), "weight": torch.zeros(3, 2, dtype=torch.int8)}, "weight is integer .* floating"),
-        ({"bias": torch.ones(3), "weight": torch.zeros(3, 2) * 1j}, "weight is complex .* floating"),
-        ({"_orig_mod.weight": torch.ones(3, 2), "weight": torch.ones(3, 2)}, "tensors with the same key.*weight"),
-    ],
-)
+#: Content of a file, and the message of the error.
+OTHER_FILES = [
+    ([torch.zeros(1)], "must contain a dictionary of tensors, got list"),
+    ({"epoch": 3, "names": ["a"]}, "contains no weights.*got epoch, names"),
+    ({"other.gamma": torch.zeros(1)}, "another architecture: .* weight, bias; .* other.gamma"),
+    ({"weight": torch.ones(3, 2).to_sparse(), "bias": torch.ones(3)}, r"weight is a sparse tensor.* to_dense\(\)"),
+    ({"model": {"weight": np.ones((3, 2)), "bias": np.ones(3)}}, "weight is a NumPy array.* torch.from_numpy"),
+    ({"weight": Path("a"), "bias": torch.ones(3)}, "weight is the object pathlib.PosixPath instead of a tensor"),
+    ({"model": nn.Linear(2, 3)}, r"contains no weights.* model \(the object torch.nn.*Linear\)\. .*only the state"),
+    ({"bias": torch.ones(3), "weight": torch.zeros(3, 2, dtype=torch.int8)}, "weight is integer .* floating"),
+    ({"bias": torch.ones(3), "weight": torch.zeros(3, 2) * 1j}, "weight is complex .* floating"),
+    ({"_orig_mod.weight": torch.ones(3, 2), "weight": torch.ones(3, 2)}, "tensors with the same key.*weight"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), OTHER_FILES)
 def test_other_files_are_rejected_before_anything_is_loaded(content, message, tmp_path):
     assert_rejected(message, nn.Linear(2, 3), save(content, tmp_path))
 

@@ -75,6 +75,7 @@ def assert_rejected(message, path, model=None, *, error=va.errors.CheckpointErro
 PLACES = {
     "before": lambda model: va.insert_(model, names="layer3.0", at="before", num_heads=2, example_input=IMAGES),
     "branch": lambda model: va.insert_(model, names="layer3.0.bn2", num_heads=2, example_input=IMAGES),
+    "context": lambda model: va.insert_(model, names="layer3", context="layer2", num_heads=2, example_input=IMAGES),
     "instead": lambda model: va.replace_(model, names="layer[23].0.conv2", num_heads=2, example_input=IMAGES),
     "several at once": lambda model: (
         va.replace_(model, names="layer4.0.conv1", num_heads=4, example_input=IMAGES),
@@ -226,18 +227,19 @@ def test_other_and_damaged_files_are_rejected(adapter, tmp_path):
         va.load_checkpoint_(small_network(), adapter)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"at": "nowhere"}, "'nowhere'"),
-        ({"site": "no.such"}, "no.such"),
-        ({"block_path": "no.such.inserted"}, "no module 'no.such'"),
-        ({"channels": 10**6}, r"differ in .*\(3000000, 1000000, 1, 1\)"),
-        ({"site": "layer1", "block_path": "layer1.inserted"}, "differ in layer1.inserted"),
-        ({"site": "layer1"}, "record of the block is invalid"),
-        ({}, r"differ in fc\.bias"),
-    ],
-)
+#: A change of the record of a block, and the message of the error.
+WRONG_SITES = [
+    ({"at": "nowhere"}, "'nowhere'"),
+    ({"site": "no.such"}, "no.such"),
+    ({"block_path": "no.such.inserted"}, "no module 'no.such'"),
+    ({"channels": 10**6}, r"differ in .*\(3000000, 1000000, 1, 1\)"),
+    ({"site": "layer1", "block_path": "layer1.inserted"}, "differ in layer1.inserted"),
+    ({"site": "layer1"}, "record of the block is invalid"),
+    ({}, r"differ in fc\.bias"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_SITES)
 def test_a_file_can_insert_blocks_only_at_sites(change, message, adapter, tmp_path):
     (block,) = read_entry(adapter)["blocks"]
     more = {} if change else {"fc.bias": torch.ones(3)}  # fc.bias is not listed in ``also``
@@ -432,6 +434,7 @@ class CustomBlock(ConvBlock2d):
 NETWORKS = {
     "branch": ("resnet20", {"in_chans": 1}, lambda m: va.insert_(m, names="layer2.0.bn2", num_heads=2)),
     "instead": ("resnet20", {}, lambda m: va.replace_(m, names="layer3.0.conv2", num_heads=2)),
+    "context": ("resnet20", {}, lambda m: va.insert_(m, names="layer3", num_heads=2, context="layer2")),
     "custom": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, CustomBlock, stages=-1)),
     "tokens": ("test_vit", {"img_size": 64}, lambda m: va.insert_(m, names="blocks.1", num_heads=2)),
     "none": ("test_efficientnet", {"global_pool": "max"}, lambda m: None),
@@ -735,19 +738,20 @@ def test_a_network_is_passed_only_for_a_folder_that_names_one(saved):
         va.load_model(saved[0], network=small_network)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"architecture": "hf-hub:timm/resnet18.a1_in1k"}, "architecture"),
-        ({"model_args": {"pretrained": True}}, r"model_args .*\['pretrained'\]"),
-        ({"model_args": {"layers": [10**9, 1, 1, 1]}}, "model_args .* too large"),
-        ({"model_args": {"drop_rate": 10**6, "drop_path_rate": -(10**6)}}, "model_args .* too large"),
-        ({"model_args": {"no_such": 1}}, "no_such"),
-        ({"model_args": {"num_classes": 4}, "label_names": None}, "do not match the network .*: fc.weight, fc.bias"),
-        ({"label_names": [1, 2, 3]}, "label_names .* 3 classes"),
-        ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size"),
-    ],
-)
+#: A change of the configuration, and the message of the error.
+WRONG_CONFIGURATIONS = [
+    ({"architecture": "hf-hub:timm/resnet18.a1_in1k"}, "architecture"),
+    ({"model_args": {"pretrained": True}}, r"model_args .*\['pretrained'\]"),
+    ({"model_args": {"layers": [10**9, 1, 1, 1]}}, "model_args .* too large"),
+    ({"model_args": {"drop_rate": 10**6, "drop_path_rate": -(10**6)}}, "model_args .* too large"),
+    ({"model_args": {"no_such": 1}}, "no_such"),
+    ({"model_args": {"num_classes": 4}, "label_names": None}, "do not match the network .*: fc.weight, fc.bias"),
+    ({"label_names": [1, 2, 3]}, "label_names .* 3 classes"),
+    ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_CONFIGURATIONS)
 @pytest.mark.parametrize("inside", [False, True])
 def test_the_configuration_of_a_folder_is_checked_and_downloads_nothing(
     saved, change, message, inside, tmp_path, monkeypatch
@@ -771,22 +775,8 @@ CONFIG_CLASSES = [
     va.Rope(100.0, normalized=True),
     *(va.ConditionalPos(3), va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7)),
 ]
-PLAIN = [
-    None,
-    True,
-    -7,
-    1j,
-    b"bytes",
-    {1, 2},
-    10**30,
-    1e-300,
-    -0.5,
-    "é'\"\\\n\0",
-    (),
-    (1,),
-    [[]],
-    {"a": {}, -1: (None, [2.5])},
-]
+PLAIN = [None, True, -7, 1j, b"bytes", {1, 2}, 10**30, 1e-300, -0.5, "é'\"\\\n\0"]
+PLAIN += [(), (1,), [[]], {"a": {}, -1: (None, [2.5])}]
 
 
 def test_values_are_restored_from_their_code_and_others_refused_by_name():

@@ -18,19 +18,20 @@ IMAGES = (1, 3, 14, 14)
 pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
 
+#: A block, a network, and the kind of the initialization.
+PAIRS = [
+    ("cbam", "torchvision resnet18", "zeros"),
+    ("SimAM", "torchvision resnet18", "error"),
+    ("SimAM", "a U-Net", "gate"),
+    ("splat", "a U-Net", "gate"),
+    ("nl", "convnext_atto", "identity"),
+    ("OwnSE", "convnext_atto", "zeros"),
+    ("coord", "torchvision Faster R-CNN", "zeros"),
+]
+
+
 @pytest.mark.filterwarnings("ignore:the model pads images")
-@pytest.mark.parametrize(
-    ("block", "network", "initialization"),
-    [
-        ("cbam", "torchvision resnet18", "zeros"),
-        ("SimAM", "torchvision resnet18", "error"),
-        ("SimAM", "a U-Net", "gate"),
-        ("splat", "a U-Net", "gate"),
-        ("nl", "convnext_atto", "identity"),
-        ("OwnSE", "convnext_atto", "zeros"),
-        ("coord", "torchvision Faster R-CNN", "zeros"),
-    ],
-)
+@pytest.mark.parametrize(("block", "network", "initialization"), PAIRS)
 def test_a_block_changes_nothing_learns_at_once_and_comes_out(block, network, initialization):
     assert any_block.check(block, network) == initialization
 

@@ -1,7 +1,5 @@
 """Attention in place of modules of a backbone: shapes, state-dict keys, and restoring the modules."""
 
-import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -9,7 +7,7 @@ import timm
 import torch
 import torchvision
 from reach import as_after_training
-from small_networks import assert_same
+from small_networks import assert_same, copies
 from torch import nn
 from torchvision.models.resnet import Bottleneck
 
@@ -51,8 +49,7 @@ def test_a_convolution_is_replaced_with_its_stride_and_channels(case):
     replaced = model(x)
     assert replaced.shape == before.shape
     assert not torch.equal(replaced, before)
-    for copied in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))) * (case == "dilated"):
-        other = copied(model)
+    for other in copies(model) if case == "dilated" else ():
         assert torch.equal(other(x), replaced)
         va.remove_(other)
         assert torch.equal(other(x), before)
@@ -113,15 +110,16 @@ def test_blocks_are_inserted_after_replaced_modules():
     assert torch.equal(model(x), plain)
 
 
-@pytest.mark.parametrize(
-    ("make", "names", "message"),
-    [
-        (resnet18, "layer2", r"Sequential returns \(1, 128, 28, 28\)"),
-        (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a feature map"),
-        (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' cannot be replaced: .* another selected module"),
-        (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # The feature map is in a list.
-    ],
-)
+#: A network, names of modules, and the message of the error.
+NOT_REPLACED = [
+    (resnet18, "layer2", r"Sequential returns \(1, 128, 28, 28\)"),
+    (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a feature map"),
+    (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' cannot be replaced: .* another selected module"),
+    (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # The feature map is in a list.
+]
+
+
+@pytest.mark.parametrize(("make", "names", "message"), NOT_REPLACED)
 def test_unsupported_replacements_are_rejected_by_name_without_changes(make, names, message):
     with torch.device("meta"):
         model = make()
