@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 from reach import tensors
-from small_networks import convolutions, copies
+from small_networks import copies
 from timm.models.mlp_mixer import MlpMixer
 from torch import nn
 from torchvision.models import DenseNet, detection, get_model, resnet18
@@ -257,27 +257,6 @@ def test_an_invalid_metadata_entry_does_not_affect_others():
     assert [block.site for block in va.insert_(model, stages=[1, 3]).blocks] == ["layer1.1", "layer3.1"]
     with pytest.raises(va.errors.SiteError, match="'nowhere'"):
         va.insert_(model, stages=2)
-
-
-@pytest.mark.parametrize("state", ["half precision", "channels last", "compiled in place", "data parallel"])
-@torch.no_grad()
-def test_the_state_of_a_model_is_kept(state):
-    model, x = convolutions(3, 8, 16), torch.randn(2, 3, 32, 32)
-    if state == "half precision":
-        model, x = model.half(), x.half()
-    elif state == "channels last":
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    elif state == "compiled in place":
-        model[2].compile(backend="eager")
-    else:
-        model = nn.DataParallel(model)
-    before = model(x)
-    va.insert_(model, stages=-1, num_heads=2, example_input=x)
-    assert {p.dtype for block in va.inserted_blocks(model).values() for p in block.parameters()} == {x.dtype}
-    assert torch.equal(model(x), before)
-    assert state != "channels last" or model(x).is_contiguous(memory_format=torch.channels_last)
-    va.remove_(model)
-    assert torch.equal(model(x), before)
 
 
 def test_an_unused_feature_map_raises_a_warning():
