@@ -10,6 +10,8 @@ import torch
 import torchvision
 from torch import nn
 
+import vision_attn as va
+
 
 def convolutions(*widths, **options):
     """Return a sequence of convolutions and ReLUs with reproducible weights; ``convolutions(3, 8, 8)`` has two."""
@@ -50,6 +52,13 @@ def copies(model):
     torch.save(model, file := io.BytesIO())
     file.seek(0)
     return copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)
+
+
+def captured(model, *inputs, **options):
+    """Return the attention maps of a forward pass."""
+    with va.capture(model, **options) as maps, torch.no_grad():
+        model(*inputs)
+    return maps
 
 
 def copied(model):

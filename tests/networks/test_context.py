@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from reach import tensors
 from small_networks import copies, resnet
 from torch import nn
 
@@ -16,26 +17,16 @@ SWIN = {"img_size": 64, "window_size": 2}
 VIT = {"img_size": 64, "depth": 3}
 NETWORKS = {
     "resnet18": (resnet, "layer3.1", "layer1.1"),
-    "torchvision resnet18": (torchvision.models.resnet18, "layer4", "layer2"),
     "convnext": (lambda: timm.create_model("convnext_atto", num_classes=5), "stages.3", "stages.1"),
     "efficientnet": (lambda: timm.create_model("efficientnet_lite0", num_classes=5), "blocks.6", "blocks.3"),
-    "regnet": (lambda: timm.create_model("regnetx_002", num_classes=5), "s4", "s2"),
     "swin": (lambda: timm.create_model("swin_tiny_patch4_window7_224", **SWIN), "layers.3", "layers.1"),
     "vit": (lambda: timm.create_model("vit_tiny_patch16_224", **VIT), "blocks.1", "blocks.0"),
-    "pvt": (lambda: timm.create_model("pvt_v2_b0", num_classes=5), "stages.2", "stages.0"),
     "mobilenet": (torchvision.models.mobilenet_v2, "features.17", "features.6"),
     "features only": (lambda: resnet(features_only=True), "layer4", "layer2"),
 }
-SIMILAR_NETWORKS = ("torchvision resnet18", "regnet", "swin", "pvt")
 
 
-def tensors(output):
-    return output if isinstance(output, (list, tuple)) else [output]
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SIMILAR_NETWORKS)) for name in NETWORKS]
-)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_blocks_read_another_module_of_the_same_forward_pass(name):
     torch.manual_seed(0)
     make, names, context = NETWORKS[name]

@@ -69,29 +69,24 @@ def test_a_padded_batch_equals_each_image_alone(options, impl):
                 assert difference(block(x), expected) < 2e-6
 
 
-@pytest.mark.parametrize("feature_map", ["softmax", "elu", "relu", "none"])
+LINEAR = [partial(va.blocks.LinearAttention2d, feature_map=name) for name in ("softmax", "elu", "relu", "none")]
+#: A block, the sizes of its feature maps, the size of the batch, and the tolerance.
+OTHER_BLOCKS = [
+    *((block, SIZES, FULL, 2e-5) for block in LINEAR),
+    (va.blocks.Attention1d, [(9,), (4,)], (9,), 1e-6),
+    (partial(va.blocks.AttentionBlock3d, gate_init=1.0), [(2, 4, 5), (3, 2, 4)], (3, 4, 5), 1e-6),
+]
+
+
+@pytest.mark.parametrize(("build", "sizes", "full", "tolerance"), OTHER_BLOCKS)
 @torch.no_grad()
-def test_linear_attention_ignores_the_padding(feature_map):
-    block = va.blocks.LinearAttention2d(16, 4, feature_map=feature_map).eval()
-    alone, x = batch()
+def test_linear_attention_and_other_numbers_of_axes(build, sizes, full, tolerance):
+    block = build(16, 4).eval()
+    alone, x = batch(sizes, 16, full)
     expected = [block(image) for image in alone]
     assert difference(block(x), expected) > 1e-2
-    with va.padded(block, SIZES):
-        assert difference(block(x), expected) < 2e-5
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes", "full"),
-    [(va.blocks.Attention1d, [(9,), (4,)], (9,)), (va.blocks.AttentionBlock3d, [(2, 4, 5), (3, 2, 4)], (3, 4, 5))],
-)
-@torch.no_grad()
-def test_feature_maps_with_one_and_three_axes(kind, sizes, full):
-    options = {"gate_init": 1.0} if kind is va.blocks.AttentionBlock3d else {}
-    block = kind(8, 2, **options).eval()
-    alone, x = batch(sizes, 8, full)
-    expected = [block(image) for image in alone]
     with va.padded(block, sizes):
-        assert difference(block(x), expected) < 1e-6
+        assert difference(block(x), expected) < tolerance
 
 
 def test_outputs_and_gradients_equal_a_key_padding_mask_of_torch():

@@ -274,7 +274,6 @@ def test_copies_and_pickles_made_inside_are_ordinary_networks(model, name):
     assert all(torch.equal(y, model(x)) for y in inside)
     assert all(torch.equal(other(x), model(x)) for other in others)
     assert {other[3].attn.impl for other in others} == {"auto"}
-    assert len(copies(others[0])) == 3
 
 
 def test_an_implementation_that_is_set_inside_stays(model):

@@ -13,7 +13,7 @@ import families
 import pytest
 import timm
 import torch
-from small_networks import assert_same, copies
+from small_networks import assert_same, captured, copies
 from stand_ins import diffusers_attention, layer_of, transformers_layer
 from timm.layers import Attention as TimmAttention, AttentionPool2d
 from timm.layers.attention2d import MultiQueryAttention2d
@@ -89,19 +89,14 @@ def calls_counted(model):
         yield calls
 
 
-def captured(model, *inputs, **options):
-    with va.capture(model, **options) as maps, torch.no_grad():
-        model(*inputs)
-    return maps
-
-
 def results(model, x):
     """Return the output, and the gradients of the image and all parameters."""
     x = x.clone().requires_grad_()
     torch.manual_seed(0)
     y = model(x)
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    return [y.detach(), *torch.autograd.grad((y * weights).sum(), [x, *model.parameters()], materialize_grads=True)]
+    inputs = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), inputs, materialize_grads=True)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -201,15 +196,12 @@ def test_swapped_modules_support_implementations_and_capture():
 def test_attention_that_an_implementation_does_not_reach_is_named():
     model = timm.create_model("test_vit").eval()
     count_macs(model, (1, 3, 160, 160))  # internal uses do not warn
-    library = (
-        r"^impl='bmm' has no effect on attention of another library \(blocks\.0\.attn, .*Call va\.swap_\(model\) first$"
-    )
+    library = r"^impl='bmm' has no effect on .* another library \(blocks\.0\.attn, .*Call va\.swap_\(model\) first$"
     with pytest.warns(UserWarning, match=library) as found:
         assert va.set_impl_(model, "bmm") == 0
-    assert [warning.filename for warning in found] == [__file__]
-    with pytest.warns(UserWarning, match=library) as found, va.use_impl(model, "bmm"):
+    with pytest.warns(UserWarning, match=library) as others, va.use_impl(model, "bmm"):
         pass
-    assert [warning.filename for warning in found] == [__file__]
+    assert [warning.filename for warning in (*found, *others)] == [__file__] * 2
     va.swap_(model)
     assert va.set_impl_(model, "bmm") == 6
     hook = model.blocks[1].attn.qkv.register_forward_hook(lambda *_: None)
@@ -280,16 +272,12 @@ def test_rotary_attention_of_timm(name, options):
     if "mixed" in name and not hasattr(theirs.blocks[0].attn, "num_kv_heads"):
         pytest.skip("timm 1.0.26 does not run mixed rotary embeddings in float64")
     assert len(va.swap_(ours).swapped) == 2
-    (y, *grads), (expected, *expected_grads) = (
-        (y, *torch.autograd.grad(y.square().sum(), [x for x in model.parameters() if x.requires_grad]))
-        for model in (ours, theirs)
-        for y in [model(images)]
-    )
+    (y, *grads), (expected, *expected_grads) = (results(model, images) for model in (ours, theirs))
     torch.testing.assert_close(y, expected, atol=1e-12, rtol=1e-10)
     torch.testing.assert_close(grads, expected_grads, atol=1e-10, rtol=1e-8)
     for impl in ("bmm", "einx", "einsum", "sdpa"):
         with va.use_impl(ours, impl), torch.no_grad():
-            torch.testing.assert_close(ours(images), expected.detach(), atol=1e-12, rtol=1e-10)
+            torch.testing.assert_close(ours(images), expected, atol=1e-12, rtol=1e-10)
     weights = {}
     for path, module in theirs.named_modules():
         if hasattr(module, "fused_attn"):
@@ -588,9 +576,8 @@ def test_a_second_swap_and_a_missing_swap_are_reported():
     va.swap_(model)
     lines = str(va.swap_(model)).splitlines()
     assert lines[:2] == ["0 modules swapped; 1 attention module found", "not swapped: 1 Attention (0): already swapped"]
-    with pytest.raises(
-        va.errors.SiteError, match=r"^names: no attention module matches. Attention modules of the model: 0$"
-    ):
+    message = "^names: no attention module matches. Attention modules of the model: 0$"
+    with pytest.raises(va.errors.SiteError, match=message):
         va.swap_(nn.Sequential(TimmAttention(8, 2), nn.ReLU()), names="1")
 
 

@@ -7,7 +7,7 @@ import timm
 import torch
 import torchvision
 from reach import as_after_training
-from small_networks import assert_same, copies
+from small_networks import assert_same
 from torch import nn
 from torchvision.models.resnet import Bottleneck
 
@@ -49,10 +49,6 @@ def test_a_convolution_is_replaced_with_its_stride_and_channels(case):
     replaced = model(x)
     assert replaced.shape == before.shape
     assert not torch.equal(replaced, before)
-    for other in copies(model) if case == "dilated" else ():
-        assert torch.equal(other(x), replaced)
-        va.remove_(other)
-        assert torch.equal(other(x), before)
     assert va.remove_(model).blocks == report.blocks
     assert dict(model.named_modules()) == modules
     assert_same(model.state_dict(), state)
@@ -101,9 +97,8 @@ def test_blocks_are_inserted_after_replaced_modules():
     before = model(x)
     va.insert_(model, names="layer3")
     assert torch.equal(model(x), before)
-    with pytest.raises(
-        va.errors.SiteError, match=r"'layer3.2.conv2' cannot be replaced: it is or contains an inserted block"
-    ):
+    message = "'layer3.2.conv2' cannot be replaced: it is or contains an inserted block"
+    with pytest.raises(va.errors.SiteError, match=message):
         va.replace_(model, names="layer3.2.conv?")
     assert sorted(va.inserted_blocks(model)) == ["layer3.2", "layer3.2.conv2"]
     assert len(va.remove_(model).blocks) == 2

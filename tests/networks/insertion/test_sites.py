@@ -217,6 +217,7 @@ def monai_unet():
 
 
 UP = (nn.Conv2d(3, 8, 1, 2), nn.Conv2d(8, 8, 1, 2), nn.Upsample(scale_factor=2), nn.Conv2d(8, 8, 1))
+TOKENS = nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), nn.Linear(64, 64), nn.Linear(64, 64)
 POOLED = (*(nn.Conv2d(3, 3, 3, 2, padding=1) for _ in range(5)), nn.AdaptiveAvgPool2d(1))
 
 
@@ -227,10 +228,7 @@ AMBIGUOUS = [
     (monai_unet, r"larger.*'model.0' \(16×16\), 'model.1.submodule.1' \(8×8\), .*'model.2.1' \(32×32\)"),
     # The last module is a stage of one position, or pooling.
     (lambda: nn.Sequential(*POOLED), r"larger example_input= or use names=, for example '0' .*, '3' \(2×2\)$"),
-    (
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), nn.Linear(64, 64), nn.Linear(64, 64)),
-        r"tokens.* '0' \(8×8\)",
-    ),
+    (lambda: nn.Sequential(*TOKENS), r"tokens.* '0' \(8×8\)"),
 ]
 
 

@@ -40,28 +40,16 @@ PLAIN["shape"] = torch.Size([2, 3])
 def objects():
     """Return objects that public checkpoints contain beside the weights, and other kinds of tensors."""
     return {
-        "args": argparse.Namespace(lr=0.1, nested=argparse.Namespace(a=1)),
-        "path": Path("runs/1"),
-        "best": np.float64(91.7),
-        "array": np.ones(3),
-        "random state": np.random.default_rng(0),
-        "date": datetime(2026, 1, 31),
-        "steps": Counter({30: 1}),
-        "parts": {"a", 1},
-        "frozen": frozenset({"a"}),
-        "range": range(3),
-        "slice": slice(1, 3),
-        "digest": b"\x00\xff",
-        "device": torch.device("cpu"),
-        "layout": torch.strided,
-        "module": nn.Linear(2, 2),
+        "args": argparse.Namespace(lr=0.1, nested=argparse.Namespace(a=1)), "path": Path("runs/1"),
+        "best": np.float64(91.7), "array": np.ones(3), "random state": np.random.default_rng(0),
+        "date": datetime(2026, 1, 31), "steps": Counter({30: 1}), "parts": {"a", 1}, "frozen": frozenset({"a"}),
+        "range": range(3), "slice": slice(1, 3), "digest": b"\x00\xff", "device": torch.device("cpu"),
+        "layout": torch.strided, "module": nn.Linear(2, 2),
         "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
         "by channel": torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint8),
-        "sparse": torch.eye(2).to_sparse(),
-        "rows": torch.eye(2).to_sparse_csr(),
-        "nested": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
-        "meta": torch.empty(2, device="meta"),
-    }
+        "sparse": torch.eye(2).to_sparse(), "rows": torch.eye(2).to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "meta": torch.empty(2, device="meta"),
+    }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:Sparse CSR", "ignore:The PyTorch API of nested")
