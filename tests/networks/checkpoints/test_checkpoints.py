@@ -74,14 +74,11 @@ def script(state):
 
 
 ONES = torch.ones(8)
-#: Content of a file, the expected entry with the weights, and the expected prefix.
+#: Content of a file, the expected entry with the weights, and the prefix. Others are in tests/crossings/test_files.py.
 FORMATS = {
-    "plain": (lambda state: state, "", ""),
     "training script": (script, "state_dict", ""),
     "model and its average": (lambda state: {"model_ema": averaged(state), "model": state}, "model", ""),
     "average alone": (lambda state: {"model_ema": state}, "model_ema", ""),
-    "data parallel": (lambda state: {"state_dict": prefixed("module.", state)}, "state_dict", ""),
-    "parallel and compiled": (lambda state: prefixed("_orig_mod.module.", state), "", ""),
     "AveragedModel": (lambda s: {"model": {"n_averaged": torch.tensor(3), **prefixed("module.", s)}}, "model", ""),
     "averaged part": (lambda s: {"ema.n_averaged": torch.tensor(3), **prefixed("ema.module.", s)}, "", "ema."),
     "activation checkpointing": (lambda state: wrapped("_checkpoint_wrapped_module", state), "", ""),
@@ -90,7 +87,6 @@ FORMATS = {
     "torch before 0.4.1": (without_counters, "", ""),
     # Weights that are not at a well-known place: facebookresearch/dino#44, TencentARC/AnimeSR#10, SarahRastegar/SelEx#5
     "another name": (lambda state: {"teacher": state, "epoch": 1}, "teacher", ""),
-    "nested": (lambda s: {"checkpoint": {"model": prefixed("module.", s), "step": 3}}, "checkpoint.model", ""),
     "beside an optimizer": (lambda s: {"module": s, "optimizer": {"state": {0: {"step": ONES}}}}, "module", ""),
     "beside others": (lambda s: {"backbone": s, "model": {"loss": ONES}, "ema": {"0.bias": ONES}}, "backbone", ""),
     "GAN": (lambda s: {"critic": small_network(5).state_dict(), "net": prefixed("net.", s)}, "net", "net."),

@@ -133,6 +133,7 @@ PROPOSALS = [
     ("resnet18", 64, ["stages=[1, 2]"]),
     ("resnet18", 16, []),
     ("resnet18", 224, ["stages=[3, 4]", "stages=[1], pattern=va.Window(7)"]),
+    ("resnet18", 320, ["stages=[3, 4]", "stages=[2], pattern=va.Window(8)"]),  # the last large stage
     # The network ignores the tokens after the last block.
     ("vit_tiny_patch16_224", None, ["stages=[9, 10]"]),
 ]
@@ -162,11 +163,6 @@ def test_a_dry_run_changes_nothing_and_its_costs_are_those_of_the_insertion():
     assert (report.blocks, report.model_cost) == (dry.blocks, dry.model_cost)
     va.remove_(model)
     assert va.replace_(model, names="layer3.*.conv2", num_heads=4).macs == replaced.macs
-
-
-def test_windows_are_proposed_for_the_last_large_stage():
-    found = [call for call in look("resnet18", 320).proposals if "Window" in call]
-    assert [call.partition(": ")[0] for call in found] == ["va.insert_(model, stages=[2], pattern=va.Window(8))"]
 
 
 def test_stages_with_a_block_are_not_proposed():
