@@ -1,11 +1,16 @@
 """Small networks and comparisons for several test files."""
 
+import copy
+import io
+import pickle
 from itertools import pairwise
 
 import timm
 import torch
 import torchvision
 from torch import nn
+
+import vision_attn as va
 
 
 def convolutions(*widths, **options):
@@ -40,6 +45,20 @@ def randomize_(model):
         random = torch.randn(value.shape) / 10 if value.dim() > 1 else torch.rand(value.shape) + 0.5
         value.copy_(random if value.is_floating_point() else torch.randint(1, 100, value.shape))
     return model
+
+
+def copies(model):
+    """Return a deep copy of a network, and copies by pickle and by ``torch.save``."""
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)
+
+
+def captured(model, *inputs, **options):
+    """Return the attention maps of a forward pass."""
+    with va.capture(model, **options) as maps, torch.no_grad():
+        model(*inputs)
+    return maps
 
 
 def copied(model):

@@ -4,7 +4,7 @@ Each situation runs in each ``with`` block, with both kinds of ``torch.utils.che
 """
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cache
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import vision_attn as va
+from vision_attn.attention.scopes import RECORDED
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the teacher
 
@@ -42,15 +43,15 @@ def image(number, side=32):
     return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(number))
 
 
+OPTIONS = {"context": {"context_channels": 6}, "use_impl": {"attn_drop": 0.3}}
+OPTIONS |= {"context= in the segment": {"context": "a"}, "context= outside": {"context": "stem"}}
+
+
 @cache
 def build(kind, seed):
     torch.manual_seed(seed)
-    net, options = Net(), {"num_heads": 2, "example_input": image(0)}
-    options |= {"context_channels": 6} if kind == "context" else {}
-    options |= {"context": "a"} if kind == "context= in the segment" else {}
-    options |= {"context": "stem"} if kind == "context= outside" else {}
-    options |= {"attn_drop": 0.3} if kind == "use_impl" else {}
-    va.insert_(net, names="c" if "segment" in kind else "a", **options)
+    net, names = Net(), "c" if "segment" in kind else "a"
+    va.insert_(net, names=names, num_heads=2, example_input=image(0), **OPTIONS.get(kind, {}))
     (block,) = va.inserted_blocks(net).values()
     nn.init.normal_(block.attn.proj.weight, std=0.5)
     return net.train()
@@ -121,21 +122,8 @@ def twice(net, other, enter):
 
 
 def in_a_thread(net, other, enter):
-    with enter(net, 0):
-        y = net(image(1))
-        errors = []
-
-        def run():
-            try:
-                loss(y).backward()
-            except Exception as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    if errors:
-        raise errors[0]
+    with enter(net, 0), ThreadPoolExecutor(1) as pool:
+        pool.submit(loss(net(image(1))).backward).result()
 
 
 def ordinary_pass_inside(net, other, enter):
@@ -175,6 +163,7 @@ def gradients(kind, run, use_reentrant):
     net.use_reentrant = other.use_reentrant = use_reentrant
     torch.manual_seed(5)
     run(net, other, KINDS[kind])
+    assert not RECORDED  # the values are freed with the graphs
     return [parameter.grad for parameter in (*net.parameters(), *other.parameters())]
 
 

@@ -1,13 +1,12 @@
 """Fine-tuning a network with blocks: gates, a frozen backbone, and learning rates by layer."""
 
 import copy
-import pickle
 
 import pytest
 import timm
 import torch
 from reach import anatomy, as_after_training
-from small_networks import copied
+from small_networks import copied, copies
 from timm.layers import BatchNormAct2d
 from timm.optim import create_optimizer_v2
 from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
@@ -98,7 +97,7 @@ def test_a_frozen_model_is_copied_pickled_and_compiled():
     va.freeze_backbone_(model)
     assert list(model.state_dict()) == list(before)
     expected = copy.deepcopy(model).eval()(x)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for other in copies(model):
         assert torch.equal(other.train()(x), expected)
         assert changed(other, before) == set()
         # Unfreezing a copy does not affect the original model.
@@ -158,18 +157,19 @@ def test_norms_that_other_code_converts_stay_frozen(called):
     assert all(p.requires_grad for p in model.parameters())
 
 
+#: Functions that rename the weight of a layer.
+RENAMES = [
+    lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    lambda layer: prune.remove(prune.l1_unstructured(layer, "weight", 0.5), "weight"),
+    nn.utils.weight_norm,
+    nn.utils.parametrizations.weight_norm,
+    nn.utils.parametrizations.spectral_norm,
+    lambda layer: delattr(layer, "weight"),
+]
+
+
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
-        lambda layer: prune.remove(prune.l1_unstructured(layer, "weight", 0.5), "weight"),
-        nn.utils.weight_norm,
-        nn.utils.parametrizations.weight_norm,
-        nn.utils.parametrizations.spectral_norm,
-        lambda layer: delattr(layer, "weight"),
-    ],
-)
+@pytest.mark.parametrize("change", RENAMES)
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_parameters_that_other_code_renames_are_unfrozen(change, again):
     model = network()
@@ -274,23 +274,23 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("block", "options"),
-    [
-        *(("attention", options) for options in OPTIONS),
-        *((name, {}) for name in ("TransformerBlock2d", "LinearAttention2d", "se", "gc", "eca", "cbam")),
-        ("TransformerBlock2d", {"qk_norm": "cosine", "position": va.RelPosTable(8)}),
-        ("attention", {"position": va.Rope(), "num_heads": 2}),
-    ],
-)
+#: A block and its options.
+BLOCKS = [
+    *(("attention", options) for options in OPTIONS),
+    *((name, {}) for name in ("TransformerBlock2d", "LinearAttention2d", "se", "gc", "eca", "cbam")),
+    ("TransformerBlock2d", {"qk_norm": "cosine", "position": va.RelPosTable(8)}),
+    ("attention", {"position": va.Rope(), "num_heads": 2}),
+]
+
+
+@pytest.mark.parametrize(("block", "options"), BLOCKS)
 def test_only_weights_of_projections_are_decayed_in_every_block(block, options):
     model = nn.Sequential(nn.Conv2d(3, 16, 1))
     va.insert_(model, block, names="0", example_input=(1, 3, 8, 8), **options)
     found = by_parameter(model, va.parameter_groups(model, 1.0, weight_decay=0.1))
     positions = [path for path, part in model.named_modules() if isinstance(part, PositionEncoding)]
-    layers = {
-        path: part for path, part in model.named_modules() if isinstance(part, (nn.Linear, nn.modules.conv._ConvNd))
-    }
+    kinds = nn.Linear, nn.modules.conv._ConvNd
+    layers = [path for path, part in model.named_modules() if isinstance(part, kinds)]
     decayed = {f"{path}.weight" for path in layers if not path.startswith(tuple(positions) or ("no position",))}
     assert {key for key, (_, decay) in found.items() if decay} == decayed & found.keys()
     assert found.keys() == dict(model.named_parameters()).keys()
@@ -307,14 +307,15 @@ def test_timm_optimizers_accept_the_groups_and_their_state_fits_a_rebuilt_model(
     assert [group["name"] for group in other.param_groups] == [group["name"] for group in optimizer.param_groups]
 
 
-@pytest.mark.parametrize(
-    ("trained", "options", "message"),
-    [
-        (True, {"lr": 0.0}, "lr .* above 0, got 0.0"),
-        (True, {"attention_lr": 0.2}, "attention_lr"),
-        (True, {"layer_decay": 0.5}, "layer_decay .*Linear"),
-    ],
-)
-def test_invalid_parameter_groups_are_rejected(trained, options, message):
+#: Options of va.parameter_groups, and the message of the error.
+WRONG_GROUPS = [
+    ({"lr": 0.0}, "lr .* above 0, got 0.0"),
+    ({"attention_lr": 0.2}, "attention_lr"),
+    ({"layer_decay": 0.5}, "layer_decay .*Linear"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_GROUPS)
+def test_invalid_parameter_groups_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
-        va.parameter_groups(nn.Linear(3, 3).requires_grad_(trained), **{"lr": 0.1, **options})
+        va.parameter_groups(nn.Linear(3, 3), **{"lr": 0.1, **options})

@@ -5,9 +5,7 @@
 
 import asyncio
 import copy
-import io
 import itertools
-import pickle
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import timm
 import torch
+from small_networks import copies
 from torch import nn
 
 import vision_attn as va
@@ -268,17 +267,13 @@ def test_copies_and_pickles_made_inside_are_ordinary_networks(model, name):
         if name != "capture":  # the model and the parents of swapped modules have hooks, which record their calls
             assert hooks() == before
         assert not torch.nn.modules.module._has_any_global_hook()
-        copied, pickled, file = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        others = copied, pickled, torch.load(file, weights_only=False)
+        others = copies(model)
         inside = [other(x) for other in others]
         assert not (name == "capture" and maps)
     assert hooks() == before
     assert all(torch.equal(y, model(x)) for y in inside)
     assert all(torch.equal(other(x), model(x)) for other in others)
     assert {other[3].attn.impl for other in others} == {"auto"}
-    torch.save(copied, io.BytesIO())
 
 
 def test_an_implementation_that_is_set_inside_stays(model):

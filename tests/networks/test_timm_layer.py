@@ -1,13 +1,12 @@
 """Blocks as attention layers in timm's networks."""
 
-import copy
-import pickle
 from functools import partial
 
 import pytest
 import timm
 import torch
 from reach import as_after_training
+from small_networks import copies
 from timm.models._efficientnet_builder import decode_arch_def
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 from timm.models.mobilenetv3 import MobileNetV3
@@ -21,18 +20,19 @@ def find_blocks(model, kind=va.AttentionBlock2d):
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "layer"),
-    [
-        # The class is passed directly.
-        (
-            "resnet18",
-            lambda layer: {"block_args": {"attn_layer": layer}, "channels": (16, 16, 32, 64)},
-            va.AttentionBlock2d,
-        ),
-        ("test_byobnet", lambda layer: {"attn_layer": layer or "", "attn_kwargs": {}}, va.timm_layer(num_heads=4)),
-    ],
-)
+def narrow(layer):
+    return {"block_args": {"attn_layer": layer}, "channels": (16, 16, 32, 64)}
+
+
+def of_byobnet(layer):
+    return {"attn_layer": layer or "", "attn_kwargs": {}}
+
+
+#: The class of a block can be passed directly.
+LAYERS = [("resnet18", narrow, va.AttentionBlock2d), ("test_byobnet", of_byobnet, va.timm_layer(num_heads=4))]
+
+
+@pytest.mark.parametrize(("name", "options", "layer"), LAYERS)
 @torch.no_grad()
 def test_the_layer_does_not_change_the_output_of_the_network(name, options, layer):
     plain = timm.create_model(name, num_classes=3, **options(None)).eval()
@@ -46,8 +46,7 @@ def test_the_layer_does_not_change_the_output_of_the_network(name, options, laye
     assert torch.equal(model(x), plain(x))
     nn.init.normal_(blocks[0].attn.proj.weight, std=0.1)
     assert not torch.equal(model(x), plain(x))
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(again(x), model(x))
+    assert all(torch.equal(again(x), model(x)) for again in copies(model))
 
 
 def small_botnet(layer, **options):

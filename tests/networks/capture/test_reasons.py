@@ -5,6 +5,7 @@ import warnings
 import pytest
 import timm
 import torch
+from small_networks import captured
 from stand_ins import layer_of
 from torch import nn
 
@@ -17,12 +18,6 @@ def vit(**options):
     torch.manual_seed(0)
     options = {"img_size": 64, "depth": 2, "num_classes": 3, **options}
     return timm.create_model("vit_tiny_patch16_224", **options).eval()
-
-
-def captured(net, *inputs, **options):
-    with torch.no_grad(), va.capture(net, **options) as maps:
-        net(*inputs or (IMAGES,))
-    return maps
 
 
 def tuned_with_lora():
@@ -95,25 +90,26 @@ def called(*calls):
     return net
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (tuned_with_lora, "'qkv' was replaced by Linear"),
-        (with_hooks, "'proj' has a hook"),
-        (with_training_dropout, "a dropout has another mode"),
-        (eager, "does not support this call.*eager attention"),
-        (lambda: called(with_weights), "such as need_weights=True"),
-        (lambda: called(with_positions), "positions that are added to queries and keys only"),
-    ],
-)
+#: A function that creates a network, and the reason why it has no map.
+WITHOUT_MAPS = [
+    (tuned_with_lora, "'qkv' was replaced by Linear"),
+    (with_hooks, "'proj' has a hook"),
+    (with_training_dropout, "a dropout has another mode"),
+    (eager, "does not support this call.*eager attention"),
+    (lambda: called(with_weights), "such as need_weights=True"),
+    (lambda: called(with_positions), "positions that are added to queries and keys only"),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), WITHOUT_MAPS)
 def test_without_any_map_the_error_lists_the_reasons(make, reason):
     with pytest.raises(ValueError, match=f"no attention on feature maps to capture.*original code, because.*{reason}"):
-        captured(make())
+        captured(make(), IMAGES)
 
 
 def test_a_layer_has_a_map_or_a_reason_of_the_last_pass():
     net = called(with_weights, plain)
-    maps = captured(net)
+    maps = captured(net, IMAGES)
     assert [*maps] == ["layers.1"]
     with pytest.raises(KeyError, match=r"'layers\.0'.*ran its original code"):
         maps["layers.0"]
@@ -130,13 +126,13 @@ def test_a_layer_has_a_map_or_a_reason_of_the_last_pass():
 def test_layers_that_were_not_selected_are_not_said_to_belong_to_another_library():
     net = vit()
     va.swap_(net)
-    maps = captured(net, names="blocks.0")
+    maps = captured(net, IMAGES, names="blocks.0")
     assert [*maps] == ["blocks.0.attn"]
     with pytest.raises(KeyError, match="names= and where= do not select it"):
         maps["blocks.1.attn"]
     va.unswap_(net.blocks[1])
     with pytest.raises(KeyError, match="another library"):
-        captured(net)["blocks.1.attn"]
+        captured(net, IMAGES)["blocks.1.attn"]
 
 
 def test_an_explorer_without_maps_has_the_error(tmp_path):
@@ -176,7 +172,7 @@ def test_a_vit_whose_forward_is_not_called_has_the_same_maps(wrap):
     wrapped = wrap(vit())
     for model in (net, wrapped):
         va.swap_(model)
-    expected, found = captured(net), captured(wrapped)
+    expected, found = captured(net, IMAGES), captured(wrapped, IMAGES)
     assert len(expected) == len(found) == 2
     for one, other in zip(expected.values(), found.values(), strict=True):
         assert one.weights.shape[3:] == (4, 4)
@@ -224,15 +220,16 @@ def test_a_copy_of_the_usual_class_is_swapped_by_its_structure(options):
     torch.testing.assert_close(tokens, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda layer: setattr(layer, "factor", 2.0), "has different outputs"),
-        (lambda layer: setattr(layer, "final_drop", nn.Dropout(0.1)), "another dropout, 'final_drop'"),
-        (lambda layer: setattr(layer, "drop_rate", 0.1), "another dropout, 'drop_rate'"),
-        (lambda layer: setattr(layer, "proj", nn.Sequential(layer.proj)), "is not supported"),
-    ],
-)
+#: A change of the layer, and the reason why it is not swapped.
+OTHER_COMPUTATIONS = [
+    (lambda layer: setattr(layer, "factor", 2.0), "has different outputs"),
+    (lambda layer: setattr(layer, "final_drop", nn.Dropout(0.1)), "another dropout, 'final_drop'"),
+    (lambda layer: setattr(layer, "drop_rate", 0.1), "another dropout, 'drop_rate'"),
+    (lambda layer: setattr(layer, "proj", nn.Sequential(layer.proj)), "is not supported"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), OTHER_COMPUTATIONS)
 def test_a_class_that_computes_something_else_is_not_swapped(change, reason):
     layer = Copied().eval()
     change(layer)

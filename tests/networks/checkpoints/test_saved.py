@@ -62,9 +62,20 @@ def network_with_block(names="layer3.0"):
     return model
 
 
+def assert_rejected(message, path, model=None, *, error=va.errors.CheckpointError, **options):
+    """Assert that an adapter is rejected with a message, and that the network is unchanged."""
+    model = model or small_network()
+    modules, before = dict(model.named_modules()), copied(model)
+    with pytest.raises(error, match=message):
+        load_adapter_(model, path, **options)
+    assert dict(model.named_modules()) == modules
+    assert_same(model.state_dict(), before)
+
+
 PLACES = {
     "before": lambda model: va.insert_(model, names="layer3.0", at="before", num_heads=2, example_input=IMAGES),
     "branch": lambda model: va.insert_(model, names="layer3.0.bn2", num_heads=2, example_input=IMAGES),
+    "context": lambda model: va.insert_(model, names="layer3", context="layer2", num_heads=2, example_input=IMAGES),
     "instead": lambda model: va.replace_(model, names="layer[23].0.conv2", num_heads=2, example_input=IMAGES),
     "several at once": lambda model: (
         va.replace_(model, names="layer4.0.conv1", num_heads=4, example_input=IMAGES),
@@ -121,12 +132,11 @@ def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
     nn.init.zeros_(other.fc.weight)  # the new head is not part of the fingerprint
     load_adapter_(other, path)
     assert_same(other.state_dict(), model.state_dict())
-    with pytest.raises(
-        va.errors.CheckpointError, match=r"another network: .*fc.weight \(model \(5, 16\), adapter \(3, 16"
-    ):
-        load_adapter_(small_network(classes=5), path)
+    assert_rejected(r"another network: .*fc.weight \(model \(5, 16\), adapter \(3, 16", path, small_network(classes=5))
     with pytest.raises(ValueError, match=r"also='head.*' .*classifier .*'fc'; pass also=\"head\""):
         save_adapter(model, path, also=["fc.*", "head.*"])
+    with pytest.raises(ValueError, match=r"adapter\.pth"):
+        save_adapter(model, tmp_path / "adapter.pth")
 
 
 def test_an_adapter_is_saved_from_an_average_of_weights(model, tmp_path):
@@ -140,9 +150,7 @@ def test_an_adapter_is_loaded_completely_or_not_at_all(model, tmp_path):
     train(model, also=["fc.weight"])
     path, other = save_adapter(model, tmp_path / "a.safetensors", also="fc.weight"), small_network()
     other.fc.weight = nn.Parameter(torch.ones(1, 16).expand(3, 16))
-    with pytest.raises(va.errors.CheckpointError, match=r"fc\.weight cannot be written, because it is expanded"):
-        load_adapter_(other, path)
-    assert not va.inserted_blocks(other)
+    assert_rejected(r"fc\.weight cannot be written, because it is expanded", path, other)
 
 
 def test_blocks_loaded_in_inference_mode_can_be_trained(adapter, saved):
@@ -169,10 +177,7 @@ def test_another_network_is_rejected_before_it_is_changed(what, adapter):
         model.bfloat16()
     before = copied(model)
     for strict in (True, False)[: 1 if differing else 2]:
-        with pytest.raises(va.errors.CheckpointError, match=message):
-            load_adapter_(model, adapter, strict=strict)
-        assert_same(model.state_dict(), before)
-        assert not va.inserted_blocks(model)
+        assert_rejected(message, adapter, model, strict=strict)
     if differing:
         report = load_adapter_(model, adapter, strict=False)
         assert (len(report.changed_tensors), report.num_compared) == (differing, 67)
@@ -199,22 +204,16 @@ def test_a_late_failure_leaves_the_model_unchanged(error, tmp_path, monkeypatch)
         raise error("late")
 
     monkeypatch.setattr("vision_attn.networks.checkpoints.adapter.records", fail)
-    other = small_network()
-    modules, before = dict(other.named_modules()), copied(other)
-    with pytest.raises(va.errors.CheckpointError if error is RuntimeError else error, match="late"):
-        load_adapter_(other, path)
-    assert dict(other.named_modules()) == modules
-    assert_same(other.state_dict(), before)
+    assert_rejected("late", path, error=va.errors.CheckpointError if error is RuntimeError else error)
 
 
 def test_other_and_damaged_files_are_rejected(adapter, tmp_path):
-    model, other = small_network(), tmp_path / "other.safetensors"
+    other = tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(1)}, other)
-    with pytest.raises(va.errors.CheckpointError, match=r"is not an adapter\. .*load_checkpoint_ .*load_model"):
-        load_adapter_(model, other)
+    assert_rejected(r"is not an adapter\. .*load_checkpoint_ .*load_model", other)
     for number in (1, 4, 6):
-        with pytest.raises(va.errors.CheckpointError, match=rf"expected 5, got {number}\. .* vision_attn 9\.0"):
-            load_adapter_(model, rewrite(adapter, other, library="9.0", format=number))
+        rewrite(adapter, other, library="9.0", format=number)
+        assert_rejected(rf"expected 5, got {number}\. .* vision_attn 9\.0", other)
     (block,) = read_entry(adapter)["blocks"]
     code = {"options": {"c": "os.system('d')"}}
     wrong = [{**block, **change} for change in (code, {"layout": 3}, {"element": [1]}, {"more": 1})]
@@ -222,41 +221,29 @@ def test_other_and_damaged_files_are_rejected(adapter, tmp_path):
         *({"blocks": [record]} for record in (*wrong, {})),
         *({"blocks": 3}, {"also": ["fc.weight"]}, {"base": [1]}, {"arguments": {"a": 3}}),
     ):
-        with pytest.raises(va.errors.CheckpointError, match="is damaged"):
-            load_adapter_(model, rewrite(adapter, other, **changes))
-    with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors"):
-        load_adapter_(model, tmp_path / "nothing.safetensors")
+        assert_rejected("is damaged", rewrite(adapter, other, **changes))
+    assert_rejected(r"nothing\.safetensors", tmp_path / "nothing.safetensors", error=FileNotFoundError)
     with pytest.raises(va.errors.CheckpointError, match=r"is an adapter\. .*load_adapter_"):
-        va.load_checkpoint_(model, adapter)
-    assert not va.inserted_blocks(model)
+        va.load_checkpoint_(small_network(), adapter)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"at": "nowhere"}, "'nowhere'"),
-        ({"site": "no.such"}, "no.such"),
-        ({"block_path": "no.such.inserted"}, "no module 'no.such'"),
-        ({"channels": 10**6}, r"differ in .*\(3000000, 1000000, 1, 1\)"),
-        ({"site": "layer1", "block_path": "layer1.inserted"}, "differ in layer1.inserted"),
-        ({"site": "layer1"}, "record of the block is invalid"),
-        ({}, r"differ in fc\.bias"),
-    ],
-)
+#: A change of the record of a block, and the message of the error.
+WRONG_SITES = [
+    ({"at": "nowhere"}, "'nowhere'"),
+    ({"site": "no.such"}, "no.such"),
+    ({"block_path": "no.such.inserted"}, "no module 'no.such'"),
+    ({"channels": 10**6}, r"differ in .*\(3000000, 1000000, 1, 1\)"),
+    ({"site": "layer1", "block_path": "layer1.inserted"}, "differ in layer1.inserted"),
+    ({"site": "layer1"}, "record of the block is invalid"),
+    ({}, r"differ in fc\.bias"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_SITES)
 def test_a_file_can_insert_blocks_only_at_sites(change, message, adapter, tmp_path):
     (block,) = read_entry(adapter)["blocks"]
-    model = small_network()
-    modules, before = dict(model.named_modules()), copied(model)
     more = {} if change else {"fc.bias": torch.ones(3)}  # fc.bias is not listed in ``also``
-    other = rewrite(adapter, tmp_path / "other.safetensors", more, blocks=[{**block, **change}])
-    with pytest.raises(va.errors.CheckpointError, match=message):
-        load_adapter_(model, other)
-    assert dict(model.named_modules()) == modules
-    assert_same(model.state_dict(), before)
-
-
-class Renamed(nn.BatchNorm2d):
-    pass
+    assert_rejected(message, rewrite(adapter, tmp_path / "other.safetensors", more, blocks=[{**block, **change}]))
 
 
 class Added(nn.Module):
@@ -273,6 +260,10 @@ class Added(nn.Module):
 class Tanh(Added):
     def forward(self, x):
         return x + self.conv(x).tanh()
+
+
+class Renamed(Added):
+    pass
 
 
 @dataclass(frozen=True)
@@ -310,64 +301,53 @@ def test_several_custom_classes_are_used_by_name(tmp_path):
         assert [record.block for record in report.insertion.blocks] == ["Added", "Tanh", "AttentionBlock2d"]
         assert torch.equal(other.eval()(x), model(x))
     for block in (Added, [Added, Tanh], lambda channels, **how: Added(channels), None, names | {"More": Added}):
-        with pytest.raises(
-            va.errors.CheckpointError, match=r"custom classes: Added, Near, Tanh.*\[Added, Near, Tanh\]"
-        ):
-            load_adapter_(build(), file, block=block)
-    plain = network_with_block()
-    with pytest.raises(va.errors.CheckpointError, match=r"block must be None .*, got Added"):
-        load_adapter_(small_network(), save_adapter(plain, tmp_path / "plain.safetensors"), block=Added)
+        assert_rejected(r"custom classes: Added, Near, Tanh.*\[Added, Near, Tanh\]", file, build(), block=block)
+    report = load_adapter_(build(), file, block=names | {"Added": Renamed})
+    assert report.insertion.blocks[0].block == "Renamed"  # what was built
+    wider = names | {"Added": lambda channels, **how: Added(channels + 1)}
+    assert_rejected(r"differ in conv.weight \(9, 9, 1, 1\)", file, build(), block=wider)
+    plain = save_adapter(network_with_block(), tmp_path / "plain.safetensors")
+    assert_rejected("block must be None .*, got Added", plain, block=Added)
 
 
-def test_a_custom_block_needs_its_class(tmp_path):
-    model = small_network()
-    va.insert_(model, nn.BatchNorm2d, stages=[-2, -1], momentum=0.5, example_input=IMAGES)
-    train(model)
-    path = save_adapter(model, tmp_path / "own.safetensors")
-    other = small_network()
-    with pytest.raises(va.errors.CheckpointError, match=r"contains custom classes: BatchNorm2d.*block=BatchNorm2d"):
-        load_adapter_(other, path)
-    load_adapter_(other, path, block=nn.BatchNorm2d)
-    assert_same(other.state_dict(), model.state_dict())
-    for other in (va.AttentionBlock2d, [nn.BatchNorm2d, nn.Conv2d], {"Conv2d": nn.BatchNorm2d}):
-        with pytest.raises(va.errors.CheckpointError, match=r"custom classes: BatchNorm2d, got \w+"):
-            load_adapter_(small_network(), path, block=other)
-    report = load_adapter_(small_network(), path, block={"BatchNorm2d": Renamed})
-    assert [block.block for block in report.insertion.blocks] == ["Renamed", "Renamed"]  # what was built
-    with pytest.raises(va.errors.CheckpointError, match=r"differ in weight \(8, 8, 3, 3\)"):
-        load_adapter_(small_network(), path, block=lambda channels, momentum, **how: nn.Conv2d(channels, 8, 3, **how))
+def AttentionBlock2d(channels, num_heads):  # noqa: N802 - the class of this name refuses three heads
+    return va.AttentionBlock2d(channels, 2)
 
 
-def test_a_block_whose_class_refuses_its_options_is_not_saved(tmp_path):
-    def AttentionBlock2d(channels, num_heads):  # noqa: N802 - the name of a class of this library
-        return va.AttentionBlock2d(channels, 2)
-
-    model = nn.Sequential(nn.Conv2d(3, 8, 1))
-    va.insert_(model, AttentionBlock2d, names="0", num_heads=3, example_input=(1, 3, 8, 8))
-    with pytest.raises(ValueError, match=r"^the AttentionBlock2d at '0' cannot be saved: it was built by a function"):
-        save_adapter(model, tmp_path / "adapter.safetensors")
+def normalized(norm, end):
+    """Return a function that normalizes a layer of the block."""
+    return lambda model: norm(next(part for path, part in model.named_modules() if path.endswith(end)))
 
 
-def test_blocks_that_cannot_be_saved_are_rejected_by_name(tmp_path):
+NORMS = parametrizations.spectral_norm, nn.utils.spectral_norm, nn.utils.weight_norm  # Self-Attention-GAN#31
+#: Options of a block, a change of the network, and the reason why its adapter is not saved.
+NOT_SAVED = [
+    ({"block": nn.BatchNorm2d, "momentum": torch.tensor(2.0)}, nn.Module.eval, r"momentum=tensor\(2.\)"),
+    ({"num_heads": 2}, lambda model: model.to("meta"), "model has tensors without values"),
+    (
+        {"block": lambda channels, **how: va.AttentionBlock2d(channels, 4)},
+        nn.Module.eval,
+        "AttentionBlock2d at .*function",
+    ),
+    (
+        {"block": AttentionBlock2d, "num_heads": 3},
+        nn.Module.eval,
+        "^the AttentionBlock2d at .* was built by a function",
+    ),
+    ({"block": "cbam"}, normalized(NORMS[0], "fc1"), "cbam at 'layer3.0' .*parametrization"),
+    *(({}, normalized(norm, "proj"), r"'layer3.0' .*attn\.proj\..* remove parametrizations") for norm in NORMS),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(("options", "change", "message"), NOT_SAVED)
+def test_blocks_that_cannot_be_saved_are_rejected_by_name(options, change, message, tmp_path):
     model = small_network()
     with pytest.raises(ValueError, match="no inserted blocks to save"):
         save_adapter(model, tmp_path / "adapter.safetensors")
-    va.insert_(model, nn.BatchNorm2d, stages=-2, momentum=torch.tensor(2.0), example_input=IMAGES)
-    with pytest.raises(ValueError, match=r"momentum=tensor\(2.\)"):
-        save_adapter(model, tmp_path / "adapter.safetensors")
-    with pytest.raises(ValueError, match=r"adapter.pth"):
-        save_adapter(model, tmp_path / "adapter.pth")
-    with pytest.raises(ValueError, match="model has tensors without values"):
-        save_adapter(copy.deepcopy(model).to("meta"), tmp_path / "adapter.safetensors")
-    model = small_network()
-    va.insert_(model, lambda channels, **how: va.AttentionBlock2d(channels, 4, **how), stages=-2, example_input=IMAGES)
-    with pytest.raises(ValueError, match=r"AttentionBlock2d at 'layer3.0' .*function"):
-        save_adapter(model, tmp_path / "adapter.safetensors")
-    model = small_network()
-    va.insert_(model, "cbam", names="layer3.0", example_input=IMAGES)
-    layers = va.inserted_blocks(model)["layer3.0"].modules()
-    parametrizations.spectral_norm(next(layer for layer in layers if isinstance(layer, nn.Conv2d)))
-    with pytest.raises(ValueError, match=r"cbam at 'layer3.0' .*parametrization"):
+    va.insert_(model, names="layer3.0", example_input=IMAGES, **options)
+    change(model)
+    with pytest.raises(ValueError, match=message):
         save_adapter(model, tmp_path / "adapter.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -418,15 +398,6 @@ def test_blocks_inserted_into_a_compiled_layer_fit_the_network_without_it(tmp_pa
     assert_same(va.load_model(tmp_path / "net").state_dict(), va.load_model(tmp_path / "plain").state_dict())
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-@pytest.mark.parametrize("norm", [parametrizations.spectral_norm, nn.utils.spectral_norm, nn.utils.weight_norm])
-def test_blocks_with_a_parametrization_are_rejected_by_name(norm, model, tmp_path):
-    """In Self-Attention-GAN#31, all layers have spectral norms."""
-    norm(va.inserted_blocks(model)["layer3.0"].attn.proj)
-    with pytest.raises(ValueError, match=r"'layer3.0' .*attn\.proj\..* remove parametrizations"):
-        save_adapter(model, tmp_path / "adapter.safetensors")
-
-
 def test_a_block_whose_parametrization_was_removed_is_saved(model, tmp_path):
     block = va.inserted_blocks(model)["layer3.0"]
     parametrizations.spectral_norm(block.attn.proj)
@@ -450,6 +421,7 @@ class CustomBlock(ConvBlock2d):
 NETWORKS = {
     "branch": ("resnet20", {"in_chans": 1}, lambda m: va.insert_(m, names="layer2.0.bn2", num_heads=2)),
     "instead": ("resnet20", {}, lambda m: va.replace_(m, names="layer3.0.conv2", num_heads=2)),
+    "context": ("resnet20", {}, lambda m: va.insert_(m, names="layer3", num_heads=2, context="layer2")),
     "custom": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, CustomBlock, stages=-1)),
     "tokens": ("test_vit", {"img_size": 64}, lambda m: va.insert_(m, names="blocks.1", num_heads=2)),
     "none": ("test_efficientnet", {"global_pool": "max"}, lambda m: None),
@@ -753,19 +725,20 @@ def test_a_network_is_passed_only_for_a_folder_that_names_one(saved):
         va.load_model(saved[0], network=small_network)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"architecture": "hf-hub:timm/resnet18.a1_in1k"}, "architecture"),
-        ({"model_args": {"pretrained": True}}, r"model_args .*\['pretrained'\]"),
-        ({"model_args": {"layers": [10**9, 1, 1, 1]}}, "model_args .* too large"),
-        ({"model_args": {"drop_rate": 10**6, "drop_path_rate": -(10**6)}}, "model_args .* too large"),
-        ({"model_args": {"no_such": 1}}, "no_such"),
-        ({"model_args": {"num_classes": 4}, "label_names": None}, "do not match the network .*: fc.weight, fc.bias"),
-        ({"label_names": [1, 2, 3]}, "label_names .* 3 classes"),
-        ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size"),
-    ],
-)
+#: A change of the configuration, and the message of the error.
+WRONG_CONFIGURATIONS = [
+    ({"architecture": "hf-hub:timm/resnet18.a1_in1k"}, "architecture"),
+    ({"model_args": {"pretrained": True}}, r"model_args .*\['pretrained'\]"),
+    ({"model_args": {"layers": [10**9, 1, 1, 1]}}, "model_args .* too large"),
+    ({"model_args": {"drop_rate": 10**6, "drop_path_rate": -(10**6)}}, "model_args .* too large"),
+    ({"model_args": {"no_such": 1}}, "no_such"),
+    ({"model_args": {"num_classes": 4}, "label_names": None}, "do not match the network .*: fc.weight, fc.bias"),
+    ({"label_names": [1, 2, 3]}, "label_names .* 3 classes"),
+    ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_CONFIGURATIONS)
 @pytest.mark.parametrize("inside", [False, True])
 def test_the_configuration_of_a_folder_is_checked_and_downloads_nothing(
     saved, change, message, inside, tmp_path, monkeypatch
@@ -789,22 +762,8 @@ CONFIG_CLASSES = [
     va.Rope(100.0, normalized=True),
     *(va.ConditionalPos(3), va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7)),
 ]
-PLAIN = [
-    None,
-    True,
-    -7,
-    1j,
-    b"bytes",
-    {1, 2},
-    10**30,
-    1e-300,
-    -0.5,
-    "é'\"\\\n\0",
-    (),
-    (1,),
-    [[]],
-    {"a": {}, -1: (None, [2.5])},
-]
+PLAIN = [None, True, -7, 1j, b"bytes", {1, 2}, 10**30, 1e-300, -0.5, "é'\"\\\n\0"]
+PLAIN += [(), (1,), [[]], {"a": {}, -1: (None, [2.5])}]
 
 
 def test_values_are_restored_from_their_code_and_others_refused_by_name():

@@ -308,28 +308,27 @@ def reverse_rows(monkeypatch, layer):
 
 
 def test_every_row_of_the_table_is_tested():
-    rotary = (
-        "timm.layers.attention.AttentionRope",
-        "timm.models.eva.",
-        "transformers.models.dinov3_vit.",
-    )  # test_swap.py
-    tried, elsewhere = set(), ("keras.", "natten.", "ultralytics.", *rotary)  # tested below
+    rotary = "timm.layers.attention.AttentionRope", "timm.models.eva.", "transformers.models.dinov3_vit."
+    tried, elsewhere = (
+        set(),
+        ("keras.", "natten.", "ultralytics.", *rotary),
+    )  # tested below and in test_swap.py
     for make, variant, part, *_ in CASES:
         with suppress(pytest.skip.Exception):  # the library is not installed
             tried.add(find_conversion(make(**variant).get_submodule(part))[0])
-    assert tried == {
-        path for path in CONVERSIONS if find_spec(path.partition(".")[0]) and not path.startswith(elsewhere)
-    }
+    known = {path for path in CONVERSIONS if find_spec(path.partition(".")[0])}
+    assert tried == {path for path in known if not path.startswith(elsewhere)}
+
+
+#: The size of a kernel, options of a layer of NATTEN, and the size of its feature map.
+NATTEN = [
+    ((3, 4), {"stride": (1, 2), "dilation": (2, 1), "is_causal": (True, False)}, (7, 6)),
+    ((2, 2, 3), {"stride": (2, 1, 1), "qk_scale": 0.7}, (4, 3, 5)),
+]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning", "ignore:return_lse:FutureWarning")
-@pytest.mark.parametrize(
-    ("kernel", "options", "size"),
-    [
-        ((3, 4), {"stride": (1, 2), "dilation": (2, 1), "is_causal": (True, False)}, (7, 6)),
-        ((2, 2, 3), {"stride": (2, 1, 1), "qk_scale": 0.7}, (4, 3, 5)),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "options", "size"), NATTEN)
 def test_natten_is_compared_in_float32(kernel, options, size, monkeypatch):
     make = partial(layer_of, f"natten.NeighborhoodAttention{len(size)}D", 64, 2, kernel, **options)
     layer, other, x = make().eval(), make(), randn(2, 64, *size).float()
@@ -419,17 +418,17 @@ def run_keras(layer, x, context=None):
     return y.movedim(-1, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "size", "pattern"),
-    [
-        ({"output_shape": (4,), "value_dim": 1}, (7,), "full"),
-        ({"attention_axes": (-2,), "dropout": 0.3}, (3, 5), "rows"),
-        ({"attention_axes": (1, 3)}, (2, 3, 4), va.Pattern("b n d t h w -> (b h) n (t w) d")),
-        ({"use_gate": True}, (3, 5), "full"),
-        ({"use_gate": True, "num_heads": 4, "use_bias": False, "value_dim": 2}, (3, 5), "full"),
-    ],
-    ids=str,
-)
+#: Options of a layer of Keras, the size of its feature map, and the pattern of the block.
+KERAS = [
+    ({"output_shape": (4,), "value_dim": 1}, (7,), "full"),
+    ({"attention_axes": (-2,), "dropout": 0.3}, (3, 5), "rows"),
+    ({"attention_axes": (1, 3)}, (2, 3, 4), va.Pattern("b n d t h w -> (b h) n (t w) d")),
+    ({"use_gate": True}, (3, 5), "full"),
+    ({"use_gate": True, "num_heads": 4, "use_bias": False, "value_dim": 2}, (3, 5), "full"),
+]
+
+
+@pytest.mark.parametrize(("options", "size", "pattern"), KERAS, ids=str)
 def test_keras_multihead_attention(keras, options, size, pattern):
     layer = keras.layers.MultiHeadAttention(**{"num_heads": 2, "key_dim": 3, "dtype": "float64", **options})
     block = convert.from_layer(built(layer, (*size, 6)))
@@ -597,16 +596,17 @@ def test_incompatible_ranks_and_patterns_are_rejected():
             convert.from_layer(layer, **options)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda x, y: (1 + 1e-8) * y, "Altered .* a difference of"),
-        (lambda x, y: float("nan") * y, "nan"),
-        (lambda x, y: torch.cat([y, y], -1), r"expected shape \(2, 8, 16\)"),
-        (lambda x, y: y.nothing, "Altered .*AttributeError"),
-        (lambda x, y: y * (1 if x.abs().max() > 0.1 else 2), "a difference of"),  # only for small inputs
-    ],
-)
+#: A function of the input and the output, and the message of the error.
+ALTERED = [
+    (lambda x, y: (1 + 1e-8) * y, "Altered .* a difference of"),
+    (lambda x, y: float("nan") * y, "nan"),
+    (lambda x, y: torch.cat([y, y], -1), r"expected shape \(2, 8, 16\)"),
+    (lambda x, y: y.nothing, "Altered .*AttributeError"),
+    (lambda x, y: y * (1 if x.abs().max() > 0.1 else 2), "a difference of"),  # only for small inputs
+]
+
+
+@pytest.mark.parametrize(("change", "message"), ALTERED)
 def test_a_subclass_with_another_computation_is_detected(change, message):
     forward = tl.Attention.forward
     kind = type("Altered", (tl.Attention,), {"forward": lambda self, x: change(x, forward(self, x))})

@@ -53,15 +53,16 @@ def test_attention_patterns_equal_equations_along_the_same_axes(axes):
     torch.testing.assert_close(block(x), expected.movedim(-1, 1), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "message"),
-    [
-        (attention_equations, (4, ()), r"attention_axes .* 1 to 1 of rank 4"),
-        (attention_equations, (5, (1, 1)), "attention_axes"),
-        (attention_pattern, ((3,), 4), "attention_axes"),
-        (attention_pattern, ((1,), 6), "rank .* got 6"),
-    ],
-)
+#: A function, its arguments, and the message of the error.
+WRONG_AXES = [
+    (attention_equations, (4, ()), r"attention_axes .* 1 to 1 of rank 4"),
+    (attention_equations, (5, (1, 1)), "attention_axes"),
+    (attention_pattern, ((3,), 4), "attention_axes"),
+    (attention_pattern, ((1,), 6), "rank .* got 6"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "message"), WRONG_AXES)
 def test_wrong_axes_are_rejected(function, arguments, message):
     with pytest.raises(ValueError, match=message):
         function(*arguments)

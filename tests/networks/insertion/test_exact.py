@@ -18,19 +18,16 @@ IMAGES = (1, 3, 14, 14)
 pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
 
+#: A block, a network, and the kind of the initialization.
+PAIRS = [
+    ("cbam", "torchvision resnet18", "zeros"), ("SimAM", "torchvision resnet18", "error"),
+    ("SimAM", "a U-Net", "gate"), ("splat", "a U-Net", "gate"), ("nl", "convnext_atto", "identity"),
+    ("OwnSE", "convnext_atto", "zeros"), ("coord", "torchvision Faster R-CNN", "zeros"),
+]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:the model pads images")
-@pytest.mark.parametrize(
-    ("block", "network", "initialization"),
-    [
-        ("cbam", "torchvision resnet18", "zeros"),
-        ("SimAM", "torchvision resnet18", "error"),
-        ("SimAM", "a U-Net", "gate"),
-        ("splat", "a U-Net", "gate"),
-        ("nl", "convnext_atto", "identity"),
-        ("OwnSE", "convnext_atto", "zeros"),
-        ("coord", "torchvision Faster R-CNN", "zeros"),
-    ],
-)
+@pytest.mark.parametrize(("block", "network", "initialization"), PAIRS)
 def test_a_block_changes_nothing_learns_at_once_and_comes_out(block, network, initialization):
     assert any_block.check(block, network) == initialization
 
@@ -96,7 +93,7 @@ def both(channels, **options):
     return nn.Sequential(*(va.AttentionBlock2d(channels, pattern=name, **options) for name in ("full", "rows")))
 
 
-GATE = "gate set to zero"
+GATE, ALL = "gate set to zero", "parameters of the block set to zero"
 #: Block and dtype, and the expected initialization and wrapper options.
 TRIED = {
     ("se", "float32"): ("fc2 set to zero, output multiplied by 2", {"scale": 2.0}),
@@ -106,14 +103,11 @@ TRIED = {
     ("bat", "float32"): (GATE, {"gated": True}),
     ("se", "float16"): (GATE, {"gated": True}),  # Halving is not exact for the smallest numbers.
     (OwnSE, "float32"): ("up set to zero, output multiplied by 2", {"scale": 2.0}),
-    (Grouped, "float32"): (
-        "parameters of the block set to zero, output multiplied by 2",
-        {"scale": 2.0, "copied": True},
-    ),
+    (Grouped, "float32"): (f"{ALL}, output multiplied by 2", {"scale": 2.0, "copied": True}),
     (SimAM, "float32"): (GATE, {"gated": True}),
     (QueriesAndKeys, "float32"): (GATE, {"gated": True}),
     (LowRank, "float32"): (GATE, {"gated": True}),  # Two zero factors receive no gradient.
-    (HalfBiased, "float32"): ("parameters of the block set to zero", {}),
+    (HalfBiased, "float32"): (ALL, {}),
     (InPlace, "float32"): (GATE, {"gated": True, "copied": True}),
     (va.Attention2d, "float32"): (GATE, {"gated": True}),
     (va.blocks.TransformerBlock2d, "float32"): ("attn.proj and fc2 set to zero", {}),
@@ -203,9 +197,8 @@ def test_blocks_are_restored_with_their_initialization(block, tmp_path):
     assert type(inserted_blocks(again)["layer1.2"]) is type(inserted_blocks(model)["layer1.2"])
     if own:
         va.remove_(plain)
-        with pytest.raises(
-            va.errors.CheckpointError, match=f"custom classes: {block.__name__}. Pass the class: block="
-        ):
+        message = f"custom classes: {block.__name__}. Pass the class: block="
+        with pytest.raises(va.errors.CheckpointError, match=message):
             va.load_adapter_(plain, path)
 
 

@@ -6,8 +6,6 @@ and a block that still runs, or an error that names the site and the remedy.
 
 import copy
 import gc
-import io
-import itertools
 import warnings
 import weakref
 from functools import cache, partial
@@ -21,12 +19,12 @@ from small_networks import NarrowResNet
 from timm.layers import freeze_batch_norm_2d
 from torch import nn
 from torch.fx.experimental.optimization import fuse as fuse_graph
+from torch.nn.utils import parametrizations, spectral_norm
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import vision_attn as va
 from vision_attn.networks import untrained
-from vision_attn.networks.insertion.hooks import block_at
 from vision_attn.networks.insertion.registry import records
 
 pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
@@ -141,17 +139,6 @@ def test_unsupported_sites_are_rejected_by_name_without_changes(model, options, 
     assert anatomy(model) == before
 
 
-def test_a_block_without_an_effect_is_reported():
-    def run(net, x):
-        x = net.stem(x)
-        net.side(x)
-        return net.stem(x)
-
-    model = Net(run, stem=convolution(3, 3), side=nn.ReLU(inplace=True)).eval()
-    with pytest.warns(UserWarning, match="does not depend on the feature map at 'side'"):
-        va.insert_(model, names="side", num_heads=1, example_input=IMAGE)
-
-
 def test_networks_without_gradients_are_supported():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), Net(lambda net, x: x.argmax(1))).eval()
@@ -177,16 +164,17 @@ def test_existing_hooks_receive_the_output_of_the_block(at, names):
     assert not torch.equal(seen[-1], taps[-1])
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "size"),
-    [
-        ("vit_tiny_patch16_224", {"img_size": 32, "depth": 3}, 32),  # FeatureGetterNet
-        ("selecsls42", {}, 64),  # FeatureListNet, which cuts off the last declared module
-        ("pit_ti_224", {"img_size": 64}, 64),  # FeatureHookNet
-        ("xception41p", {}, 64),  # FeatureHookNet, which renames blocks.11 to blocks_11
-        ("resnet10t", {"feature_cfg": {"feature_cls": "fx"}}, 32),  # FeatureGraphNet
-    ],
-)
+#: A network of timm, its options, and the size of its images.
+FEATURES_ONLY = [
+    ("vit_tiny_patch16_224", {"img_size": 32, "depth": 3}, 32),  # FeatureGetterNet
+    ("selecsls42", {}, 64),  # FeatureListNet, which cuts off the last declared module
+    ("pit_ti_224", {"img_size": 64}, 64),  # FeatureHookNet
+    ("xception41p", {}, 64),  # FeatureHookNet, which renames blocks.11 to blocks_11
+    ("resnet10t", {"feature_cfg": {"feature_cls": "fx"}}, 32),  # FeatureGraphNet
+]
+
+
+@pytest.mark.parametrize(("name", "options", "size"), FEATURES_ONLY)
 def test_features_only_networks_have_the_stages_of_stage_names(name, options, size):
     # timm's own tests of features_only networks
     torch.manual_seed(0)
@@ -207,16 +195,17 @@ def exchanging(path, make):
     return lambda model: model.set_submodule(path, make(model.get_submodule(path))) or model
 
 
+#: Conversions of the norms of a network.
+NORM_CONVERSIONS = [
+    freeze_batch_norm_2d,
+    nn.SyncBatchNorm.convert_sync_batchnorm,
+    exchanging("layer2.1.bn2", copy.deepcopy),
+    exchanging("layer2.1.bn2", partial(torch.compile, backend="eager")),
+]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
-@pytest.mark.parametrize(
-    "convert",
-    [
-        freeze_batch_norm_2d,
-        nn.SyncBatchNorm.convert_sync_batchnorm,
-        exchanging("layer2.1.bn2", copy.deepcopy),
-        exchanging("layer2.1.bn2", partial(torch.compile, backend="eager")),
-    ],
-)
+@pytest.mark.parametrize("convert", NORM_CONVERSIONS)
 def test_a_block_at_a_norm_is_kept_when_the_norm_is_converted(convert):
     # timm#1254: freezing batch norms after a module was added
     model, before = with_block("layer2.1.bn2")
@@ -233,16 +222,17 @@ def fusing(*names):
     return lambda model: torch.ao.quantization.fuse_modules(model, [[*names]])
 
 
-@pytest.mark.parametrize(
-    ("names", "convert"),
-    [
-        ("layer2.1.bn2", fusing("layer2.1.conv2", "layer2.1.bn2")),
-        ("conv1", fusing("conv1", "bn1")),
-        ("relu", fusing("conv1", "bn1", "relu")),
-        ("conv1", exchanging("conv1", lambda old: nn.Conv2d(3, 64, 7, stride=2, padding=3))),
-        ("layer2.1.conv1", exchanging("layer2", lambda old: NarrowResNet().layer2)),
-    ],
-)
+#: A site, and a function that replaces its module.
+REPLACEMENTS = [
+    ("layer2.1.bn2", fusing("layer2.1.conv2", "layer2.1.bn2")),
+    ("conv1", fusing("conv1", "bn1")),
+    ("relu", fusing("conv1", "bn1", "relu")),
+    ("conv1", exchanging("conv1", lambda old: nn.Conv2d(3, 64, 7, stride=2, padding=3))),
+    ("layer2.1.conv1", exchanging("layer2", lambda old: NarrowResNet().layer2)),
+]
+
+
+@pytest.mark.parametrize(("names", "convert"), REPLACEMENTS)
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_replacing_a_module_with_a_block_raises_an_error_with_a_remedy(names, convert):
     # pytorch#187298: fuse_modules and hooks; ultralytics' fuse(); manual replacements as in LoRA
@@ -269,13 +259,10 @@ def untraceable(channels):
     return Net(lambda net, x: net.conv(x) if x.shape[1] > 1 else x, conv=nn.Conv2d(channels, channels, 1))
 
 
-@pytest.mark.parametrize(
-    ("names", "options"),
-    [
-        *((site, {}) for site in ("layer2.1", "relu")),
-        ("layer2.1", {"block": untraceable, "exact": False}),
-    ],
-)
+UNTRACEABLE = {"block": untraceable, "exact": False}
+
+
+@pytest.mark.parametrize(("names", "options"), [("layer2.1", {}), ("relu", {}), ("layer2.1", UNTRACEABLE)])
 def test_traced_graphs_run_each_block_after_fusion(names, options):
     model, before = with_block(names, **options)
     fused = fuse_graph(model)
@@ -320,10 +307,8 @@ def replicate(model):
     return replicas
 
 
-@pytest.mark.parametrize(
-    ("names", "at"),
-    [*itertools.product(["layer2.1", "layer2.1.bn2", "layer2.1.conv1"], ["after", "before"])],
-)
+@pytest.mark.parametrize("names", ["layer2.1", "layer2.1.bn2", "layer2.1.conv1"])
+@pytest.mark.parametrize("at", ["after", "before"])
 def test_replicas_of_data_parallel_run_the_block_with_their_tensors(names, at):
     model, before = with_block(names, at)
     replicas = replicate(model)
@@ -389,21 +374,6 @@ def test_code_that_calls_parts_of_a_network_has_the_documented_effects():
             call()
 
 
-def test_copies_pickles_and_replicas_run_their_own_blocks():
-    model, before = with_block("layer2.1.bn2")
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert torch.equal(other(IMAGE), before)
-        nn.init.zeros_(only_block(other).gate)
-        assert not torch.equal(other(IMAGE), before)
-        assert torch.equal(model(IMAGE), before)
-    replicas = replicate(model)
-    assert torch.equal(replicas[model](IMAGE), before)
-    assert block_at(replicas[model.layer2[1].bn2]) is replicas[only_block(model)]
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*deprecated", "ignore::torch.jit.TracerWarning")
 def test_blocks_stored_in_the_parent_are_compiled_and_exported():
@@ -419,10 +389,7 @@ def test_blocks_stored_in_the_parent_are_compiled_and_exported():
         torch.testing.assert_close(torch.jit.trace(model, IMAGE)(IMAGE), before)
 
 
-@pytest.mark.parametrize(
-    "normalize",
-    [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm],
-)
+@pytest.mark.parametrize("normalize", [parametrizations.spectral_norm, parametrizations.weight_norm, spectral_norm])
 @pytest.mark.parametrize("block", [None, "se", "gc"])
 def test_normalized_zero_weights_raise_an_error_with_a_remedy(normalize, block):
     # Self-Attention-GAN#31: spectral normalization of every layer
@@ -456,11 +423,11 @@ def train_without_a_warning(*args, **options):
         train(*args, **options)
 
 
-def late(optimizer_class=torch.optim.SGD, **options):
+def late(optimizer_class=torch.optim.SGD, names="0", **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=3), nn.ReLU(), nn.Flatten(), nn.Linear(800, 2))
     optimizer = optimizer_class(model.parameters(), lr=1e-3, **options)
-    va.insert_(model, names="0", num_heads=2, example_input=IMAGE)
+    va.insert_(model, names=names, num_heads=2, example_input=IMAGE)
     return model, optimizer
 
 
@@ -475,30 +442,18 @@ def test_check_optimizer_lists_the_blocks_that_an_optimizer_lacks():
     va.check_optimizer(model, optimizer)
 
 
-@pytest.mark.parametrize("options", [{}, {"fused": True}])
-def test_a_block_that_an_existing_optimizer_does_not_update_raises_one_warning(options):
+@pytest.mark.parametrize(("names", "sites", "fused"), [("0", "'0'", True), ("[01]", "'0', '1'", None)])
+def test_one_warning_lists_the_blocks_that_an_existing_optimizer_does_not_update(names, sites, fused):
     # fastai's Learner and mmengine's runner create the optimizer before callbacks and hooks run
-    model, optimizer = late(torch.optim.AdamW, **options)
-    with pytest.warns(UserWarning, match="does not contain the blocks at '0': .*va.check_optimizer") as found:
+    model, optimizer = late(torch.optim.AdamW, names, fused=fused)
+    with pytest.warns(UserWarning, match=f"does not contain the blocks at {sites}: .*va.check_optimizer") as found:
         train(model, optimizer)
     assert len(found) == 1
     train_without_a_warning(model, optimizer)
 
 
-def test_one_warning_lists_all_blocks_that_an_existing_optimizer_does_not_update():
-    model, optimizer = late()
-    va.remove_(model)
-    va.insert_(model, names="[01]", num_heads=2, example_input=IMAGE)
-    with pytest.warns(UserWarning, match="does not contain the blocks at '0', '1': ") as found:
-        train(model, optimizer)
-    assert len(found) == 1
-    train_without_a_warning(model, optimizer)
-
-
-#: Number of steps between updates of the network, and of the block.
-@pytest.mark.parametrize(
-    ("network", "block"), [(1, 1), (8, 8), (1, None), (1, 3)], ids=["after", "accumulated", "frozen", "in turn"]
-)
+#: Number of steps between updates of the network, and of the block: together, accumulated, frozen, rare.
+@pytest.mark.parametrize(("network", "block"), [(1, 1), (8, 8), (1, None), (1, 8)])
 def test_trained_and_frozen_blocks_raise_no_warning(network, block):
     model, optimizer = late()
     own, steps = torch.optim.SGD(only_block(model).parameters(), 1e-3), iter(range(1, 1000))
@@ -526,15 +481,16 @@ def test_optimizer_checks_ignore_copies_and_keep_no_network_alive():
     assert untrained.MAX_MISSED_UPDATES < 12
 
 
-@pytest.mark.parametrize(
-    ("run", "conv", "shape", "layout"),
-    [
-        # frames or slices (b, t, c, h, w) in the batch of a network for images: audioset_tagging_cnn#32
-        (lambda net, x: net.conv(x.flatten(0, 1)).mean((2, 3)), nn.Conv2d(3, 16, 3), (2, 3, 3, 8, 8), "b c h w"),
-        # slices (d, c, h, w) of one volume
-        (lambda net, x: net.conv(x.transpose(0, 1)[None]).mean(2), nn.Conv3d(1, 16, 3), (6, 1, 8, 8), "b c t h w"),
-    ],
-)
+#: A forward pass, its convolution, the shape of its images, and the layout of the feature map.
+AXES = [
+    # frames or slices (b, t, c, h, w) in the batch of a network for images: audioset_tagging_cnn#32
+    (lambda net, x: net.conv(x.flatten(0, 1)).mean((2, 3)), nn.Conv2d(3, 16, 3), (2, 3, 3, 8, 8), "b c h w"),
+    # slices (d, c, h, w) of one volume
+    (lambda net, x: net.conv(x.transpose(0, 1)[None]).mean(2), nn.Conv3d(1, 16, 3), (6, 1, 8, 8), "b c t h w"),
+]
+
+
+@pytest.mark.parametrize(("run", "conv", "shape", "layout"), AXES)
 def test_layout_determines_the_axes_of_a_feature_map(run, conv, shape, layout):
     model, x = Net(run, conv=conv).eval(), torch.randn(shape)
     before = model(x)
@@ -548,14 +504,14 @@ def test_layout_determines_the_axes_of_a_feature_map(run, conv, shape, layout):
     va.remove_(model)
 
 
-@pytest.mark.parametrize(
-    ("take", "example"),
-    [
-        # Two clips of different length in a list (SlowFast; VidSitu#18), the last of which the forward removes.
-        (lambda net, x: net.conv(x.pop()).mean() + x[0].mean(), [torch.rand(1, 3, 2, 8, 8), torch.rand(1, 3, 8, 8, 8)]),
-        (lambda net, x: net.conv(x.pop("x").sub_(0.5)), {"x": torch.rand(1, 3, 8, 8, 8)}),
-    ],
-)
+#: Two clips of different length in a list (SlowFast; VidSitu#18), the last of which the forward removes; a dictionary.
+CLIPS = [
+    (lambda net, x: net.conv(x.pop()).mean() + x[0].mean(), [torch.rand(1, 3, 2, 8, 8), torch.rand(1, 3, 8, 8, 8)]),
+    (lambda net, x: net.conv(x.pop("x").sub_(0.5)), {"x": torch.rand(1, 3, 8, 8, 8)}),
+]
+
+
+@pytest.mark.parametrize(("take", "example"), CLIPS)
 def test_the_example_input_is_not_changed(take, example):
     before = copy.deepcopy(example)
     model = Net(take, conv=nn.Conv3d(3, 8, 1)).eval()
@@ -575,13 +531,14 @@ def test_integer_images_are_captured_and_calls_without_images_are_rejected():
         model("nothing")
 
 
-@pytest.mark.parametrize(
-    ("make", "site", "sizes"),
-    [
-        (lambda: nn.Sequential(resnet(), nn.Flatten()), "0.layer2", (32, 48)),
-        (lambda: timm.create_model("test_vit", dynamic_img_size=True), "blocks.0", (64, 64)),
-    ],
-)
+#: An encoder, a site, and the sizes of both images.
+ENCODERS = [
+    (lambda: nn.Sequential(resnet(), nn.Flatten()), "0.layer2", (32, 48)),
+    (lambda: timm.create_model("test_vit", dynamic_img_size=True), "blocks.0", (64, 64)),
+]
+
+
+@pytest.mark.parametrize(("make", "site", "sizes"), ENCODERS)
 def test_a_block_in_a_shared_encoder_runs_in_each_call(make, site, sizes):
     model, images = siamese(make()), sized(*sizes)
     before = model(*images)
@@ -601,14 +558,15 @@ def test_blocks_that_are_inserted_in_inference_mode_can_be_trained():
     assert all(p.grad is not None for p in only_block(model).parameters())
 
 
-@pytest.mark.parametrize(
-    ("make", "head"),
-    [
-        (lambda: timm.create_model("convnext_atto"), "head.fc"),
-        (lambda: timm.create_model("levit_128s"), "head"),  # two classifiers
-        (torchvision.models.resnet18, "fc"),
-    ],
-)
+#: A network, and the prefix of the keys of its classifier.
+CLASSIFIERS = [
+    (lambda: timm.create_model("convnext_atto"), "head.fc"),
+    (lambda: timm.create_model("levit_128s"), "head"),  # two classifiers
+    (torchvision.models.resnet18, "fc"),
+]
+
+
+@pytest.mark.parametrize(("make", "head"), CLASSIFIERS)
 def test_head_is_the_classifier_that_the_model_declares(make, head):
     with torch.device("meta"):
         model = make()
@@ -627,12 +585,7 @@ def test_the_children_of_a_network_with_a_block_run_in_sequence():
     assert torch.equal(model.fc(model.avgpool(rows(IMAGE)).flatten(1)), model(IMAGE))
 
 
-def test_adapters_and_checkpoints_support_blocks_stored_in_the_parent(tmp_path):
-    model, before = with_block(["layer2.1.bn2"])
-    va.save_adapter(model, tmp_path / "adapter.safetensors")
-    other = resnet()
-    va.load_adapter_(other, tmp_path / "adapter.safetensors")
-    assert torch.equal(other(IMAGE), before)
-    torch.save(model.state_dict(), tmp_path / "whole.pth")
+def test_an_error_for_a_checkpoint_names_the_site_of_a_block_stored_in_the_parent(tmp_path):
+    torch.save(with_block(["layer2.1.bn2"])[0].state_dict(), tmp_path / "whole.pth")
     with pytest.raises(va.errors.CheckpointError, match=r"insert_\(model, names=\[.layer2.1.bn2"):
         va.load_checkpoint_(resnet(), tmp_path / "whole.pth")

@@ -130,15 +130,16 @@ def test_heads_fit_the_channels_unless_they_are_explicit(block):
     assert va.insert_(model, block, **options).blocks[0].options == {"num_heads": 5}
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (Conditioned, {"example_input": {"y": CONDITIONS["x"]}}, r"\(y=\(1, 4, 16, 16\)\).*unexpected"),
-        (UNet, {"example_input": {"x": 3}}, r"example_input must be .* got \{'x': 3\}"),
-        (UNet, {"stages": torch.rand(9)}, "stages"),
-        (small_video, {"block": va.AttentionBlock2d}, r"\(1, 16, 8, 28, 28\) at '3'; AttentionBlock2d"),
-    ],
-)
+#: A network, options of va.insert_, and the message of the error.
+WRONG_OPTIONS = [
+    (Conditioned, {"example_input": {"y": CONDITIONS["x"]}}, r"\(y=\(1, 4, 16, 16\)\).*unexpected"),
+    (UNet, {"example_input": {"x": 3}}, r"example_input must be .* got \{'x': 3\}"),
+    (UNet, {"stages": torch.rand(9)}, "stages"),
+    (small_video, {"block": va.AttentionBlock2d}, r"\(1, 16, 8, 28, 28\) at '3'; AttentionBlock2d"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "message"), WRONG_OPTIONS)
 def test_errors_contain_no_tensors_and_name_the_remedy(make, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         va.insert_(make(), **{"stages": -1, **options})

@@ -2,13 +2,12 @@
 
 import collections
 import copy
-import pickle
 
 import pytest
 import timm
 import torch
 from reach import tensors
-from small_networks import convolutions
+from small_networks import copies
 from timm.models.mlp_mixer import MlpMixer
 from torch import nn
 from torchvision.models import DenseNet, detection, get_model, resnet18
@@ -80,17 +79,18 @@ def test_the_feature_map_is_found_in_any_container_and_other_items_are_kept(form
     assert all(map(torch.equal, tensors(before), tensors(model(x))))
 
 
+#: A network of timm, its options, and the layout of its feature maps.
+LAYOUTS = [
+    ("swin_tiny_patch4_window7_224", {"embed_dim": 24, "depths": (1, 1, 2, 1), "img_size": 96}, "b h w c"),
+    ("vit_tiny_patch16_224", {"depth": 2, "img_size": 96}, "b (1 + h w) c"),
+    ("deit_tiny_distilled_patch16_224", {"depth": 2, "img_size": 96}, "b (2 + h w) c"),
+    ("cait_xxs24_224", {"depth": 2, "img_size": 96}, "b (h w) c"),  # The class token is added later.
+    ("densenet121", {"growth_rate": 8, "block_config": (2, 2, 2, 2)}, "b c h w"),
+]
+
+
 @pytest.mark.filterwarnings("ignore:attention has little effect", "ignore:the output of the network")
-@pytest.mark.parametrize(
-    ("name", "options", "layout"),
-    [
-        ("swin_tiny_patch4_window7_224", {"embed_dim": 24, "depths": (1, 1, 2, 1), "img_size": 96}, "b h w c"),
-        ("vit_tiny_patch16_224", {"depth": 2, "img_size": 96}, "b (1 + h w) c"),
-        ("deit_tiny_distilled_patch16_224", {"depth": 2, "img_size": 96}, "b (2 + h w) c"),
-        ("cait_xxs24_224", {"depth": 2, "img_size": 96}, "b (h w) c"),  # The class token is added later.
-        ("densenet121", {"growth_rate": 8, "block_config": (2, 2, 2, 2)}, "b c h w"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "layout"), LAYOUTS)
 @torch.no_grad()
 def test_layouts_and_modules_that_iterate_over_children(name, options, layout):
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def test_layouts_and_modules_that_iterate_over_children(name, options, layout):
     assert [record.target.layout for record in records(model)] == [layout] * 2
     assert torch.equal(model(x), before)
     assert [key for key in model.state_dict() if key not in inserted_keys(model)] == keys
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for other in copies(model):
         train_(other)
         assert not torch.equal(other(x), before)
         assert torch.equal(model(x), before)
@@ -217,23 +217,22 @@ def monai_unet():
 
 
 UP = (nn.Conv2d(3, 8, 1, 2), nn.Conv2d(8, 8, 1, 2), nn.Upsample(scale_factor=2), nn.Conv2d(8, 8, 1))
+TOKENS = nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), nn.Linear(64, 64), nn.Linear(64, 64)
 POOLED = (*(nn.Conv2d(3, 3, 3, 2, padding=1) for _ in range(5)), nn.AdaptiveAvgPool2d(1))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: nn.Sequential(*UP), r"get larger.*names=, for example '0' \(16×16\), '1' \(8×8\), '3' \(16"),
-        # One module contains a downsampling and an upsampling path.
-        (monai_unet, r"larger.*'model.0' \(16×16\), 'model.1.submodule.1' \(8×8\), .*'model.2.1' \(32×32\)"),
-        # The last module is a stage of one position, or pooling.
-        (lambda: nn.Sequential(*POOLED), r"larger example_input= or use names=, for example '0' .*, '3' \(2×2\)$"),
-        (
-            lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), nn.Linear(64, 64), nn.Linear(64, 64)),
-            r"tokens.* '0' \(8×8\)",
-        ),
-    ],
-)
+#: A network, and the message of the error.
+AMBIGUOUS = [
+    (lambda: nn.Sequential(*UP), r"get larger.*names=, for example '0' \(16×16\), '1' \(8×8\), '3' \(16"),
+    # One module contains a downsampling and an upsampling path.
+    (monai_unet, r"larger.*'model.0' \(16×16\), 'model.1.submodule.1' \(8×8\), .*'model.2.1' \(32×32\)"),
+    # The last module is a stage of one position, or pooling.
+    (lambda: nn.Sequential(*POOLED), r"larger example_input= or use names=, for example '0' .*, '3' \(2×2\)$"),
+    (lambda: nn.Sequential(*TOKENS), r"tokens.* '0' \(8×8\)"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), AMBIGUOUS)
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_errors_for_ambiguous_stages_suggest_modules(make, message):
     with pytest.raises(va.errors.SiteError, match=message):
@@ -256,27 +255,6 @@ def test_an_invalid_metadata_entry_does_not_affect_others():
     assert [block.site for block in va.insert_(model, stages=[1, 3]).blocks] == ["layer1.1", "layer3.1"]
     with pytest.raises(va.errors.SiteError, match="'nowhere'"):
         va.insert_(model, stages=2)
-
-
-@pytest.mark.parametrize("state", ["half precision", "channels last", "compiled in place", "data parallel"])
-@torch.no_grad()
-def test_the_state_of_a_model_is_kept(state):
-    model, x = convolutions(3, 8, 16), torch.randn(2, 3, 32, 32)
-    if state == "half precision":
-        model, x = model.half(), x.half()
-    elif state == "channels last":
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    elif state == "compiled in place":
-        model[2].compile(backend="eager")
-    else:
-        model = nn.DataParallel(model)
-    before = model(x)
-    va.insert_(model, stages=-1, num_heads=2, example_input=x)
-    assert {p.dtype for block in va.inserted_blocks(model).values() for p in block.parameters()} == {x.dtype}
-    assert torch.equal(model(x), before)
-    assert state != "channels last" or model(x).is_contiguous(memory_format=torch.channels_last)
-    va.remove_(model)
-    assert torch.equal(model(x), before)
 
 
 def test_an_unused_feature_map_raises_a_warning():
@@ -320,15 +298,16 @@ def test_a_network_inside_another_keeps_its_blocks():
     assert torch.equal(model(x), before)
 
 
-@pytest.mark.parametrize(
-    ("make", "site", "message"),
-    [
-        # Tokens of windows, channels in place of tokens, and tokens that are not in raster order.
-        (lambda: timm.create_model("swin_tiny_patch4_window7_224"), "layers.0.blocks.0.attn.proj", "64, 49, 96"),
-        (lambda: MlpMixer(patch_size=16, num_blocks=1, embed_dim=512), "blocks.0.mlp_tokens.fc1", "1, 512, 256"),
-        (lambda: timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1)), "blocks.1", r"1, 784, 192\) .* mask units"),
-    ],
-)
+#: A network, a module, and the message about its output.
+NO_MAPS = [
+    # Tokens of windows, channels in place of tokens, and tokens that are not in raster order.
+    (lambda: timm.create_model("swin_tiny_patch4_window7_224"), "layers.0.blocks.0.attn.proj", "64, 49, 96"),
+    (lambda: MlpMixer(patch_size=16, num_blocks=1, embed_dim=512), "blocks.0.mlp_tokens.fc1", "1, 512, 256"),
+    (lambda: timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1)), "blocks.1", r"1, 784, 192\) .* mask units"),
+]
+
+
+@pytest.mark.parametrize(("make", "site", "message"), NO_MAPS)
 def test_tensors_that_only_resemble_feature_maps_are_rejected(make, site, message):
     with torch.device("meta"):
         model = make()

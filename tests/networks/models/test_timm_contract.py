@@ -106,16 +106,11 @@ def layers(name):
 
 
 CHECKS = [forward, backward, heads, features, checkpointing, layers]
+#: The classifier of the last network has another name.
+CASES = [*((name, check) for name in QUICK for check in CHECKS), ("resnet20_a", heads)]
 
 
-@pytest.mark.parametrize(
-    ("name", "check"),
-    [
-        *((name, check) for name in QUICK for check in CHECKS),
-        ("resnet20_a", heads),  # Its classifier has another name.
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
+@pytest.mark.parametrize(("name", "check"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_networks_of_this_library_meet_the_requirements_of_timm(name, check):
     check(name)
 

@@ -1,11 +1,16 @@
-"""Networks sharded by FSDP2: loading checkpoints, saving adapters, and errors for files that contain shards."""
+"""Networks sharded by FSDP2, and networks in DistributedDataParallel.
+
+FSDP2: loading checkpoints, saving adapters, and errors for files that contain shards. DistributedDataParallel: changes
+that the wrapper would not synchronize are refused by name.
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from small_networks import assert_same
+from small_networks import NarrowResNet, assert_same
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import vision_attn as va
 from vision_attn.networks.safe import read_file
@@ -103,10 +108,8 @@ def save_and_load_in_one_of_two(rank, folder):
     va.save_adapter(model, f"{folder}/sharded-{rank}.safetensors", also="3.*")
     dist.barrier()
     assert len(va.load_checkpoint_(model, f"{folder}/other.safetensors").loaded) == 9
-    assert_same(
-        {key: complete(model)[key] for key in ("3.weight", "1.weight")},
-        {key: network(2).state_dict()[key] for key in ("3.weight", "1.weight")},
-    )
+    loaded, expected = complete(model), network(2).state_dict()
+    assert all(torch.equal(loaded[key], expected[key]) for key in ("3.weight", "1.weight"))
     dist.destroy_process_group()
 
 
@@ -115,3 +118,64 @@ def test_two_processes_save_and_load_a_sharded_model(tmp_path):
     torch.multiprocessing.spawn(save_and_load_in_one_of_two, (str(tmp_path),), nprocs=2)
     plain = (tmp_path / "plain.safetensors").read_bytes()
     assert all((tmp_path / f"sharded-{rank}.safetensors").read_bytes() == plain for rank in range(2))
+
+
+# --- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+#: Site and options of a block.
+SITE = {"names": "layer2", "num_heads": 2, "example_input": (1, 3, 32, 32)}
+
+
+def resnet(insert=False):
+    model = NarrowResNet()
+    if insert:
+        va.insert_(model, **SITE)
+    return model
+
+
+def adapter(folder):
+    return va.save_adapter(resnet(True), folder / "adapter.safetensors")
+
+
+CALLS = {
+    "va.insert_": lambda model, folder: va.insert_(model, **SITE),
+    "va.replace_": lambda model, folder: va.replace_(model, names="layer3.0.conv2", num_heads=2),
+    "va.load_adapter_": lambda model, folder: va.load_adapter_(model, adapter(folder)),
+    "va.swap_": lambda model, folder: va.swap_(model),
+    "va.unswap_": lambda model, folder: va.unswap_(model),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("inside", [False, True])
+def test_modules_are_not_changed_after_wrapping(call, inside, tmp_path):
+    """DistributedDataParallel does not average the gradients of parameters that it does not know."""
+    model = resnet()
+    wrapper = DistributedDataParallel(nn.Sequential(model))
+    message = f"wrapped in DistributedDataParallel.* {call} on the network before"
+    with pytest.raises(va.errors.SiteError, match=message):
+        CALLS[call](model if inside else wrapper, tmp_path)
+
+
+def test_parameters_are_not_unfrozen_after_wrapping():
+    model = resnet(True)
+    va.freeze_backbone_(model)
+    wrapper, message = DistributedDataParallel(model), r"DistributedDataParallel.* va\.(un)?freeze_backbone_ on"
+    for call in (va.unfreeze_backbone_, lambda given: va.freeze_backbone_(given, also_train="fc.*")):
+        for given in (wrapper, model, model.layer1):
+            if given is not model.layer1 or call is va.unfreeze_backbone_:
+                with pytest.raises(ValueError, match=message):
+                    call(given)
+    assert not model.layer1[0].conv1.weight.requires_grad
+    before = [p.requires_grad for p in model.parameters()]
+    va.freeze_backbone_(wrapper)  # the same parameters
+    assert [p.requires_grad for p in model.parameters()] == before
+
+
+def test_a_network_that_was_taken_out_of_its_wrapper_can_be_changed():
+    model = resnet()
+    wrapper = DistributedDataParallel(model)
+    wrapper.itself = [wrapper]  # a cycle, so that only the garbage collector frees it
+    del wrapper
+    va.insert_(model, **SITE)
+    assert len(va.inserted_blocks(model)) == 1
