@@ -1,7 +1,6 @@
 """Blocks: common behavior, unbatched inputs, projections, cross-attention, residual blocks, invalid arguments."""
 
 import copy
-import cProfile
 import math
 from functools import partial
 
@@ -41,20 +40,6 @@ def test_state_dict_and_seed_equal_two_convolutions():
     assert list(block.state_dict()) == list(plain)
     assert all(torch.equal(block.state_dict()[key], value) for key, value in plain.items())
     assert "qkv.bias" not in va.Attention2d(12, 3, qkv_bias=False).state_dict()
-
-
-@pytest.mark.parametrize(
-    ("options", "most"),
-    [({}, 25), ({**SHIFTED, "pattern": va.Window(7, shift=3)}, 45), ({"pattern": va.Neighborhood(7)}, 45)],
-    ids=str,
-)
-def test_a_forward_pass_calls_few_functions_of_the_package(options, most):
-    block, x = va.Attention2d(16, 2, **options), torch.randn(2, 16, 14, 17)
-    block(x)  # the grouping of this size is cached
-    profile = cProfile.Profile()
-    profile.runcall(block, x)
-    calls = [entry for entry in profile.getstats() if "/vision_attn/" in getattr(entry.code, "co_filename", "")]
-    assert 10 < sum(entry.callcount for entry in calls) <= most, calls
 
 
 @pytest.mark.parametrize(
@@ -568,40 +553,6 @@ def test_a_learned_scale(impl, position):
         block(x)
 
 
-BLOCKS_IN_FORWARD_MODE = {
-    "full": {},
-    "window": {"pattern": va.Window(2, shift=1)},
-    "table": {"position": va.RelPosTable(4)},
-    "decomposed": {"position": va.RelPosDecomposed(4)},
-    "neighborhood": {"pattern": va.Neighborhood(3)},
-    "causal": {"causal": True},
-    "match": {"qk_norm": "match"},
-    "pooled": {"kv_stride": 2},
-}
-
-
-@pytest.mark.parametrize("name", BLOCKS_IN_FORWARD_MODE)
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp calls it
-def test_forward_mode_derivatives(name):
-    torch.manual_seed(0)
-    block = va.Attention2d(8, 2, **BLOCKS_IN_FORWARD_MODE[name]).double()
-    x, v = torch.randn(2, 1, 8, 4, 4).double()
-    expected = (block(x + 1e-6 * v) - block(x - 1e-6 * v)) / 2e-6
-    tangent = torch.func.jvp(block, (x,), (v,))[1]
-    torch.testing.assert_close(tangent, expected, rtol=1e-5, atol=1e-7)
-    with torch.autograd.forward_ad.dual_level():
-        y = block(torch.autograd.forward_ad.make_dual(x, v))
-        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(y).tangent, tangent)
-    small = x[..., :2, :2].flatten()
-    loss = lambda z: block(z.view(1, 8, 2, 2)).square().sum()  # noqa: E731
-    torch.testing.assert_close(
-        torch.func.hessian(loss)(small) @ small, torch.func.jvp(torch.func.grad(loss), (small,), (small,))[1]
-    )
-    va.set_impl_(block, "sdpa")
-    with pytest.raises(NotImplementedError, match=r"va\.use_impl\(model, 'bmm'\)"):
-        torch.func.jvp(block, (x,), (v,))
-
-
 def test_gradients_in_torch_func_with_a_trained_bias():
     """On a CPU, torch's fused kernel has no derivative for a mask that is a parameter outside the transform."""
     block, x = va.Attention2d(8, 2, position=va.RelPosTable(4)), torch.randn(1, 8, 4, 4, requires_grad=True)
@@ -610,23 +561,6 @@ def test_gradients_in_torch_func_with_a_trained_bias():
     va.set_impl_(block, "sdpa")
     with pytest.raises(NotImplementedError, match=r"va\.use_impl\(model, 'bmm'\)"):
         torch.func.grad(loss)(x.detach())
-
-
-@pytest.mark.parametrize("name", BLOCKS_IN_FORWARD_MODE)
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_ensembles_of_blocks(name):
-    """``vmap`` over stacked parameters, as in torch's tutorial on model ensembling, with gradients of each model."""
-    blocks, x = [va.Attention2d(8, 2, **BLOCKS_IN_FORWARD_MODE[name]) for _ in range(3)], torch.randn(2, 8, 4, 4)
-    parameters, buffers = torch.func.stack_module_state(blocks)
-
-    def loss(parameters, buffers):
-        return torch.func.functional_call(blocks[0], (parameters, buffers), (x,)).square().sum()
-
-    found = torch.vmap(torch.func.grad(loss))(parameters, buffers)
-    for index, block in enumerate(blocks):
-        gradients = torch.autograd.grad(block(x).square().sum(), [*block.parameters()])
-        for (key, _), gradient in zip(block.named_parameters(), gradients, strict=True):
-            torch.testing.assert_close(found[key][index], gradient)
 
 
 def test_tables_of_a_pattern_and_a_dtensor_are_refused_by_name(monkeypatch):

@@ -26,11 +26,10 @@ def images(batch, side=8):
     return torch.randn(batch, 16, side, side, generator=torch.Generator().manual_seed(batch))
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [va.Window(4), "full", *(pytest.param(x, marks=pytest.mark.slow) for x in PATTERNS if x != "full")],
-    ids=str,
-)
+OTHERS = [pytest.param(pattern, marks=pytest.mark.slow) for pattern in PATTERNS if pattern != "full"]
+
+
+@pytest.mark.parametrize("pattern", [va.Window(4), "full", *OTHERS], ids=str)
 def test_exports_and_traces_run_at_other_batch_sizes_with_operations_that_converters_support(pattern):
     """Gradients are enabled. Converters of traces support permute and logical_and, but not movedim and &."""
     block = layer(pattern)

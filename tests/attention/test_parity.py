@@ -33,10 +33,8 @@ def make_block(state, *arguments, block=va.Attention2d, **options):
     """Return a block of the library in float64 that loads `state`, with linear weights reshaped to 1×1 kernels."""
     block = block(*arguments, dtype=torch.float64, **options)
     shapes = {key: value.shape for key, value in block.state_dict().items()}
-    state = {
-        key: value.detach()[..., None, None] if value.dim() == 2 and len(shapes[key]) == 4 else value.detach()
-        for key, value in state.items()
-    }
+    linear = {key for key, value in state.items() if value.dim() == 2 and len(shapes[key]) == 4}
+    state = {key: x.detach()[..., None, None] if key in linear else x.detach() for key, x in state.items()}
     block.load_state_dict(state, strict=True)
     return block
 

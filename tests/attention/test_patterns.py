@@ -30,13 +30,10 @@ def test_documented_expressions_match_the_code():
         found[name] = line.einx
         # Without padding and shifts, every pattern is a plain reshape.
         plain = va.Window(pattern.size) if isinstance(pattern, va.Window) else pattern
-        layout = Grouping(
-            resolve_pattern(plain).expand_to_rank(2), (12, 12), (12, 12), torch.device("cpu")
-        ).query_layout
-        expected = einx.id(line.einx, x, **layout.rearrangement.sizes)
-        assert torch.equal(
-            eval(line.torch, {"maps": x, "b": 2, "n": 3, "d": 4, **layout.rearrangement.sizes}), expected
-        )
+        grouping = Grouping(resolve_pattern(plain).expand_to_rank(2), (12, 12), (12, 12), torch.device("cpu"))
+        sizes = grouping.query_layout.rearrangement.sizes
+        names = {"maps": x, "b": 2, "n": 3, "d": 4, **sizes}
+        assert torch.equal(eval(line.torch, names), einx.id(line.einx, x, **sizes))
     documented = {
         "full": "b n d h w -> b n (h w) d",
         "rows": "b n d h w -> (b h) n w d",
@@ -181,9 +178,8 @@ def test_patterns_have_a_repr_that_is_code_and_support_equality_hash_and_pickle(
     assert repr(pattern) == code
     for other in (eval(f"va.{code}"), pickle.loads(pickle.dumps(pattern))):
         assert (other, hash(other), other.expand_to_rank(2)) == (pattern, hash(pattern), pattern.expand_to_rank(2))
-    assert va.Pattern("b n d h w -> b n (w h) d") == va.Pattern(
-        "b n d h w -> b n (h w) d"
-    )  # the order of tokens is irrelevant
+    # The order of tokens is irrelevant.
+    assert va.Pattern("b n d h w -> b n (w h) d") == va.Pattern("b n d h w -> b n (h w) d")
 
 
 FIXED_HEIGHT = va.Pattern("b n d (y p) w -> (b y) n (p w) d", y=2, p=3)

@@ -46,12 +46,8 @@ def test_parameters_have_documented_names_and_the_repr_of_a_configuration_is_cod
 
 @pytest.mark.parametrize("size", [(2, 2), (16, 16), (13, 20)])  # the fewest and many keys
 def test_the_bias_is_computed_in_chunks_on_a_cpu_and_folded_on_other_devices(size, monkeypatch):
-    block, x, calls = (
-        va.Attention2d(16, 2, position=va.RelPosDecomposed(size), impl="bmm"),
-        torch.randn(2, 16, *size),
-        [],
-    )
-    kernel = IMPLEMENTATIONS["bmm"]
+    block, x = va.Attention2d(16, 2, position=va.RelPosDecomposed(size), impl="bmm"), torch.randn(2, 16, *size)
+    kernel, calls = IMPLEMENTATIONS["bmm"], []
 
     def attend(q, k, v, *, mask, **options):
         calls.append((q, k, mask))
@@ -146,12 +142,10 @@ def test_keys_of_a_pooled_feature_map_are_rotated_by_their_position_on_the_featu
     q, k, v = block.qkv(x).chunk(3, 1)
     queries, keys = (np.indices(size).reshape(2, -1) for size in ((4, 6), (2, 3)))
     heads = []
-    for parts in zip(
-        *(y.unflatten(1, (2, 8)).flatten(3).mT[0].numpy() for y in (q, F.avg_pool2d(k, 2), F.avg_pool2d(v, 2))),
-        strict=True,
-    ):
-        rotated = [reference.rotate(y, at, 10.0) for y, at in zip(parts, (queries, 2 * keys + 0.5), strict=False)]
-        heads.append(reference.attention(*rotated, parts[2], 8**-0.5).T)
+    parts = (y.unflatten(1, (2, 8)).flatten(3).mT[0].numpy() for y in (q, F.avg_pool2d(k, 2), F.avg_pool2d(v, 2)))
+    for q, k, v in zip(*parts, strict=True):
+        rotated = reference.rotate(q, queries, 10.0), reference.rotate(k, 2 * keys + 0.5, 10.0)
+        heads.append(reference.attention(*rotated, v, 8**-0.5).T)
     expected = block.proj(torch.from_numpy(np.concatenate(heads)).view(1, 16, 4, 6))
     torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-12)
 
