@@ -69,9 +69,8 @@ def private_names(tree, own=frozenset()):
     found = {private_part(path) for path in candidates(tree) if re.fullmatch(r"[\w.]+", path)} - {None}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and any(getattr(x, "name", "") == "__eq__" for x in node.body):
-            found |= {
-                f"{node.name}({base.id})" for base in node.bases if getattr(base, "id", "") in ("str", "int", "float")
-            }
+            bases = [base.id for base in node.bases if getattr(base, "id", "") in ("str", "int", "float")]
+            found |= {f"{node.name}({base})" for base in bases}
     return found - own
 
 

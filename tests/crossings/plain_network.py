@@ -120,9 +120,8 @@ class Plain:
                 mean.lerp_(new[0].detach(), 0.1)
                 variance.lerp_(new[1].detach() * count / (count - 1), 0.1)
             mean, variance = new
-        mean, variance, weight, bias = (
-            y.view(-1, 1, 1) for y in (mean, variance, self.w["norm.weight"], self.w["norm.bias"])
-        )
+        vectors = mean, variance, self.w["norm.weight"], self.w["norm.bias"]
+        mean, variance, weight, bias = (y.view(-1, 1, 1) for y in vectors)
         return (x - mean) / (variance + 1e-5).sqrt() * weight + bias
 
     def attend_tokens(self, x):
@@ -147,9 +146,8 @@ class Plain:
         if stride > 1:
             k, v = (F.avg_pool2d(y, stride, ceil_mode=True) for y in (k, v))
         rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-        groups = {"full": 0 * rows, "rows": rows, "window": rows // 3 * 1000 + columns // 3}[
-            options["pattern"]
-        ].flatten()
+        groups = {"full": 0 * rows, "rows": rows, "window": rows // 3 * 1000 + columns // 3}
+        groups = groups[options["pattern"]].flatten()
         allowed = groups[:, None] == groups if site == "a" else None
         q, k, v = map(split_heads, (q, k, v))
         if options["temperature"]:

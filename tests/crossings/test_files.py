@@ -64,15 +64,12 @@ def lay_out(state, layout):
     if layout == "transposed":
         return {key: x.mT.contiguous().mT if x.dim() > 1 else x for key, x in state.items()}
     if layout == "shared storage":
-        flat = torch.cat([x.double().flatten() for x in state.values()])
-        parts = flat.split([x.numel() for x in state.values()])
-        return {
-            key: y.view(x.shape) if x.dtype == flat.dtype else x
-            for (key, x), y in zip(state.items(), parts, strict=True)
-        }
-    return (
-        {key: nn.Parameter(x, x.is_floating_point()) for key, x in state.items()} if layout == "parameters" else state
-    )
+        parts = torch.cat([x.double().flatten() for x in state.values()]).split([x.numel() for x in state.values()])
+        pairs = zip(state.items(), parts, strict=True)
+        return {key: y.view(x.shape) if x.dtype == torch.float64 else x for (key, x), y in pairs}
+    if layout == "parameters":
+        return {key: nn.Parameter(x, x.is_floating_point()) for key, x in state.items()}
+    return state
 
 
 def write(path, kind, state, entry, extras, protocol, crc):
