@@ -155,15 +155,15 @@ def test_public_names_are_those_of_the_list():
         assert [public for public in module.__all__ if f"`{public}`" not in module.__doc__] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "suggestion"),
-    [
-        *(("insert", "va.insert_"), ("Attention1d", "va.blocks.Attention1d"), ("rope", "va.Rope")),
-        *(("MultiHeadAttention", "va.Attention2d"), ("IMPLS", "va.implementations.IMPLS")),
-        *(("train", "vision_attn.recipes.train.train"), ("attention_figure", "AttentionMap.figure")),
-        *(("atention2d", "va.Attention2d or"), ("freeze", "va.freeze_backbone_"), ("Attention", "va.Attention2d or")),
-    ],
-)
+SUGGESTIONS = [
+    *(("insert", "va.insert_"), ("Attention1d", "va.blocks.Attention1d"), ("rope", "va.Rope")),
+    *(("MultiHeadAttention", "va.Attention2d"), ("IMPLS", "va.implementations.IMPLS")),
+    *(("train", "vision_attn.recipes.train.train"), ("attention_figure", "AttentionMap.figure")),
+    *(("atention2d", "va.Attention2d or"), ("freeze", "va.freeze_backbone_"), ("Attention", "va.Attention2d or")),
+]
+
+
+@pytest.mark.parametrize(("name", "suggestion"), SUGGESTIONS)
 def test_other_names_are_answered_by_the_closest_public_names(name, suggestion):
     with pytest.raises(AttributeError, match=f"no attribute {name!r}. Did you mean {suggestion}"):
         getattr(vision_attn, name)

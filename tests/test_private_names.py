@@ -91,22 +91,22 @@ def test_uses_of_private_names_are_exactly_those_in_the_list():
     assert all(use.reason and re.search(r"\d", use.versions) for use in USES)
 
 
-@pytest.mark.parametrize(
-    ("code", "name"),
-    [
-        ("module._forward_hooks", "_forward_hooks"),
-        ("import torch._dynamo", "_dynamo"),
-        ("from torch.utils._pytree import tree_map", "_pytree"),
-        ("from torch.storage import _storage_type", "_storage_type"),
-        ("getattr(module, '_hf_hook')", "_hf_hook"),
-        ("name in ('torch._dynamo.eval_frame',)", "_dynamo"),
-        ("f'{path}._orig_mod'", "_orig_mod"),
-        ("vars(copied).update(_parameters={})", "_parameters"),
-        ("class A(nn.Module):\n    def _apply(self): pass", "_apply"),
-        ("self._buffers", "_buffers"),
-        ("class A(str):\n    def __eq__(self, other): pass", "A(str)"),
-    ],
-)
+CODE = [
+    ("module._forward_hooks", "_forward_hooks"),
+    ("import torch._dynamo", "_dynamo"),
+    ("from torch.utils._pytree import tree_map", "_pytree"),
+    ("from torch.storage import _storage_type", "_storage_type"),
+    ("getattr(module, '_hf_hook')", "_hf_hook"),
+    ("name in ('torch._dynamo.eval_frame',)", "_dynamo"),
+    ("f'{path}._orig_mod'", "_orig_mod"),
+    ("vars(copied).update(_parameters={})", "_parameters"),
+    ("class A(nn.Module):\n    def _apply(self): pass", "_apply"),
+    ("self._buffers", "_buffers"),
+    ("class A(str):\n    def __eq__(self, other): pass", "A(str)"),
+]
+
+
+@pytest.mark.parametrize(("code", "name"), CODE)
 def test_every_kind_of_use_is_found(code, name):
     assert private_names(ast.parse(code)) == {name}
 

@@ -149,16 +149,16 @@ def test_initialization_by_timm_keeps_the_initialization_of_match():
 # --- unbatched inputs -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "size", "context_size"),
-    [
-        (va.Attention2d, {"context_channels": 6}, (3, 5), (6, 2, 4)),
-        (va.blocks.Attention1d, {}, (7,), None),
-        (va.blocks.Attention3d, {"position": va.RelPosDecomposed(2)}, (2, 3, 4), None),
-        (va.blocks.LinearAttention2d, {}, (3, 5), None),
-        (va.blocks.TransformerBlock2d, {}, (3, 5), (8, 2, 4)),
-    ],
-)
+UNBATCHED = [
+    (va.Attention2d, {"context_channels": 6}, (3, 5), (6, 2, 4)),
+    (va.blocks.Attention1d, {}, (7,), None),
+    (va.blocks.Attention3d, {"position": va.RelPosDecomposed(2)}, (2, 3, 4), None),
+    (va.blocks.LinearAttention2d, {}, (3, 5), None),
+    (va.blocks.TransformerBlock2d, {}, (3, 5), (8, 2, 4)),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "size", "context_size"), UNBATCHED)
 def test_blocks_accept_unbatched_feature_maps_as_convolutions_do(kind, options, size, context_size):
     block, x, outputs = kind(8, 2, **options), torch.randn(8, *size), []
     mask = torch.rand(1, x[0].numel()) < 0.7 if context_size is None else None
@@ -287,18 +287,18 @@ def test_keys_of_a_context_and_of_a_pooled_feature_map(impl):
     assert volume.keys_size(x) == (1, 2, 2)  # an axis shorter than kv_stride is averaged completely
 
 
-@pytest.mark.parametrize(
-    ("options", "context", "message"),
-    [
-        ({"context_channels": 8}, None, "must .*context_channels=8"),
-        ({"context_channels": 8}, (2, 16, 3, 3), r"must .*\(batch, 8, height, width\)"),
-        ({}, (2, 16, 3), r"must .*\(batch, 16, height, width\), got \(2, 16, 3\)"),
-        ({}, (1, 16, 3, 3), "must .*batch size of x, 2, got 1"),
-        ({"pattern": "rows"}, (2, 16, 3, 3), r"must .*size of x .*3, 3.* and .*4, 5"),
-        ({"causal": True}, (2, 16, 3, 3), "must .*size of x"),
-        ({"position": va.RelPosTable(4)}, (2, 16, 3, 3), "must .*size of x"),
-    ],
-)
+INVALID_CONTEXTS = [
+    ({"context_channels": 8}, None, "must .*context_channels=8"),
+    ({"context_channels": 8}, (2, 16, 3, 3), r"must .*\(batch, 8, height, width\)"),
+    ({}, (2, 16, 3), r"must .*\(batch, 16, height, width\), got \(2, 16, 3\)"),
+    ({}, (1, 16, 3, 3), "must .*batch size of x, 2, got 1"),
+    ({"pattern": "rows"}, (2, 16, 3, 3), r"must .*size of x .*3, 3.* and .*4, 5"),
+    ({"causal": True}, (2, 16, 3, 3), "must .*size of x"),
+    ({"position": va.RelPosTable(4)}, (2, 16, 3, 3), "must .*size of x"),
+]
+
+
+@pytest.mark.parametrize(("options", "context", "message"), INVALID_CONTEXTS)
 def test_an_invalid_context_raises_an_error(options, context, message):
     context = None if context is None else torch.randn(context)
     with pytest.raises(ValueError, match=f"^context {message}"):
@@ -335,16 +335,16 @@ def test_only_one_part_of_a_new_block_receives_a_gradient_before_the_first_updat
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("block", "options"),
-    [
-        (va.blocks.TransformerBlock2d, {"norm_first": False, "position": va.RelPosDecomposed(4)}),
-        (va.Attention2d, {"qk_norm": True, "pattern": va.Window(3), "position": va.RelPosTable()}),
-        (va.AttentionBlock2d, {"gate_init": 1.0, "position": va.Rope(), "num_kv_heads": 1}),
-        (va.Attention2d, {"qk_norm": "match", "pattern": va.Neighborhood(3), "output_gate": True}),
-        (va.blocks.LinearAttention2d, {}),
-    ],
-)
+UNDER_AUTOCAST = [
+    (va.blocks.TransformerBlock2d, {"norm_first": False, "position": va.RelPosDecomposed(4)}),
+    (va.Attention2d, {"qk_norm": True, "pattern": va.Window(3), "position": va.RelPosTable()}),
+    (va.AttentionBlock2d, {"gate_init": 1.0, "position": va.Rope(), "num_kv_heads": 1}),
+    (va.Attention2d, {"qk_norm": "match", "pattern": va.Neighborhood(3), "output_gate": True}),
+    (va.blocks.LinearAttention2d, {}),
+]
+
+
+@pytest.mark.parametrize(("block", "options"), UNDER_AUTOCAST)
 def test_blocks_under_autocast_are_close_to_float32(block, options):
     block, x = block(16, 2, **options), torch.randn(2, 16, 4, 5)
     expected = block(x)

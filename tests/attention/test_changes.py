@@ -68,14 +68,14 @@ def test_every_attribute_raises_or_has_the_effect_that_it_has_on_a_new_block(nam
     assert changed >= 2
 
 
-@pytest.mark.parametrize(
-    ("block", "names", "message"),
-    [
-        (va.Attention2d, ["qkv_bias", "output_gate"], "of Attention2d cannot change after it was built"),
-        (va.AttentionBlock2d, ["kv_stride", "qk_norm", "causal"], "an option of its attention layer.*attn"),
-        (va.blocks.TransformerBlock2d, ["num_heads", "scale", "impl"], "an option of its attention layer.*attn"),
-    ],
-)
+WITHOUT_EFFECT = [
+    (va.Attention2d, ["qkv_bias", "output_gate"], "of Attention2d cannot change after it was built"),
+    (va.AttentionBlock2d, ["kv_stride", "qk_norm", "causal"], "an option of its attention layer.*attn"),
+    (va.blocks.TransformerBlock2d, ["num_heads", "scale", "impl"], "an option of its attention layer.*attn"),
+]
+
+
+@pytest.mark.parametrize(("block", "names", "message"), WITHOUT_EFFECT)
 def test_an_assignment_without_effect_is_an_error(block, names, message):
     for name in names:
         with pytest.raises(AttributeError, match=f"^{name} .*{message}"):

@@ -163,16 +163,16 @@ def test_several_threads_share_the_cache():
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "Window(size=(7, 5), shift=(3, 0))",
-        "Grid(size=7)",
-        "Halo(block_size=8, halo_size=3)",
-        "Neighborhood(kernel_size=3, dilation=1, stride=2, causal=(True, False))",
-        "Pattern('b n d h (w s) -> (b s) n (h w) d', s=2)",
-    ],
-)
+CODE = [
+    "Window(size=(7, 5), shift=(3, 0))",
+    "Grid(size=7)",
+    "Halo(block_size=8, halo_size=3)",
+    "Neighborhood(kernel_size=3, dilation=1, stride=2, causal=(True, False))",
+    "Pattern('b n d h (w s) -> (b s) n (h w) d', s=2)",
+]
+
+
+@pytest.mark.parametrize("code", CODE)
 def test_patterns_have_a_repr_that_is_code_and_support_equality_hash_and_pickle(code):
     pattern = eval(f"va.{code}")
     assert repr(pattern) == code
@@ -186,33 +186,33 @@ FIXED_HEIGHT = va.Pattern("b n d (y p) w -> (b y) n (p w) d", y=2, p=3)
 STRIPES = "b n d h (w s) -> (b s) n (h w) d"
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: va.Pattern("b n d h w"), "exactly one '->'"),
-        (lambda: va.Pattern("b c h w -> b n (h w) d"), "left side must be 'b n d'"),
-        (lambda: va.Pattern("b n d h w -> b n h w d"), "right side must be"),
-        (lambda: va.Pattern("b n d h w -> b n h d"), "'w' occurs 1 and 0 times"),
-        (lambda: va.Pattern("b n d (h n) w -> b n (h w) d"), "'n' is a reserved name"),
-        (lambda: va.Pattern(")b n d h w( -> b n (h w) d"), "names in parentheses"),
-        (lambda: va.Pattern(STRIPES), "pass the size of 'w' or 's'"),
-        (lambda: va.Pattern(STRIPES, h=2, q=2), "q=2 was given, but 'q' does not occur"),
-        (lambda: va.Pattern(STRIPES, s=0), "the size of 's' must be at least 1, got 0"),
-        (lambda: va.Window(0), "Window: size must"),
-        (lambda: va.Window(7.0), "Window: size must be an integer or a tuple, at least 1, got 7.0"),
-        (lambda: va.Window((7, 7), shift=(3, 3, 3)), "Window: size and shift must"),
-        (lambda: va.Window((4, 2), shift=2), "Window: shift must"),
-        (lambda: va.Grid((7, 0)), "Grid: size must"),
-        (lambda: va.Halo(3, -1), "Halo: halo_size must be"),
-        (lambda: va.Neighborhood(3, dilation=0), "Neighborhood: dilation must"),
-        (lambda: va.Neighborhood(3, stride=4), "stride must be at most kernel_size=3, got 4"),
-        (lambda: va.Attention2d(8, pattern=va.Window((7, 7, 7))), r"Window: size must .*2 axes, got \(7, 7, 7\)"),
-        (lambda: va.blocks.Attention1d(8, pattern="columns"), "'columns' requires a feature map with 2 axes, got 1"),
-        (lambda: va.Attention2d(8, pattern=va.Pattern("b n d w -> b n w d")), "maps with 2 axes, got Pattern.* for 1"),
-        (lambda: va.Attention2d(8, pattern=7), "pattern must"),
-        (lambda: va.Attention2d(8, pattern=FIXED_HEIGHT)(torch.ones(1, 8, 7, 4)), "x must"),
-    ],
-)
+INVALID = [
+    (lambda: va.Pattern("b n d h w"), "exactly one '->'"),
+    (lambda: va.Pattern("b c h w -> b n (h w) d"), "left side must be 'b n d'"),
+    (lambda: va.Pattern("b n d h w -> b n h w d"), "right side must be"),
+    (lambda: va.Pattern("b n d h w -> b n h d"), "'w' occurs 1 and 0 times"),
+    (lambda: va.Pattern("b n d (h n) w -> b n (h w) d"), "'n' is a reserved name"),
+    (lambda: va.Pattern(")b n d h w( -> b n (h w) d"), "names in parentheses"),
+    (lambda: va.Pattern(STRIPES), "pass the size of 'w' or 's'"),
+    (lambda: va.Pattern(STRIPES, h=2, q=2), "q=2 was given, but 'q' does not occur"),
+    (lambda: va.Pattern(STRIPES, s=0), "the size of 's' must be at least 1, got 0"),
+    (lambda: va.Window(0), "Window: size must"),
+    (lambda: va.Window(7.0), "Window: size must be an integer or a tuple, at least 1, got 7.0"),
+    (lambda: va.Window((7, 7), shift=(3, 3, 3)), "Window: size and shift must"),
+    (lambda: va.Window((4, 2), shift=2), "Window: shift must"),
+    (lambda: va.Grid((7, 0)), "Grid: size must"),
+    (lambda: va.Halo(3, -1), "Halo: halo_size must be"),
+    (lambda: va.Neighborhood(3, dilation=0), "Neighborhood: dilation must"),
+    (lambda: va.Neighborhood(3, stride=4), "stride must be at most kernel_size=3, got 4"),
+    (lambda: va.Attention2d(8, pattern=va.Window((7, 7, 7))), r"Window: size must .*2 axes, got \(7, 7, 7\)"),
+    (lambda: va.blocks.Attention1d(8, pattern="columns"), "'columns' requires a feature map with 2 axes, got 1"),
+    (lambda: va.Attention2d(8, pattern=va.Pattern("b n d w -> b n w d")), "maps with 2 axes, got Pattern.* for 1"),
+    (lambda: va.Attention2d(8, pattern=7), "pattern must"),
+    (lambda: va.Attention2d(8, pattern=FIXED_HEIGHT)(torch.ones(1, 8, 7, 4)), "x must"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), INVALID)
 def test_invalid_patterns_raise_an_error(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -71,15 +71,15 @@ def test_the_bias_is_computed_in_chunks_on_a_cpu_and_folded_on_other_devices(siz
 # --- feature maps of another size -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "old_size", "new_size", "changed"),
-    [
-        (va.RelPosDecomposed, (3, 4), (6, 4), {"height_rel": ((11, 8), (5, 8))}),
-        (va.AbsPos, (3, 3), (6, 6), {"height": ((6, 8), (3, 8)), "width": ((6, 8), (3, 8))}),
-        (va.RelPosTable, (3, 5), (6, 10), {TABLE: ((209, 2), (45, 2))}),
-        (va.RelPosTable, (3, 7), (7, 14), None),
-    ],
-)
+SIZES = [
+    (va.RelPosDecomposed, (3, 4), (6, 4), {"height_rel": ((11, 8), (5, 8))}),
+    (va.AbsPos, (3, 3), (6, 6), {"height": ((6, 8), (3, 8)), "width": ((6, 8), (3, 8))}),
+    (va.RelPosTable, (3, 5), (6, 10), {TABLE: ((209, 2), (45, 2))}),
+    (va.RelPosTable, (3, 7), (7, 14), None),
+]
+
+
+@pytest.mark.parametrize(("kind", "old_size", "new_size", "changed"), SIZES)
 def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
     kind, old_size, new_size, changed, tmp_path
 ):
@@ -171,21 +171,21 @@ def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, s
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        ({"position": va.Rope(feat_size=(1, 2, 3))}, "Rope: feat_size must"),
-        ({"position": va.SinCos(), "context_channels": 8}, "position must not be SinCos"),
-        ({"position": va.AbsPos((3, 4, 5))}, "AbsPos: feat_size must"),
-        ({"position": va.RelPosTable()}, "RelPosTable: feat_size must be given"),
-        ({"pattern": va.Window(7), "position": va.RelPosTable(feat_size=8)}, "RelPosTable: feat_size must"),
-        ({"key_dim": 6, "position": va.Rope()}, "Rope: key_dim must"),
-        (lambda: va.blocks.Attention3d(16, 2, position=va.Rope()), "Rope: key_dim must be a multiple of 6"),
-        (lambda: va.Rope(feat_size=7, normalized=True), "Rope: feat_size must be None"),
-        (lambda: va.Attention2d(18, 2, position=va.SinCos()), "SinCos: channels must be a multiple of 4, got 18"),
-        ({"position": va.RelPosDecomposed(3), "context_channels": 8}, "position must not be RelPosDecomposed"),
-    ],
-)
+INVALID = [
+    ({"position": va.Rope(feat_size=(1, 2, 3))}, "Rope: feat_size must"),
+    ({"position": va.SinCos(), "context_channels": 8}, "position must not be SinCos"),
+    ({"position": va.AbsPos((3, 4, 5))}, "AbsPos: feat_size must"),
+    ({"position": va.RelPosTable()}, "RelPosTable: feat_size must be given"),
+    ({"pattern": va.Window(7), "position": va.RelPosTable(feat_size=8)}, "RelPosTable: feat_size must"),
+    ({"key_dim": 6, "position": va.Rope()}, "Rope: key_dim must"),
+    (lambda: va.blocks.Attention3d(16, 2, position=va.Rope()), "Rope: key_dim must be a multiple of 6"),
+    (lambda: va.Rope(feat_size=7, normalized=True), "Rope: feat_size must be None"),
+    (lambda: va.Attention2d(18, 2, position=va.SinCos()), "SinCos: channels must be a multiple of 4, got 18"),
+    ({"position": va.RelPosDecomposed(3), "context_channels": 8}, "position must not be RelPosDecomposed"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), INVALID)
 def test_invalid_encodings_raise_an_error_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make() if callable(make) else va.Attention2d(16, 2, **make)

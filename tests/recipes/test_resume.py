@@ -354,14 +354,14 @@ def test_a_full_disk_loses_nothing(base, tmp_path, monkeypatch, capsys):
     assert_same_result(base.output, tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (PermissionError(13, "denied"), r"^cannot write to .*denied\)\. Check the disk, and continue with --resume"),
-        (RuntimeError("[enforce fail at inline_container.cc:664] . pos 64 vs 0"), "^cannot write to .*pos 64"),
-        (RuntimeError("a bug"), "^a bug$"),
-    ],
-)
+ERRORS = [
+    (PermissionError(13, "denied"), r"^cannot write to .*denied\)\. Check the disk, and continue with --resume"),
+    (RuntimeError("[enforce fail at inline_container.cc:664] . pos 64 vs 0"), "^cannot write to .*pos 64"),
+    (RuntimeError("a bug"), "^a bug$"),
+]
+
+
+@pytest.mark.parametrize(("error", "expected"), ERRORS)
 def test_only_errors_of_the_disk_advise_to_check_it(base, monkeypatch, error, expected):
     def breaking(accelerator, folder):
         raise error
@@ -477,17 +477,17 @@ def test_data_that_differs_between_machines_is_one_error(image_folder, tmp_path,
         assert re.match(r"vision-attn: error: the data differs between machines: one has \[7[12], 24\] training", text)
 
 
+INVALID = [
+    (["--batch-size", "15"], 2, "--batch-size must be at most 72, the number of training images, and a multiple"),
+    (["--model", "resnet999"], 2, "'resnet999' does not exist"),
+    (["--data", "nothing"], 1, "nothing: no such folder"),
+    (["--amp", "float16"], 2, "--amp float16 requires a CUDA device"),
+    (["--epochs", "0"], 2, "--epochs must be at least 1, got 0"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "status", "message"),
-    [
-        (["--batch-size", "15"], 2, "--batch-size must be at most 72, the number of training images, and a multiple"),
-        (["--model", "resnet999"], 2, "'resnet999' does not exist"),
-        (["--data", "nothing"], 1, "nothing: no such folder"),
-        (["--amp", "float16"], 2, "--amp float16 requires a CUDA device"),
-        (["--epochs", "0"], 2, "--epochs must be at least 1, got 0"),
-    ],
-)
+@pytest.mark.parametrize(("words", "status", "message"), INVALID)
 def test_an_error_before_the_first_step_is_one_line_of_one_process(image_folder, tmp_path, words, status, message):
     line = ["--data", image_folder, "--model", "test_resnet", "--img-size", "32", "--device", "cpu", *words]
     ((_, error), one), ((_, others), other) = start_processes([tmp_path, tmp_path], line)

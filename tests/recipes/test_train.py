@@ -58,61 +58,60 @@ def test_settings_are_restored_from_their_file_except_call_settings(base, tmp_pa
     assert (found.block, found.download) == (OURS, False)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"epoch": 3}', "unknown settings epoch"),
-        ("lr", "does not contain settings"),
-        ("[1]", "does not contain settings"),
-        ('{"dataset": "hfds/someone/photos"}', "--dataset hfds/someone/photos"),
-        ('{"block": "os:system"}', "--block os:system"),
-    ],
-)
+INVALID_FILES = [
+    ('{"epoch": 3}', "unknown settings epoch"),
+    ("lr", "does not contain settings"),
+    ("[1]", "does not contain settings"),
+    ('{"dataset": "hfds/someone/photos"}', "--dataset hfds/someone/photos"),
+    ('{"block": "os:system"}', "--block os:system"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), INVALID_FILES)
 def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_path):
     (tmp_path / "settings.json").write_text(text)
     with pytest.raises(ValueError, match=f"settings.json.*{message}"):
         read_settings(tmp_path, ())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"warmup_epochs": 3}, "--warmup-epochs must be less than --epochs 3, got 3"),
-        ({"weights": "a.pth", "pretrained": True}, "--weights cannot be combined with --pretrained"),
-        ({"stages": (1,)}, "--stages cannot be combined with --names"),
-        ({"lr": math.nan}, "--lr must be at least 1e-12, got nan"),
-        ({"lr": 1e9}, r"--lr must be at most 1000, got 1e\+?09|--lr must be at most 1000, got 1000000000.0"),
-        ({"hflip": -0.5}, r"--hflip must be at least 0, got -0\.5"),
-        ({"reprob": 1.5}, r"--reprob must be at most 1, got 1\.5"),
-        ({"model": "resnet21"}, r"model: 'resnet21' does not exist\. Did you mean .*resnet20"),
-        ({"model": "vit_tiny_patch16_224", "names": (), "img_size": 64}, "64×64.* needs --img-size 224"),
-        ({"block_options": ("pos=Rope()",)}, "--block-options do not match --block attention: .*'pos'"),
-        ({"block_options": ("num_heads=4", "num_heads=2")}, "--block-options .*'num_heads=2'"),
-        ({"block": "vision_attn:Nothing"}, "--block .*MODULE:CLASS, got 'vision_attn:Nothing'"),
-        ({"names": ("layer9",)}, "^names: no module matches 'layer9'"),
-        ({"pattern": "row"}, "pattern .*got 'row'. Did you mean 'rows'"),
-        ({"pattern": "Windo(7)"}, r"expected one of .*Window.* got Windo\(7\)"),
-        ({"batch_size": 100}, "--batch-size .* 72, .* got 100"),
-        ({"batch_size": 15, "mixup": 1.0}, "--batch-size .* 2, got 15"),
-        ({"weights": "x.pth", "rename": "efficientnet"}, "--rename .*efficientnet-pytorch, got 'efficientnet'"),
-        ({"rename": "efficientnet-pytorch"}, "--rename requires --weights"),
-        ({"names": (), "attention_lr": 0.1}, "--attention-lr requires --stages or --names"),
-        ({"opt": "lion", "lr": None}, "--lr is required for --opt lion"),
-        ({"opt": "adamww", "lr": None}, "--opt: timm has no optimizer 'adamww'. Did you mean .*'adamw'"),
-        ({"device": "cuda"}, "--device cuda requires a CUDA device"),
-        ({"device": "tpu"}, "--device must be cpu or cuda, got 'tpu'"),
-        ({"amp": "float16"}, "--amp float16 requires a CUDA device"),
-        ({"freeze_backbone": True}, "--freeze-backbone requires --weights or --pretrained"),
-        ({"aa": "rand-x9"}, "--aa .*rand-m9-mstd0.5, got 'rand-x9'"),
-        ({"resume": "nothing"}, "--output .* --resume nothing, got .*run"),
-        ({"resume": "nothing", "output": None}, "nothing: no such run"),
-        ({"model": None}, "--model is required: .*--model resnet18 --pretrained"),
-        ({"data": None}, "--data is required: a folder of images"),
-        ({"dataset": "nothing"}, "cannot read torch/nothing in .* Pass its folder as --data"),
-        ({"log_with": ("wandb",)}, "--log-with wandb is not installed. Install it: pip install wandb"),
-    ],
-    ids=str,
-)
+INVALID = [
+    ({"warmup_epochs": 3}, "--warmup-epochs must be less than --epochs 3, got 3"),
+    ({"weights": "a.pth", "pretrained": True}, "--weights cannot be combined with --pretrained"),
+    ({"stages": (1,)}, "--stages cannot be combined with --names"),
+    ({"lr": math.nan}, "--lr must be at least 1e-12, got nan"),
+    ({"lr": 1e9}, r"--lr must be at most 1000, got 1e\+?09|--lr must be at most 1000, got 1000000000.0"),
+    ({"hflip": -0.5}, r"--hflip must be at least 0, got -0\.5"),
+    ({"reprob": 1.5}, r"--reprob must be at most 1, got 1\.5"),
+    ({"model": "resnet21"}, r"model: 'resnet21' does not exist\. Did you mean .*resnet20"),
+    ({"model": "vit_tiny_patch16_224", "names": (), "img_size": 64}, "64×64.* needs --img-size 224"),
+    ({"block_options": ("pos=Rope()",)}, "--block-options do not match --block attention: .*'pos'"),
+    ({"block_options": ("num_heads=4", "num_heads=2")}, "--block-options .*'num_heads=2'"),
+    ({"block": "vision_attn:Nothing"}, "--block .*MODULE:CLASS, got 'vision_attn:Nothing'"),
+    ({"names": ("layer9",)}, "^names: no module matches 'layer9'"),
+    ({"pattern": "row"}, "pattern .*got 'row'. Did you mean 'rows'"),
+    ({"pattern": "Windo(7)"}, r"expected one of .*Window.* got Windo\(7\)"),
+    ({"batch_size": 100}, "--batch-size .* 72, .* got 100"),
+    ({"batch_size": 15, "mixup": 1.0}, "--batch-size .* 2, got 15"),
+    ({"weights": "x.pth", "rename": "efficientnet"}, "--rename .*efficientnet-pytorch, got 'efficientnet'"),
+    ({"rename": "efficientnet-pytorch"}, "--rename requires --weights"),
+    ({"names": (), "attention_lr": 0.1}, "--attention-lr requires --stages or --names"),
+    ({"opt": "lion", "lr": None}, "--lr is required for --opt lion"),
+    ({"opt": "adamww", "lr": None}, "--opt: timm has no optimizer 'adamww'. Did you mean .*'adamw'"),
+    ({"device": "cuda"}, "--device cuda requires a CUDA device"),
+    ({"device": "tpu"}, "--device must be cpu or cuda, got 'tpu'"),
+    ({"amp": "float16"}, "--amp float16 requires a CUDA device"),
+    ({"freeze_backbone": True}, "--freeze-backbone requires --weights or --pretrained"),
+    ({"aa": "rand-x9"}, "--aa .*rand-m9-mstd0.5, got 'rand-x9'"),
+    ({"resume": "nothing"}, "--output .* --resume nothing, got .*run"),
+    ({"resume": "nothing", "output": None}, "nothing: no such run"),
+    ({"model": None}, "--model is required: .*--model resnet18 --pretrained"),
+    ({"data": None}, "--data is required: a folder of images"),
+    ({"dataset": "nothing"}, "cannot read torch/nothing in .* Pass its folder as --data"),
+    ({"log_with": ("wandb",)}, "--log-with wandb is not installed. Install it: pip install wandb"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), INVALID, ids=str)
 def test_invalid_settings_are_one_line_errors(base, options, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises((ValueError, DataError), match=message) as caught:
