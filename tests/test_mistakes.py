@@ -81,11 +81,8 @@ def test_python_mistakes_raise_one_line_errors(make, message):
 
 
 def test_the_table_of_relative_positions_has_the_size_of_the_feature_map():
-    for position, pattern, feat_size in (
-        (va.RelPosTable(), "full", (14, 14)),
-        (va.RelPosDecomposed(), va.Window(7), None),
-        (va.RelPosTable((9, 9)), "full", (9, 9)),
-    ):
+    cases = (va.RelPosTable(), "full", (14, 14)), (va.RelPosTable((9, 9)), "full", (9, 9))
+    for position, pattern, feat_size in (*cases, (va.RelPosDecomposed(), va.Window(7), None)):
         report = insert(position=position, pattern=pattern)
         assert report.blocks[0].options["position"].feat_size == feat_size
 

@@ -82,11 +82,10 @@ def test_an_assignment_without_effect_is_an_error(block, names, message):
             setattr(block(16, 2), name, 2)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [(va.Rope(), va.Rope(temperature=100.0)), (va.SinCos(), None), (None, va.Rope()), (va.Rope(), va.AbsPos(4))],
-    ids=str,
-)
+CHANGED = [(va.Rope(), va.Rope(temperature=100.0)), (va.SinCos(), None), (None, va.Rope()), (va.Rope(), va.AbsPos(4))]
+
+
+@pytest.mark.parametrize(("old", "new"), CHANGED, ids=str)
 def test_another_position_encoding_is_refused(old, new):
     block, other = (va.Attention2d(16, 2, position=position) for position in (old, new))
     with pytest.raises(AttributeError, match="position of Attention2d cannot change"):

@@ -49,10 +49,8 @@ def one_device(device):
 def test_blocks_keep_to_one_device(device, impl):
     crossed = [("full", position) for position in POSITIONS]
     for number, pattern in enumerate(PATTERNS):
-        crossed += [
-            (pattern, POSITIONS[(number + step) % len(POSITIONS)])
-            for step in ((0, 3) if (impl, device) == ("auto", "cuda") else (0,))  # test_gpu_budget.py has all for meta
-        ]
+        steps = (0, 3) if (impl, device) == ("auto", "cuda") else (0,)  # test_gpu_budget.py has all for meta
+        crossed += [(pattern, POSITIONS[(number + step) % len(POSITIONS)]) for step in steps]
     cases = [(pattern, make_position(position, pattern, SIZE)) for pattern, position in crossed]
     blocks = [(va.AttentionBlock2d, {"pattern": pattern, "position": position}, {}) for pattern, position in cases]
     for block, options, further in (*BLOCKS, *blocks):

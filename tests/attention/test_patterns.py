@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import einx
 import pytest
 import torch
-from impls import CASES, CPU_IMPLS
+from impls import CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vision_attn as va
@@ -50,24 +50,6 @@ def test_neighborhoods_at_the_border():
     for pattern, keys in ((va.Neighborhood(31), 35), (va.Neighborhood(7, dilation=64), 1), (va.Neighborhood(3), 9)):
         weights = va.Attention2d(8, 2, pattern=pattern).attention_weights(torch.randn(1, 8, 5, 7))
         assert ((weights > 0).sum(-1) == keys).all()
-
-
-def test_blocks_with_one_and_three_axes_equal_2d_blocks_with_axes_of_length_one():
-    def copy_weights(module, other):
-        shapes = {key: value.shape for key, value in module.state_dict().items()}
-        module.load_state_dict({key: value.reshape(shapes[key]) for key, value in other.state_dict().items()})
-        return module
-
-    flat, deep = torch.randn(2, 8, 9), torch.randn(2, 8, 3, 4, 5)
-    two = va.Attention2d(8, 2, pattern=va.Window((1, 4), shift=(0, 1)))
-    one = copy_weights(va.blocks.Attention1d(8, 2, pattern=va.Window(4, shift=1)), two)
-    torch.testing.assert_close(one(flat), two(flat[:, :, None])[:, :, 0])
-    two = va.Attention2d(8, 2, pattern=va.Window(3))
-    three = copy_weights(va.blocks.Attention3d(8, 2, pattern=va.Window((1, 3, 3))), two)
-    expected = two(deep.transpose(1, 2).flatten(0, 1)).unflatten(0, (2, 3)).transpose(1, 2)
-    for impl in CPU_IMPLS:
-        with va.use_impl(three, impl):
-            torch.testing.assert_close(three(deep), expected)
 
 
 # --- the cache of groupings -------------------------------------------------------------------------------------------
@@ -118,15 +100,12 @@ MODES = {
 }
 
 
+IN_MODES = [*itertools.product(("inference", "fake", "vmap"), POSITIONS)]
+IN_MODES += [pytest.param("compiled", va.RelPosTable(), marks=pytest.mark.slow)]
+
+
 @pytest.mark.filterwarnings("ignore")  # warnings of torch about its own modules
-@pytest.mark.parametrize(
-    ("mode", "position"),
-    [
-        *itertools.product(("inference", "fake", "vmap"), POSITIONS),
-        pytest.param("compiled", va.RelPosTable(), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("mode", "position"), IN_MODES, ids=str)
 def test_a_grouping_created_in_another_mode_is_not_used_in_training(mode, position):
     block, x = va.Attention2d(8, 2, pattern=SHIFTED["pattern"], position=position), torch.randn(2, 8, 5, 7)
     x.requires_grad_()

@@ -1,6 +1,5 @@
 """Position encodings: parameters, computation of the decomposed bias, feature maps of another size, and errors."""
 
-import math
 import pickle
 from dataclasses import replace
 
@@ -97,42 +96,19 @@ def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
     torch.testing.assert_close(new(x), old(x))  # which resizes its tables in the forward pass
 
 
-def interleave(x):
-    """Order channels as pairs (k, k + d / 2), as in transformers, in adjacent pairs."""
-    return x.unflatten(-1, (2, -1)).mT.flatten(-2)
-
-
-@pytest.mark.parametrize(("rank", "size"), [(1, (7,)), (2, (5, 7))])
-def test_rotations_equal_those_of_transformers(rank, size):
-    """The positions of a text, as in Llama, and normalized positions on a feature map, as in DINOv3."""
-    pytest.importorskip("transformers")
-    from transformers.models.dinov3_vit import DINOv3ViTConfig, modeling_dinov3_vit as dinov3
-    from transformers.models.llama import LlamaConfig, modeling_llama as llama
-
-    q, k = torch.randn(2, 1, 3, math.prod(size), 16)
-    if rank == 1:
-        rope = llama.LlamaRotaryEmbedding(LlamaConfig(hidden_size=48, num_attention_heads=3))
-        angles, apply = rope(q, torch.arange(7)[None]), llama.apply_rotary_pos_emb
-    else:
-        config = DINOv3ViTConfig(hidden_size=48, num_attention_heads=3, patch_size=4)
-        rope, apply = dinov3.DINOv3ViTRopePositionEmbedding(config).eval(), dinov3.apply_rotary_pos_emb
-        angles = rope(torch.zeros(1, 3, *(4 * n for n in size)))
-    expected = apply(q, k, *angles)
-    position = va.Rope() if rank == 1 else va.Rope(100.0, normalized=True)
-    block = (va.blocks.Attention1d, va.Attention2d)[rank - 1](48, 3, position=position)
-    grouping = block.plans.find(size, size, q.device)
-    *found, bias = block.position(interleave(q), interleave(k), grouping)
-    assert bias is None
-    for rotated, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(rotated, interleave(other), rtol=0, atol=1e-5)
-
-
+@pytest.mark.parametrize("size", [(9,), (3, 4, 5)], ids=str)
 @torch.no_grad()
-def test_rotations_along_three_axes_equal_the_definition():
-    block, x = va.blocks.Attention3d(24, 2, position=va.Rope(10.0), **DOUBLE), torch.randn(2, 24, 2, 3, 4, **DOUBLE)
-    state = {name: value.numpy() for name, value in block.state_dict().items()}
-    expected = reference.attention_output(x.numpy(), state, 2, position="rotary", temperature=10.0)
-    np.testing.assert_allclose(block(x), expected, atol=1e-12)
+def test_blocks_with_one_and_three_axes_equal_the_definition(size):
+    x, options = torch.randn(2, 24, *size, **DOUBLE), {"position": va.Rope(10.0), **DOUBLE}
+    windows = [reference.window(length, 4, 1) for length in size]
+    for pattern, relations in (("full", None), (va.Window(4, shift=1), windows)):
+        block = getattr(va.blocks, f"Attention{len(size)}d")(24, 2, pattern=pattern, **options)
+        state = {name: value.numpy() for name, value in block.state_dict().items()}
+        known = {"pattern": relations, "position": "rotary", "temperature": 10.0}
+        expected = reference.attention_output(x.numpy(), state, 2, **known)
+        for impl in CPU_IMPLS:
+            with va.use_impl(block, impl):
+                np.testing.assert_allclose(block(x), expected, atol=1e-12)
 
 
 @torch.no_grad()
@@ -156,10 +132,8 @@ def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, s
     block, plain = va.Attention2d(8, 2, position=va.AbsPos((3, 4)), **options), va.Attention2d(8, 2, **options)
     plain.load_state_dict(block.state_dict(), strict=False)
     x = torch.randn(2, 8, *size, **DOUBLE)
-    height, width = (
-        F.interpolate(table.T[None], size=length, mode="linear")[0].T
-        for table, length in zip((block.position.height, block.position.width), size, strict=True)
-    )
+    tables = zip((block.position.height, block.position.width), size, strict=True)
+    height, width = (F.interpolate(x.T[None], size=length, mode="linear")[0].T for x, length in tables)
     q = block.qkv(x)[:, :8].unflatten(1, (2, 4)).flatten(3)
     expected = plain(x, mask=0.7 * q.mT @ (height[:, None] + width).flatten(0, 1).T)
     for impl in CPU_IMPLS:

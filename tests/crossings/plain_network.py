@@ -82,13 +82,11 @@ class Plain:
         self.table_size = y.shape[2:]
         y = self.batch_norm(y)
         y = y + self.attend_tokens(y)
+        context = first if self.context is None else self.context
         if self.valid is None:
-            return [self.after_tokens(y, self.context if self.context is not None else first)]
-        outputs = []
-        for image, (h, w) in enumerate(self.valid):
-            context = (self.context if self.context is not None else first)[image : image + 1, :, :h, :w]
-            outputs.append(self.after_tokens(y[image : image + 1, :, :h, :w], context))
-        return outputs
+            return [self.after_tokens(y, context)]
+        parts = [(slice(image, image + 1), slice(None), slice(h), slice(w)) for image, (h, w) in enumerate(self.valid)]
+        return [self.after_tokens(y[part], context[part]) for part in parts]
 
     def after_tokens(self, x, context):
         for site in SITES:

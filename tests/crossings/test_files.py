@@ -22,13 +22,9 @@ ENTRIES = st.sampled_from(["", "state_dict", "model", "net", "params", "checkpoi
 WRAPPERS = st.lists(st.sampled_from(["module.", "_orig_mod.", "_fsdp_wrapped_module."]), max_size=2, unique=True)
 PREFIXES = st.sampled_from(["", "backbone.", "encoder.model.", "0."])
 #: Key styles: the replacement in the file, and the pairs that undo it.
-STYLES = st.sampled_from(
-    [
-        ((), ()),
-        ((("conv.", "features_"), ("norm.", "bn_")), ((r"features_", "conv."), (r"bn_", "norm."))),
-        ((("conv", "stage1.conv"),), (("^stage1\\.", ""),)),
-    ]
-)
+RENAMED = (("conv.", "features_"), ("norm.", "bn_")), ((r"features_", "conv."), (r"bn_", "norm."))
+NESTED = (("conv", "stage1.conv"),), (("^stage1\\.", ""),)
+STYLES = st.sampled_from([((), ()), RENAMED, NESTED])
 #: Objects that training scripts save beside the weights.
 EXTRAS = {
     "epoch": 7, "best": 0.5, "loss": np.float64(0.25), "when": datetime.date(2026, 1, 2), "big": 2**70, "text": "ü" * 9,

@@ -5,10 +5,10 @@ import io
 import pickle
 import random
 import tempfile
-import threading
 import time
 import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,12 +102,9 @@ class Networks(RuleBasedStateMachine):
     @initialize(
         pattern=st.sampled_from(["full", "rows", "window"]),
         temperature=st.sampled_from([0, 100, 10000]),
-        normalized=st.booleans(),
         kv_stride=st.sampled_from([1, 2]),
         proj_drop=st.sampled_from([0.0, 1.0]),  # all or nothing, so that training is deterministic
-        from_outside=st.booleans(),
-        table=st.booleans(),
-        transformer=st.booleans(),
+        **dict.fromkeys(("normalized", "from_outside", "table", "transformer"), st.booleans()),
     )
     def create(self, pattern, temperature, normalized, kv_stride, proj_drop, from_outside, table, transformer):
         common = {"temperature": temperature, "normalized": normalized, "pattern": "full", "proj_drop": 0.0}
@@ -251,19 +248,12 @@ class Networks(RuleBasedStateMachine):
 
     @rule(size=HEIGHTS)
     def forward_in_thread(self, size):
-        results = []
-
-        def call(x):
-            with torch.no_grad():
-                results.append(self.attempt(self.net, x))
-
         def run(x):
-            thread = threading.Thread(target=call, args=(x,))
-            thread.start()
-            thread.join()
-            if not results[0]:
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(torch.no_grad()(self.attempt), self.net, x).result()
+            if not found:
                 raise StoppedError
-            return results[0][0]
+            return found[0]
 
         with torch.no_grad():
             if self.from_outside and self.blocks:

@@ -199,13 +199,11 @@ IMPLIED = {
 SLOW = (compiles_with_its_backward_pass, compiles_once_for_all_sizes, exports_with_any_batch_and_size)
 
 
-@pytest.mark.parametrize(
-    ("name", "impls"),
-    [
-        *(pytest.param(x, CPU_IMPLS, marks=[pytest.mark.slow] * (CAPABILITIES[x] in SLOW)) for x in CAPABILITIES),
-        *(pytest.param(name, ("flex",), marks=pytest.mark.slow) for name in CAPABILITIES),
-    ],
-)
+CELLS = [pytest.param(x, CPU_IMPLS, marks=[pytest.mark.slow] * (CAPABILITIES[x] in SLOW)) for x in CAPABILITIES]
+CELLS += [pytest.param(name, ("flex",), marks=pytest.mark.slow) for name in CAPABILITIES]
+
+
+@pytest.mark.parametrize(("name", "impls"), CELLS)
 def test_capabilities_match_the_table(name, impls):
     for impl in impls:
         if (name, impl) in ERRORS:

@@ -435,12 +435,9 @@ def test_a_folder_of_images_leads_to_a_file_that_classifies_without_torch(
     (tmp_path / "flowers").symlink_to(image_folder)
     shutil.copyfile(image_folder / "val" / "red" / "0.png", "rose.jpg")  # the suffix is not used
     torch.save(create_model("resnet20", num_classes=10).state_dict(), "cifar10_resnet20.pth")
-    weights = "--weights cifar10_resnet20.pth --reset-head"
-    for command in (
-        f"train --data flowers --model resnet20 {weights} --names layer3 --epochs 8 --batch-size 16",
-        "predict runs/train-1 rose.jpg",
-        "export runs/train-1 --output flowers.onnx",
-    ):
+    train = "train --data flowers --model resnet20 --weights cifar10_resnet20.pth --reset-head --names layer3"
+    train += " --epochs 8 --batch-size 16"
+    for command in (train, "predict runs/train-1 rose.jpg", "export runs/train-1 --output flowers.onnx"):
         assert cli.main(command.split()) == 0
     assert re.search(r"rose.jpg: red \d+\.\d %", capsys.readouterr().out)
     monkeypatch.setitem(sys.modules, "torch", None)  # classify.py must work without torch
@@ -465,10 +462,10 @@ def test_classify_agrees_with_the_library(tmp_path, run_here, flags):
     assert cli.main(["export", str(tmp_path / "net"), "--output", str(tmp_path / "net.onnx"), *flags]) == 0
     with torch.no_grad():
         probabilities = model(torch.stack([model.transform(open_image(path)) for path in pictures])).softmax(1)
-    expected = [
-        "  ".join([str(path), *(f"{model.classes[i]} {100 * row[i]:.1f} %" for i in row.argsort(descending=True))])
-        for path, row in zip(pictures, probabilities, strict=True)
+    ranked = [
+        [f"{model.classes[i]} {100 * row[i]:.1f} %" for i in row.argsort(descending=True)] for row in probabilities
     ]
+    expected = ["  ".join([str(path), *names]) for path, names in zip(pictures, ranked, strict=True)]
     code, out, err = run_here("classify.py", tmp_path / "net.onnx", *pictures)
     assert (code, out.splitlines(), err) == (0, expected, "")
     (tmp_path / "half.png").write_bytes(pictures[0].read_bytes()[:500])

@@ -44,16 +44,24 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
+def succeed(capsys, *arguments):
+    """Run a command that prints no error, and return its output."""
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    return out
+
+
 def train(capsys, image_folder, tmp_path, *arguments, model="resnet20"):
     small = ["--model", model, "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
     return run(capsys, "train", "--data", image_folder, *small, "--output", tmp_path / "run", *arguments)
 
 
-def test_help_and_a_wrong_flag_import_neither_torch_nor_timm():
+def test_help_and_a_wrong_flag_are_fast_and_offline_and_the_package_is_executable():
     code = """
-import sys
+import runpy, sys
+sys.addaudithook(lambda event, arguments: print(event) if event.startswith("socket.") else None)
 import vision_attn
-assert not {"torch", "tyro", "numpy"} & sys.modules.keys()
+assert not {"torch", "tyro", "numpy", "timm", "matplotlib", "einx"} & sys.modules.keys()
 from vision_attn import cli
 for arguments in [["--help"], ["--version"], *([name, "--wrong"] for name in cli.COMMANDS)]:
     try:
@@ -61,10 +69,14 @@ for arguments in [["--help"], ["--version"], *([name, "--wrong"] for name in cli
     except SystemExit as end:
         code = end.code
     assert code == (2 if "--wrong" in arguments else 0), arguments
-    assert not {"torch", "timm", "matplotlib", "einx"} & sys.modules.keys(), arguments
+    heavy = {"torch", "timm", "matplotlib", "einx", "accelerate", "sklearn", "torchvision", "keras"}
+    assert not heavy & sys.modules.keys(), arguments
+sys.argv = ["", "--version"]
+runpy.run_module("vision_attn", run_name="__main__", alter_sys=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"vision-attn {va.__version__}"), done.stderr
+    assert set(re.findall(r"^socket\.\w+$", done.stdout, flags=re.MULTILINE)) <= {"socket.gethostname"}
 
 
 def test_without_a_command_all_commands_are_listed(capsys):
@@ -134,11 +146,11 @@ INVALID = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    INVALID,
-    ids=lambda value: " ".join(map(str, value[:4])) if isinstance(value, list) else "",
-)
+def label(value):
+    return " ".join(map(str, value[:4])) if isinstance(value, list) else ""
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), INVALID, ids=label)
 def test_invalid_input_is_a_one_line_error_and_writes_no_files(
     capsys, image_folder, saved, tmp_path, monkeypatch, arguments, code, message
 ):
@@ -219,9 +231,7 @@ UNWRITABLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "output"), UNWRITABLE, ids=lambda value: f"{value[0]} {value[-1]}" if isinstance(value, list) else ""
-)
+@pytest.mark.parametrize(("words", "output"), UNWRITABLE, ids=label)
 def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, monkeypatch, words, output):
     model = folder.load_model(RUN)
     model.register_forward_pre_hook(lambda *given: pytest.fail("the network runs before the output is checked"))
@@ -290,12 +300,10 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     logged = out.splitlines()[out.splitlines().index(f"best epoch, 1, in {tmp_path / 'run' / 'model'}:") + 1]
     assert "\r" not in out
 
-    code, out, err = run(capsys, "evaluate", tmp_path / "run")
-    assert (code, err) == (0, "")
+    out = succeed(capsys, "evaluate", tmp_path / "run")
     assert logged in out.splitlines()
     images = image_folder / "val" / "red" / "1.png", image_folder / "val" / "blue"
-    code, out, err = run(capsys, "predict", tmp_path / "run", *images, "--top", 2, "-o", tmp_path / "found.csv")
-    assert (code, err) == (0, "")
+    out = succeed(capsys, "predict", tmp_path / "run", *images, "--top", 2, "-o", tmp_path / "found.csv")
     lines, rows = out.splitlines(), list(csv.DictReader((tmp_path / "found.csv").read_text().splitlines()))
     assert len(lines) == len(rows) == 9
     model = va.load_model(tmp_path / "run")
@@ -307,8 +315,7 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     assert float(rows[0]["probability_1"]) == pytest.approx(float(scores.max()), abs=1e-5)
 
     before = read_settings(tmp_path / "run", ())
-    code, out, err = run(capsys, "train", f"--resume={tmp_path / 'run'}", "--epochs", 2)
-    assert (code, err) == (0, "")
+    out = succeed(capsys, "train", f"--resume={tmp_path / 'run'}", "--epochs", 2)
     assert "resumed at epoch 2, step 0" in out
     assert "epoch 2/2: train loss" in out
     assert read_settings(tmp_path / "run", ()) == replace(before, epochs=2)
@@ -321,8 +328,8 @@ def test_predict_prints_class_names_in_the_order_of_the_network(capsys, image_fo
         model.fc.bias.copy_(torch.tensor([0.2, 0.5, 0.3]).log())
     va.save_model(model, tmp_path / "run", classes=names)
     image = image_folder / "val" / "red" / "1.png"
-    code, out, err = run(capsys, "predict", tmp_path / "run", image, "-o", tmp_path / "found.csv")
-    assert (code, out, err) == (0, f"{image}: ant 50.0 %, mule 30.0 %, zebra 20.0 %\n", "")
+    out = succeed(capsys, "predict", tmp_path / "run", image, "-o", tmp_path / "found.csv")
+    assert out == f"{image}: ant 50.0 %, mule 30.0 %, zebra 20.0 %\n"
     (row,) = csv.DictReader((tmp_path / "found.csv").read_text().splitlines())
     assert [row[f"class_{rank}"] for rank in (1, 2, 3)] == ["ant", "mule", "zebra"]
     assert [float(row[f"probability_{rank}"]) for rank in (1, 2, 3)] == pytest.approx([0.5, 0.3, 0.2], abs=1e-5)
@@ -343,8 +350,7 @@ def test_predictions_do_not_depend_on_the_batch_and_each_image_is_classified_onc
     for size in (1, 3):
         file = tmp_path / f"{size}.csv"
         words = images, images / "0.png", "--batch-size", size, "-o", file
-        code, out, err = run(capsys, "predict", RUN, *words)
-        assert (code, err, out.count("\n")) == (0, "", 8)
+        assert succeed(capsys, "predict", RUN, *words).count("\n") == 8
         tables.append(list(csv.DictReader(file.read_text().splitlines())))
     for one, other in zip(*tables, strict=True):
         assert (one["image"], one["class_1"]) == (other["image"], other["class_1"])
@@ -400,8 +406,7 @@ def test_pretrained_weights_that_cannot_be_downloaded_name_the_alternative(capsy
 
 
 def test_env_prints_versions_and_device_to_copy(capsys):
-    code, out, err = run(capsys, "env")
-    assert (code, err) == (0, "")
+    out = succeed(capsys, "env")
     found = dict(line.split(": ", 1) for line in out.splitlines())
     assert (found["vision_attn"], found["torch"], found["threads"]) == (va.__version__, torch.__version__, "1")
     assert {"torchvision", "timm", "einx", "python", "os", "cpu", "gpu"} < found.keys()
@@ -451,8 +456,7 @@ def test_all_images_of_another_folder_are_evaluated(capsys, image_folder, tmp_pa
 
 def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
     flags = "--img-size", 16, 32, "--pattern", "va.Window(4)"
-    code, out, err = run(capsys, "inspect", "resnet20", *flags)
-    assert (code, err) == (0, "")
+    out = succeed(capsys, "inspect", "resnet20", *flags)
     assert out.startswith("dry run of 3 blocks, for an input of 3×16×32\n")
     assert "layer3.2 AttentionBlock2d 64 4×8 32 " in " ".join(out.split())
     assert " 8×8 " in run(capsys, "inspect", "resnet20", "--img-size", 32)[1]
@@ -461,15 +465,13 @@ def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
 def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path):
     images = [image_folder / "val" / name / "0.png" for name in ("red", "blue")]
     explore = "explore", RUN, *images, "-o", tmp_path / "page.html"
-    code, out, err = run(capsys, *explore)
-    page = (tmp_path / "page.html").read_text()
-    assert (code, err) == (0, "")
+    out, page = succeed(capsys, *explore), (tmp_path / "page.html").read_text()
     assert f"wrote {tmp_path / 'page.html'} (" in out
     assert all(word in page for word in ("layer3.2.inserted.attn", '"title": "0.png"', '"note": ""'))
     assert '["class ' not in page, "the page shows the class names of the run"
-    code, out, err = run(capsys, *explore, "--names", "layer3.1.*")
+    succeed(capsys, *explore, "--names", "layer3.1.*")
     page = (tmp_path / "page.html").read_text()
-    assert (code, err, "layer3.1.inserted.attn" in page, "layer3.2.inserted.attn" in page) == (0, "", True, False)
+    assert ("layer3.1.inserted.attn" in page, "layer3.2.inserted.attn" in page) == (True, False)
 
 
 def test_a_network_is_explored_by_name_with_swapped_attention(capsys, image_folder, tmp_path):

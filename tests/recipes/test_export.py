@@ -165,9 +165,8 @@ def test_a_wrapped_half_precision_network_is_exported_in_float32_and_unchanged(t
     va.set_impl_(half, "einx")  # traces static shapes
     va.freeze_backbone_(half.train(), also_train="3.*")
     modes = [module.training for module in half.modules()]
-    assert "pixels in 0…1, then (pixels - mean) / std" in str(
-        va.export_model(nn.DataParallel(half), path, normalize=False)
-    )
+    report = va.export_model(nn.DataParallel(half), path, normalize=False)
+    assert "pixels in 0…1, then (pixels - mean) / std" in str(report)
     assert about(path)["pixels"] == "0…1, then (pixels - mean) / std"
     assert (half[3].weight.dtype, half[0].inserted.attn.impl) == (torch.bfloat16, "einx")
     assert [module.training for module in half.modules()] == modes

@@ -23,6 +23,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 from small_networks import assert_same
+from test_train import before_each_step
 
 import vision_attn as va
 from vision_attn import cli
@@ -68,14 +69,7 @@ def assert_same_result(one, other, processes=1):
 
 def at_step(monkeypatch, epoch, step, action):
     """Call ``action`` at the start of a step."""
-    seed_all = module.seed_all
-
-    def seed(*numbers):
-        if numbers[1:3] == (epoch, step) and len(numbers) == 4:
-            action()
-        seed_all(*numbers)
-
-    monkeypatch.setattr(module, "seed_all", seed)
+    before_each_step(monkeypatch, lambda at: at == (epoch, step) and action())
 
 
 def interrupt(settings, monkeypatch, epoch, step, number=signal.SIGTERM):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -125,9 +126,8 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     history = module.train(replace(base, log_with=("tensorboard",)), log=lines.append)
     best = module.best_epoch(history)
     assert best["eval_top1"] > 90
-    assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "logs", "metrics.csv", "model", "settings.json", "state",
-    ]  # fmt: skip
+    names = {path.name for path in folder.iterdir()}
+    assert names == {".lock", "logs", "metrics.csv", "model", "settings.json", "state"}
     with open(folder / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
@@ -213,10 +213,9 @@ def test_the_optimizer_has_the_name_and_numbers_of_the_settings(base, monkeypatc
 
 
 def before_each_step(monkeypatch, action):
+    """Call ``action`` with the epoch and the step."""
     seed_all = module.seed_all
-    monkeypatch.setattr(
-        module, "seed_all", lambda *numbers: (len(numbers) == 4 and action(numbers[1:3]), seed_all(*numbers))
-    )
+    monkeypatch.setattr(module, "seed_all", lambda *given: (len(given) == 4 and action(given[1:3]), seed_all(*given)))
 
 
 def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base, monkeypatch):
@@ -241,14 +240,8 @@ def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base, mon
 
 
 def test_a_step_clips_gradients_and_smooths_labels(base, monkeypatch):
-    networks, made, losses = spy(monkeypatch, "build_network"), spy(monkeypatch, "create_optimizer_v2"), []
-    cross_entropy = F.cross_entropy
-
-    def record(logits, labels, **options):
-        losses.append(options)
-        return cross_entropy(logits, labels, **options)
-
-    monkeypatch.setattr(module.F, "cross_entropy", record)
+    networks, made = spy(monkeypatch, "build_network"), spy(monkeypatch, "create_optimizer_v2")
+    monkeypatch.setattr(module.F, "cross_entropy", loss := mock.Mock(wraps=F.cross_entropy))
     options = {"weight_decay": 0.0, "clip_grad": 1e-3, "label_smoothing": 0.3, "batch_size": 72, "epochs": 1}
     starts = []
 
@@ -257,7 +250,7 @@ def test_a_step_clips_gradients_and_smooths_labels(base, monkeypatch):
 
     before_each_step(monkeypatch, lambda step: starts.append(weights()))
     module.train(replace(base, **options), log=quiet)
-    assert losses[0] == {"label_smoothing": 0.3}
+    assert loss.call_args_list[0].kwargs == {"label_smoothing": 0.3}
     # The first step with Nesterov momentum is 1.9 times the gradient, whose norm is at most 1e-3.
     assert (weights() - starts[0]).norm().item() == pytest.approx(0.05 * 1.9 * 1e-3, rel=2e-3)
     assert len(made) == 1
@@ -301,21 +294,11 @@ def test_the_moving_average_is_evaluated_and_saved(base, monkeypatch):
 
 
 def test_images_are_mixed_by_timm_and_erased(base, monkeypatch):
-    made, seen, cross_entropy = [], [], F.cross_entropy
-
-    class Recorded(module.Mixup):
-        def __call__(self, x, target):
-            made.append(super().__call__(x, target))
-            return made[-1]
-
-    def record(logits, labels, **options):
-        seen.append(labels)
-        return cross_entropy(logits, labels, **options)
-
-    monkeypatch.setattr(module, "Mixup", Recorded)
-    monkeypatch.setattr(module.F, "cross_entropy", record)
+    made, mix = [], module.Mixup.__call__
+    monkeypatch.setattr(module.Mixup, "__call__", lambda *given: made.append(mix(*given)) or made[-1])
+    monkeypatch.setattr(module.F, "cross_entropy", loss := mock.Mock(wraps=F.cross_entropy))
     module.train(replace(base, mixup=0.4, cutmix=1.0, epochs=1), log=quiet)
-    mixed = [labels for labels in seen if labels.dim() == 2]
+    mixed = [call.args[1] for call in loss.call_args_list if call.args[1].dim() == 2]
     assert [tuple(labels.shape) for labels in mixed] == [(16, 3)] * 4
     assert all(torch.equal(labels, found) for labels, (_, found) in zip(mixed, made, strict=True))
     config = create_model("tiny").pretrained_cfg | {"input_size": (3, 16, 16)}
