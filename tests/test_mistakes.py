@@ -46,7 +46,6 @@ def fail(channels):
 
 
 MISTAKES = [
-    (lambda: insert("cbma"), r"block must be .*cbam.*, got 'cbma'"),
     (lambda: insert(nn.ReLU()), "class, or a function such as lambda channels: block, got an instance of ReLU"),
     (lambda: insert(position="rope"), r"position must be .* such as va.Rope\(\), got 'rope'. Pass an instance"),
     (lambda: insert(position=va.Rope), "position must be .*, got the class Rope. Pass an instance"),

@@ -121,12 +121,9 @@ def test_the_test_of_a_private_name_exists(use):
 def test_private_names_of_torch_mean_what_the_package_expects():
     """The error names what a release of torch has changed, before the tests of a feature fail."""
     layer = nn.BatchNorm1d(1)
-    handles = [
-        layer.register_forward_pre_hook(print, with_kwargs=True),
-        layer.register_forward_hook(print, always_call=True),
-        layer.register_full_backward_pre_hook(print),
-        layer.register_full_backward_hook(print),
-    ]
+    handles = [layer.register_forward_pre_hook(print, with_kwargs=True)]
+    handles += [layer.register_forward_hook(print, always_call=True)]
+    handles += [layer.register_full_backward_pre_hook(print), layer.register_full_backward_hook(print)]
     assert [[*hooks.items()] for hooks in hook_dicts(layer)] == [[(handle.id, print)] for handle in handles]
     x = torch.zeros(1)
     before = x._version
@@ -190,12 +187,10 @@ print([(str(one)[:200], str(other)[:200]) for one, other in changed])
 @pytest.mark.slow
 def test_imports_register_nothing_globally():
     """Tables of timm and torch, hooks, warning filters, the environment, signals and random states are unchanged."""
-    found = (node for path in PACKAGE.rglob("*.py") for node in ast.parse(path.read_text()).body)
-    names = {
-        f"{node.module}:{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
-        for node in found
-        for alias in getattr(node, "names", ())
-    }
+    nodes = [node for path in PACKAGE.rglob("*.py") for node in ast.parse(path.read_text()).body]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    nodes = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    names |= {f"{node.module}:{alias.name}" for node in nodes for alias in node.names}
     others = sorted(name for name in names if not name.startswith("vision_attn"))
     command = [sys.executable, "-c", GLOBAL_STATE, *others]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

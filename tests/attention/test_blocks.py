@@ -17,6 +17,7 @@ import vision_attn as va
 from vision_attn.attention.blocks.projection import POINTWISE
 
 DOUBLE = {"dtype": torch.float64}
+WIDTHS = {"num_heads": 2, "key_channels": 8, "value_channels": 4}
 SHIFTED = {"pattern": va.Window(2, shift=1), "position": va.RelPosTable()}
 BLOCKS = [va.Attention2d, va.AttentionBlock2d, va.blocks.LinearAttention2d, va.blocks.TransformerBlock2d]
 
@@ -42,10 +43,10 @@ def test_state_dict_and_seed_equal_two_convolutions():
     assert "qkv.bias" not in va.Attention2d(12, 3, qkv_bias=False).state_dict()
 
 
-@pytest.mark.parametrize(
-    ("block", "options"),
-    [*((block, {}) for block in BLOCKS), (va.Attention2d, SHIFTED), (va.blocks.StridedAttention2d, {"stride": 2})],
-)
+FORMATS = [*((block, {}) for block in BLOCKS), (va.Attention2d, SHIFTED), (va.blocks.StridedAttention2d, {"stride": 2})]
+
+
+@pytest.mark.parametrize(("block", "options"), FORMATS)
 def test_the_output_has_the_memory_format_of_the_input(block, options):
     block = block(8, 2, **options)
     for memory_format in (torch.contiguous_format, torch.channels_last):
@@ -384,9 +385,7 @@ def test_a_transformer_block_equals_the_encoder_layer_of_torch(norm_first, activ
 def test_attention_that_replaces_a_convolution_has_the_same_output_size(stride, size):
     x, context, mask = random_map(2, 8, *size), random_map(2, 8, 3, 5), torch.rand(size[0] * size[1], 15) < 0.5
     plain = nn.Conv2d(8, 12, 5, stride=stride, padding=2, **DOUBLE)
-    augmented = va.blocks.AugmentedConv2d(
-        8, 12, 5, stride=stride, num_heads=2, key_channels=8, value_channels=4, **DOUBLE
-    )
+    augmented = va.blocks.AugmentedConv2d(8, 12, 5, stride=stride, **WIDTHS, **DOUBLE)
     y = augmented(x)
     assert y.shape == plain(x).shape
     close(y, torch.cat([augmented.conv(x), augmented.attn(F.avg_pool2d(x, stride, ceil_mode=True))], 1))
@@ -403,7 +402,7 @@ def test_attention_that_replaces_a_convolution_has_the_same_output_size(stride, 
 
 
 MATCH, CROSS = {"qk_norm": "match"}, {"context_channels": 8}
-AUGMENTED = {"in_channels": 8, "out_channels": 8, "num_heads": 2, "key_channels": 8, "value_channels": 4}
+AUGMENTED = {"in_channels": 8, "out_channels": 8, **WIDTHS}
 #: Invalid arguments and the start of the error message.
 INVALID = [
     (va.Attention2d, {"num_heads": 3, "key_dim": 4}, "num_heads must"),  # value_dim is channels / num_heads
@@ -445,20 +444,19 @@ def test_invalid_arguments_raise_an_error_at_construction():
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
+ON_A_GPU = [
+    {"qk_norm": True, "num_kv_heads": 1},
+    {"position": va.RelPosDecomposed(feat_size=8), "causal": True},
+    {"position": va.Rope(), "output_gate": True, "kv_stride": 2},
+    {"pattern": va.Window(5, shift=2), "position": va.RelPosTable()},
+    {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", CPU_IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"qk_norm": True, "num_kv_heads": 1},
-        {"position": va.RelPosDecomposed(feat_size=8), "causal": True},
-        {"position": va.Rope(), "output_gate": True, "kv_stride": 2},
-        {"pattern": va.Window(5, shift=2), "position": va.RelPosTable()},
-        {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", ON_A_GPU, ids=str)
 def test_outputs_and_gradients_on_a_gpu_equal_those_on_the_cpu(impl, dtype, options):
     # With 8×8 tokens and a mask in bfloat16, cuDNN's kernel returned NaN gradients (pytorch/pytorch#196678).
     x, autocast = torch.randn(2, 64, 8, 8, requires_grad=True), dtype == "autocast"
@@ -519,13 +517,11 @@ def test_an_initialization_of_all_modules_keeps_a_new_block_an_identity(kind):
     model.apply(init)
     assert not torch.equal(model(x), model[0](x))
     match = va.AttentionBlock2d(8, 2, qk_norm="match")
-    match.apply(init)
-    queries, keys, _ = match.attn.qkv.weight.chunk(3)
-    assert torch.equal(queries, keys)
-    nn.init.ones_(queries.data)  # a trained block
-    match.apply(init)
-    queries, keys, _ = match.attn.qkv.weight.chunk(3)
-    assert not torch.equal(queries, keys)
+    for trained in (False, True):
+        match.apply(init)
+        queries, keys, _ = match.attn.qkv.weight.chunk(3)
+        assert torch.equal(queries, keys) != trained
+        nn.init.ones_(queries.data)
     for other in (NormBlock2d(8), SqueezeExciteBlock2d(8)):  # without a projection of zeros
         assert other.apply(init) is other
 

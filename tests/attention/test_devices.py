@@ -88,11 +88,8 @@ def test_capture_copies_nothing_from_one_device_to_another(number, pattern):
         selected = [(0, 0), (3, 4)], [0, 2], None
         reduced = [(1, 1)], [3, 0], "max"
         for queries, heads, reduction in ((None, None, None), (selected, reduced)[number % 2]):
-            with (
-                va.capture(model, queries, heads=heads, reduction=reduction) as maps,
-                torch.no_grad(),
-                one_device("cuda"),
-            ):
+            options = {"heads": heads, "reduction": reduction}
+            with va.capture(model, queries, **options) as maps, torch.no_grad(), one_device("cuda"):
                 model(x)
             count = 1 if reduction else len(heads or range(4))
             assert maps["0.attn"].weights.shape == (2, count, len(queries or range(42)), *SIZE)

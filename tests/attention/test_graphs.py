@@ -80,10 +80,10 @@ def capture(patch):
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "position"),
-    [(va.Window(4, shift=2), va.RelPosTable), (va.Neighborhood(3), None), ("full", va.Rope()), ("rows", None)],
-)
+CACHED = [(va.Window(4, shift=2), va.RelPosTable), (va.Neighborhood(3), None), ("full", va.Rope()), ("rows", None)]
+
+
+@pytest.mark.parametrize(("pattern", "position"), CACHED)
 @torch.no_grad()
 def test_memory_that_a_cuda_graph_reads_is_never_freed(monkeypatch, pattern, position):
     """A replay reads the same memory as the capture, regardless of the sizes that were used in between."""

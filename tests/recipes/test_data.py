@@ -41,9 +41,7 @@ IMAGES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("image", "name", "options", "expected"), IMAGES, ids=lambda value: value if isinstance(value, str) else ""
-)
+@pytest.mark.parametrize(("image", "name", "options", "expected"), IMAGES)
 def test_images_of_any_mode_become_rgb(image, name, options, expected, tmp_path):
     image.save(tmp_path / name, **options)
     found = np.asarray(open_image(tmp_path / name))

@@ -115,13 +115,13 @@ def test_the_page_has_the_prediction_without_each_block(page):
     assert [line["ratio"] for line in one["ablations"]][:2] == pytest.approx([b.ratio for b in report.blocks], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "tokens"),
-    [
-        ("test_vit", {"reg_tokens": 2}, ["prefix token 1", "prefix token 2", "prefix token 3"]),
-        ("deit_tiny_distilled_patch16_224", {"depth": 1}, ["prefix token 1", "prefix token 2"]),
-    ],
-)
+WITH_PREFIXES = [
+    ("test_vit", {"reg_tokens": 2}, ["prefix token 1", "prefix token 2", "prefix token 3"]),
+    ("deit_tiny_distilled_patch16_224", {"depth": 1}, ["prefix token 1", "prefix token 2"]),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "tokens"), WITH_PREFIXES)
 def test_class_and_register_tokens_are_queries_too(tmp_path, name, options, tokens):
     model, image = create_model(name, img_size=32, **options).eval(), torch.rand(1, 3, 32, 32)
     va.swap_(model)

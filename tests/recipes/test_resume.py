@@ -423,18 +423,19 @@ def test_two_processes_train_as_one_and_another_number_is_named(base, tmp_path):
     assert any("by 1 processes instead of 2" in line for line in train(base, output=tmp_path / "two", resume="auto"))
 
 
-def start_processes(folders, words, environment=()):
+def start_processes(folders, words):
     """Start a process in each folder, like one ``torchrun`` on each of several machines."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(folders)), "LOCAL_RANK": "0"}
-    line = [sys.executable, "-m", "vision_attn", "train", *map(str, words)]
+    network = ["--model", "test_resnet", "--img-size", "32", "--device", "cpu"]
+    line = [sys.executable, "-m", "vision_attn", "train", *network, *map(str, words)]
     common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": ""}
     started = []
     for rank, folder in enumerate(folders):
         folder.mkdir(exist_ok=True)
-        variables = {**os.environ, **common, **dict(environment), "RANK": str(rank)}
+        variables = {**os.environ, **common, "RANK": str(rank)}
         pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         started.append(subprocess.Popen(line, cwd=folder, env=variables, **pipes))
     return [(one.communicate(timeout=120), one.returncode) for one in started]
@@ -442,8 +443,7 @@ def start_processes(folders, words, environment=()):
 
 @pytest.mark.slow
 def test_machines_without_a_shared_folder_stop_with_one_error(image_folder, tmp_path):
-    words = ["--data", image_folder, "--model", "test_resnet", "--epochs", "1", "--batch-size", "36", "--device", "cpu"]
-    words += ["--img-size", "32", "--output", "run", "--resume", "auto"]
+    words = ["--data", image_folder, "--epochs", "1", "--batch-size", "36", "--output", "run", "--resume", "auto"]
     one, other = tmp_path / "one", tmp_path / "other"
     ((out, _), status), ((_, others), second) = start_processes([one, one], words)
     assert (status, second, "epoch 1/1: " in out, others) == (0, 0, True, "")
@@ -463,8 +463,7 @@ def test_data_that_differs_between_machines_is_one_error(image_folder, tmp_path,
     else:
         for half in ("train", "val"):
             (tmp_path / "other" / "data" / half / "blue").rename(tmp_path / "other" / "data" / half / "zebra")
-    words = ["--data", "data", "--model", "test_resnet", "--epochs", "1", "--batch-size", "24", "--device", "cpu"]
-    words += ["--img-size", "32", "--output", tmp_path / "run", "--workers", "0"]
+    words = ["--data", "data", "--epochs", "1", "--batch-size", "24", "--output", tmp_path / "run", "--workers", "0"]
     ((_, error), status), ((_, others), second) = start_processes([tmp_path / "one", tmp_path / "other"], words)
     assert (status, second) == (1, 1)
     for text in (error, others):
@@ -483,8 +482,7 @@ INVALID = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "status", "message"), INVALID)
 def test_an_error_before_the_first_step_is_one_line_of_one_process(image_folder, tmp_path, words, status, message):
-    line = ["--data", image_folder, "--model", "test_resnet", "--img-size", "32", "--device", "cpu", *words]
-    ((_, error), one), ((_, others), other) = start_processes([tmp_path, tmp_path], line)
+    ((_, error), one), ((_, others), other) = start_processes([tmp_path, tmp_path], ["--data", image_folder, *words])
     assert one == status
     assert (error.count("\n"), message in error) == (1, True), error
     if words[0] in ("--model", "--data"):  # the processes were connected

@@ -153,10 +153,8 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     assert lines[at + 1] == f"top-1 {top1:.2f} %, loss {losses[0]:.4f}"
     assert best["eval_top1"] == pytest.approx(top1)
     changed = int((scores.argmax(1) != others.argmax(1)).sum())
-    assert lines[at + 2] == (
-        f"ablation, with the blocks disabled: top-1 {without:.2f} %, loss {losses[1]:.4f} "
-        f"(top-1 {without - top1:+.2f}); {changed} of 24 predictions change"
-    )
+    ablation = f"top-1 {without:.2f} %, loss {losses[1]:.4f} (top-1 {without - top1:+.2f})"
+    assert lines[at + 2] == f"ablation, with the blocks disabled: {ablation}; {changed} of 24 predictions change"
     told = []
     assert evaluate(Evaluation(run=str(folder), device="cpu"), log=told.append)["loss"] == best["eval_loss"]
     assert told[1:] == lines[at + 1 : at + 3]
