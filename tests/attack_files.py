@@ -87,27 +87,21 @@ def share(path, count=150):
 
 
 #: State dicts that take memory or time when they are compared with a model.
-STATE_DICTS = {
-    "long key": lambda path: torch.save({"a." * 50_000 + "weight": torch.zeros(1)}, path),
-    "shared entries": share,
-}
+STATE_DICTS = {"long key": lambda path: torch.save({"a." * 50_000: torch.zeros(1)}, path), "shared entries": share}
+ONE = crafted.tensor(1, (1,), (1,))
 #: Files that cause unlimited memory or time. Sparse files have a size of 64 GiB, but take no disk space.
 FILES = {
     "compressed.pth": lambda path: crafted.inflated(path, 2**28),
     "listed again.pth": crafted.one_part_under_many_names,
-    "made again.pth": lambda path: path.write_bytes(
-        as_zip(crafted.again_and_again(crafted.tensor(1, (1,), (1,)), 600_000), [bytes(4)])
-    ),
+    "made again.pth": lambda path: path.write_bytes(as_zip(crafted.again_and_again(ONE, 600_000), [bytes(4)])),
     "claims more.pth": lambda path: path.write_bytes(as_legacy(pickled([crafted.tensor(2**28, (2**28,), (1,), None)]))),
     "lists.index.json": lambda path: path.write_text('{"a":[' + f"{'[' * 100}{']' * 100}," * 10_000 + "0]}"),
     "names.index.json": lambda path: path.write_text(
-        json.dumps({"weight_map": {f"{number:x}": f"{number:x}" for number in range(350_000)}})
+        json.dumps({"weight_map": {hex(i): hex(i) for i in range(350_000)}})
     ),
     "holes.index.json": lambda path: (path.touch(), os.truncate(path, 2**36)),
-    "holes-abcdef12.pth": lambda path: (
-        path.touch(),
-        os.truncate(path, 2**36),
-    ),  # computing the hash would take minutes
+    # Computing the hash would take minutes.
+    "holes-abcdef12.pth": lambda path: (path.touch(), os.truncate(path, 2**36)),
 }
 #: Options for the block of an adapter that describe large tensors.
 OPTIONS = {

@@ -17,9 +17,8 @@ gc.disable()  # imports stay in memory; enabled again before the first test
 
 #: Examples are the same in every run. Tests marked ``thorough`` draw new ones; a failure prints how to reproduce it.
 settings.register_profile("reproducible", derandomize=True, database=None, deadline=None)
-settings.register_profile(
-    "random", settings.get_profile("reproducible"), derandomize=False, max_examples=300, print_blob=True
-)
+random_examples = {"derandomize": False, "max_examples": 300, "print_blob": True}
+settings.register_profile("random", settings.get_profile("reproducible"), **random_examples)
 settings.load_profile("reproducible")
 
 

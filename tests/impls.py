@@ -26,6 +26,7 @@ def same(relation, *sides):
     return lambda h, w: (relation(h, *sides[0]), relation(w, *sides[-1]))
 
 
+STRIPES = va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=2)
 CASES = {
     "full": Case("full", lambda h, w: (R.full(h), R.full(w)), (True, True)),
     "rows": Case("rows", lambda h, w: (R.stripes(h, h), R.full(w)), (False, True)),
@@ -38,9 +39,7 @@ CASES = {
     "even, dilated": Case(va.Neighborhood((4, 3), dilation=(1, 2)), same(R.neighborhood, [4], [3, 2])),
     "strided": Case(va.Neighborhood((5, 3), (1, 2), stride=(4, 2)), same(R.neighborhood, [5, 1, 4], [3, 2, 2])),
     "causal": Case(va.Neighborhood(3, 1, (1, 2), (False, True)), same(R.neighborhood, [3], [3, 1, 2, True])),
-    "stripes": Case(
-        va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=2), lambda h, w: (R.full(h), R.stripes(w, 2)), (True, True)
-    ),
+    "stripes": Case(STRIPES, lambda h, w: (R.full(h), R.stripes(w, 2)), (True, True)),
 }
 PATTERNS = [case.pattern for case in CASES.values()]
 #: Position encodings, and classes of encodings whose tables need a size.

@@ -218,10 +218,8 @@ def refusals(call: AttentionCall) -> dict[str, list[str]]:
         f"a storage offset is not a multiple of {multiple}": unaligned,
         "query, key or value has a stride other than 1 along its width": strided,
     }
-    return {
-        "flash": [text for text in flash if flash[text]],
-        "efficient": [text for text in efficient if efficient[text]],
-    }
+    conditions = {"flash": flash, "efficient": efficient}
+    return {kernel: [text for text, holds in found.items() if holds] for kernel, found in conditions.items()}
 
 
 def alignment(x: Tensor) -> int:

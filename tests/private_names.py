@@ -24,6 +24,7 @@ TORCH = "torch 2.11.0 to 2.15.0"
 MEANING = "test_private_names.py::test_private_names_of_torch_mean_what_the_package_expects"
 HOOKS = "torch has no list of the hooks of a module, and copies and pickles lose the handles of hooks"
 OPERATOR = "torch's counter of operations does not know the fused kernels with which networks run on a CPU"
+PASSES = "backward", "backward_pre", "forward", "forward_pre"
 
 USES = (
     Use("attention/blocks/projection.py", "_apply",
@@ -60,10 +61,7 @@ USES = (
     Use("networks/inspection/macs.py", "_native_multi_head_attention", OPERATOR, TORCH, MEANING),
     Use("networks/inspection/macs.py", "_scaled_dot_product_flash_attention_for_cpu", OPERATOR, TORCH, MEANING),
     Use("networks/inspection/macs.py", "_transformer_encoder_layer_fwd", OPERATOR, TORCH, MEANING),
-    Use("networks/inspection/network.py", "_backward_hooks", HOOKS, TORCH, MEANING),
-    Use("networks/inspection/network.py", "_backward_pre_hooks", HOOKS, TORCH, MEANING),
-    Use("networks/inspection/network.py", "_forward_hooks", HOOKS, TORCH, MEANING),
-    Use("networks/inspection/network.py", "_forward_pre_hooks", HOOKS, TORCH, MEANING),
+    *(Use("networks/inspection/network.py", f"_{name}_hooks", HOOKS, TORCH, MEANING) for name in PASSES),
     Use("networks/inspection/wrappers.py", "_orig_mod",
         "a part of keys in files; if it changes, sites and keys of compiled models have another prefix",
         TORCH, MEANING),

@@ -328,10 +328,8 @@ def attention_output(
             x_pos = x_pos + depthwise(x_pos, state["position.conv.weight"], state["position.conv.bias"])
         # The channels of the projection are ordered (n·d, m·d, m·e), and the tokens are in row-major order.
         qkv = conv1x1(x_pos, state["qkv.weight"], state.get("qkv.bias")).reshape(-1, tokens)
-        queries, keys, values = (
-            part.reshape(-1, width, tokens).transpose(0, 2, 1)
-            for part, width in zip(np.split(qkv, [n * d, (n + m) * d]), (d, d, e), strict=True)
-        )
+        parts = zip(np.split(qkv, [n * d, (n + m) * d]), (d, d, e), strict=True)
+        queries, keys, values = (part.reshape(-1, width, tokens).transpose(0, 2, 1) for part, width in parts)
         heads = []
         for head in range(n):
             kv_head = head // (n // m)  # consecutive query heads share one head of keys and values

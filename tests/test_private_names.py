@@ -70,9 +70,8 @@ def private_names(tree, own=frozenset()):
     found = {private_part(path) for path in candidates(tree) if re.fullmatch(r"[\w.]+", path)} - {None}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and any(getattr(x, "name", "") == "__eq__" for x in node.body):
-            found |= {
-                f"{node.name}({base.id})" for base in node.bases if getattr(base, "id", "") in ("str", "int", "float")
-            }
+            bases = [base.id for base in node.bases if getattr(base, "id", "") in ("str", "int", "float")]
+            found |= {f"{node.name}({base})" for base in bases}
     return found - own
 
 
@@ -93,22 +92,22 @@ def test_uses_of_private_names_are_exactly_those_in_the_list():
     assert all(use.reason and re.search(r"\d", use.versions) for use in USES)
 
 
-@pytest.mark.parametrize(
-    ("code", "name"),
-    [
-        ("module._forward_hooks", "_forward_hooks"),
-        ("import torch._dynamo", "_dynamo"),
-        ("from torch.utils._pytree import tree_map", "_pytree"),
-        ("from torch.storage import _storage_type", "_storage_type"),
-        ("getattr(module, '_hf_hook')", "_hf_hook"),
-        ("name in ('torch._dynamo.eval_frame',)", "_dynamo"),
-        ("f'{path}._orig_mod'", "_orig_mod"),
-        ("vars(copied).update(_parameters={})", "_parameters"),
-        ("class A(nn.Module):\n    def _apply(self): pass", "_apply"),
-        ("self._buffers", "_buffers"),
-        ("class A(str):\n    def __eq__(self, other): pass", "A(str)"),
-    ],
-)
+CODE = [
+    ("module._forward_hooks", "_forward_hooks"),
+    ("import torch._dynamo", "_dynamo"),
+    ("from torch.utils._pytree import tree_map", "_pytree"),
+    ("from torch.storage import _storage_type", "_storage_type"),
+    ("getattr(module, '_hf_hook')", "_hf_hook"),
+    ("name in ('torch._dynamo.eval_frame',)", "_dynamo"),
+    ("f'{path}._orig_mod'", "_orig_mod"),
+    ("vars(copied).update(_parameters={})", "_parameters"),
+    ("class A(nn.Module):\n    def _apply(self): pass", "_apply"),
+    ("self._buffers", "_buffers"),
+    ("class A(str):\n    def __eq__(self, other): pass", "A(str)"),
+]
+
+
+@pytest.mark.parametrize(("code", "name"), CODE)
 def test_every_kind_of_use_is_found(code, name):
     assert private_names(ast.parse(code)) == {name}
 
@@ -123,12 +122,9 @@ def test_the_test_of_a_private_name_exists(use):
 def test_private_names_of_torch_mean_what_the_package_expects():
     """The error names what a release of torch has changed, before the tests of a feature fail."""
     layer = nn.BatchNorm1d(1)
-    handles = [
-        layer.register_forward_pre_hook(print, with_kwargs=True),
-        layer.register_forward_hook(print, always_call=True),
-        layer.register_full_backward_pre_hook(print),
-        layer.register_full_backward_hook(print),
-    ]
+    handles = [layer.register_forward_pre_hook(print, with_kwargs=True)]
+    handles += [layer.register_forward_hook(print, always_call=True)]
+    handles += [layer.register_full_backward_pre_hook(print), layer.register_full_backward_hook(print)]
     assert [[*hooks.items()] for hooks in hook_dicts(layer)] == [[(handle.id, print)] for handle in handles]
     x = torch.zeros(1)
     before = x._version
@@ -192,12 +188,10 @@ print([(str(one)[:200], str(other)[:200]) for one, other in changed])
 @pytest.mark.slow
 def test_imports_register_nothing_globally():
     """Tables of timm and torch, hooks, warning filters, the environment, signals and random states are unchanged."""
-    found = (node for path in PACKAGE.rglob("*.py") for node in ast.parse(path.read_text()).body)
-    names = {
-        f"{node.module}:{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
-        for node in found
-        for alias in getattr(node, "names", ())
-    }
+    nodes = [node for path in PACKAGE.rglob("*.py") for node in ast.parse(path.read_text()).body]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    nodes = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    names |= {f"{node.module}:{alias.name}" for node in nodes for alias in node.names}
     others = sorted(name for name in names if not name.startswith("vision_attn"))
     command = [sys.executable, "-c", GLOBAL_STATE, *others]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -61,11 +61,8 @@ def test_rows_with_large_negative_values_fully_masked_rows_and_nan(impl, dtype):
     mask[2] = -1e9
     mask[4, 1:] = -1e9
     zeros = torch.where(mask.amax(1, keepdim=True) < 0, 0.0, mask)
-    found, expected = (
-        torch.autograd.grad(attend(q, k, v, impl=impl, mask=given).float().sin().sum(), (q, k, v))
-        for given in (mask, zeros)
-    )
-    for one, other in zip(found, expected, strict=True):
+    found, expected = (attend(q, k, v, impl=impl, mask=given).float().sin().sum() for given in (mask, zeros))
+    for one, other in zip(*(torch.autograd.grad(y, (q, k, v)) for y in (found, expected)), strict=True):
         close(one, other, rounding(dtype))
     for nothing in (mask > -1, mask.to(dtype).masked_fill(mask < -1, -torch.inf)):
         y = attend(q, k, v, impl=impl, mask=nothing)
@@ -106,17 +103,16 @@ def test_half_precision_is_exact_up_to_rounding_forward_and_backward(impl, dtype
     assert attend(q, k, v, impl=impl, scale=1.0).flatten().tolist() == [expected, expected]
 
 
+POSITIONED = [
+    {"position": va.RelPosDecomposed(feat_size=(5, 6))},
+    {"pattern": va.Window(4, shift=2), "position": va.RelPosTable()},
+    {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
+    {"position": va.Rope(), "causal": True},
+]
+
+
 @each_implementation
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"position": va.RelPosDecomposed(feat_size=(5, 6))},
-        {"pattern": va.Window(4, shift=2), "position": va.RelPosTable()},
-        {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
-        {"position": va.Rope(), "causal": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", POSITIONED, ids=str)
 def test_blocks_with_positions_are_finite_in_half_precision_for_large_logits(impl, options):
     mask = torch.rand(30, 30) < 0.7
     mask[::3] = False
@@ -171,16 +167,16 @@ def test_a_named_implementation_runs_and_auto_selects_one(case):
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("block", "options", "size"),
-    [
-        (va.Attention2d, {"qk_norm": True, "output_gate": True, "num_kv_heads": 1, "value_dim": 12}, (32, 32)),
-        (va.Attention2d, {"position": va.RelPosDecomposed(feat_size=(3, 4))}, (32, 32)),
-        (va.Attention2d, {"pattern": va.Window(8, shift=4), "position": va.RelPosTable()}, (32, 32)),
-        (va.Attention2d, {"pattern": va.Neighborhood(5), "position": va.RelPosDecomposed()}, (32, 32)),
-        (va.blocks.LinearAttention2d, {"impl": "bmm"}, (32, 32)),
-    ],
-)
+LARGE = [
+    (va.Attention2d, {"qk_norm": True, "output_gate": True, "num_kv_heads": 1, "value_dim": 12}, (32, 32)),
+    (va.Attention2d, {"position": va.RelPosDecomposed(feat_size=(3, 4))}, (32, 32)),
+    (va.Attention2d, {"pattern": va.Window(8, shift=4), "position": va.RelPosTable()}, (32, 32)),
+    (va.Attention2d, {"pattern": va.Neighborhood(5), "position": va.RelPosDecomposed()}, (32, 32)),
+    (va.blocks.LinearAttention2d, {"impl": "bmm"}, (32, 32)),
+]
+
+
+@pytest.mark.parametrize(("block", "options", "size"), LARGE)
 def test_no_tensor_of_size_queries_times_keys_is_allocated_forward_or_backward(block, options, size):
     block, x = block(16, 2, **options), torch.randn(1, 16, *size, requires_grad=True)
     elements = []

@@ -68,25 +68,24 @@ def test_every_attribute_raises_or_has_the_effect_that_it_has_on_a_new_block(nam
     assert changed >= 2
 
 
-@pytest.mark.parametrize(
-    ("block", "names", "message"),
-    [
-        (va.Attention2d, ["qkv_bias", "output_gate"], "of Attention2d cannot change after it was built"),
-        (va.AttentionBlock2d, ["kv_stride", "qk_norm", "causal"], "an option of its attention layer.*attn"),
-        (va.blocks.TransformerBlock2d, ["num_heads", "scale", "impl"], "an option of its attention layer.*attn"),
-    ],
-)
+WITHOUT_EFFECT = [
+    (va.Attention2d, ["qkv_bias", "output_gate"], "of Attention2d cannot change after it was built"),
+    (va.AttentionBlock2d, ["kv_stride", "qk_norm", "causal"], "an option of its attention layer.*attn"),
+    (va.blocks.TransformerBlock2d, ["num_heads", "scale", "impl"], "an option of its attention layer.*attn"),
+]
+
+
+@pytest.mark.parametrize(("block", "names", "message"), WITHOUT_EFFECT)
 def test_an_assignment_without_effect_is_an_error(block, names, message):
     for name in names:
         with pytest.raises(AttributeError, match=f"^{name} .*{message}"):
             setattr(block(16, 2), name, 2)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [(va.Rope(), va.Rope(temperature=100.0)), (va.SinCos(), None), (None, va.Rope()), (va.Rope(), va.AbsPos(4))],
-    ids=str,
-)
+CHANGED = [(va.Rope(), va.Rope(temperature=100.0)), (va.SinCos(), None), (None, va.Rope()), (va.Rope(), va.AbsPos(4))]
+
+
+@pytest.mark.parametrize(("old", "new"), CHANGED, ids=str)
 def test_another_position_encoding_is_refused(old, new):
     block, other = (va.Attention2d(16, 2, position=position) for position in (old, new))
     with pytest.raises(AttributeError, match="position of Attention2d cannot change"):

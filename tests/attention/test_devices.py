@@ -49,10 +49,8 @@ def one_device(device):
 def test_blocks_keep_to_one_device(device, impl):
     crossed = [("full", position) for position in POSITIONS]
     for number, pattern in enumerate(PATTERNS):
-        crossed += [
-            (pattern, POSITIONS[(number + step) % len(POSITIONS)])
-            for step in ((0, 3) if (impl, device) == ("auto", "cuda") else (0,))  # test_gpu_budget.py has all for meta
-        ]
+        steps = (0, 3) if (impl, device) == ("auto", "cuda") else (0,)  # test_gpu_budget.py has all for meta
+        crossed += [(pattern, POSITIONS[(number + step) % len(POSITIONS)]) for step in steps]
     cases = [(pattern, make_position(position, pattern, SIZE)) for pattern, position in crossed]
     blocks = [(va.AttentionBlock2d, {"pattern": pattern, "position": position}, {}) for pattern, position in cases]
     for block, options, further in (*BLOCKS, *blocks):
@@ -90,11 +88,8 @@ def test_capture_copies_nothing_from_one_device_to_another(number, pattern):
         selected = [(0, 0), (3, 4)], [0, 2], None
         reduced = [(1, 1)], [3, 0], "max"
         for queries, heads, reduction in ((None, None, None), (selected, reduced)[number % 2]):
-            with (
-                va.capture(model, queries, heads=heads, reduction=reduction) as maps,
-                torch.no_grad(),
-                one_device("cuda"),
-            ):
+            options = {"heads": heads, "reduction": reduction}
+            with va.capture(model, queries, **options) as maps, torch.no_grad(), one_device("cuda"):
                 model(x)
             count = 1 if reduction else len(heads or range(4))
             assert maps["0.attn"].weights.shape == (2, count, len(queries or range(42)), *SIZE)

@@ -63,19 +63,18 @@ def check_compiled(block, x, mask=None):
             torch.testing.assert_close(found, block(x, mask), rtol=1e-4, atol=4e-5)
 
 
+COMPILED = [
+    {},
+    {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
+    {"pattern": va.Window(4, shift=2), "position": va.RelPosTable()},
+    {"pattern": va.Halo(4, 1)},
+    {"pattern": "rows", "position": va.RelPosTable((9, 10)), "num_kv_heads": 1},
+    {"causal": True, "value_dim": 8},
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
-        {"pattern": va.Window(4, shift=2), "position": va.RelPosTable()},
-        {"pattern": va.Halo(4, 1)},
-        {"pattern": "rows", "position": va.RelPosTable((9, 10)), "num_kv_heads": 1},
-        {"causal": True, "value_dim": 8},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", COMPILED, ids=str)
 def test_the_compiled_kernel_equals_bmm(options):
     block = va.Attention2d(32, 2, impl="flex", **options).eval()
     mask = torch.rand(2, 1, 90, 90) > 0.3

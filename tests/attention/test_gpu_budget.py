@@ -22,13 +22,7 @@ BUDGETS = {
     "RelPosDecomposed, 64×64": ((256, 4), {"position": RELATIVE((64, 64))}, (2, 256, 64, 64), (13, 204), (17, 266)),
     "Rope, 14×14": ((256, 4), {"position": va.Rope()}, (32, 256, 14, 14), (9, 78), (18, 140)),
     "Window(7), 56×56": ((96, 3), {"pattern": va.Window(7), **SWIN}, (16, 96, 56, 56), (6, 136), (15, 295)),
-    "Window(7, shift=3), 56×56": (
-        (96, 3),
-        {"pattern": va.Window(7, shift=3), **SWIN},
-        (16, 96, 56, 56),
-        (8, 170),
-        (18, 389),
-    ),
+    "Window(7, shift=3), 56×56": ((96, 3), {"pattern": va.Window(7, 3), **SWIN}, (16, 96, 56, 56), (8, 170), (18, 389)),
     "Neighborhood(7), 56×56": ((64, 2), {"pattern": va.Neighborhood(7)}, (8, 64, 56, 56), (8, 124), (19, 228)),
 }
 
@@ -99,10 +93,7 @@ def test_a_pass_stays_within_its_budget(name, backward):
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 def test_no_tensor_holds_all_pairs_of_tokens(dtype):
-    block, x = (
-        layer(64, 2, position=va.RelPosDecomposed((64, 64)), dtype=dtype),
-        feature_map(1, 64, 64, 64, dtype=dtype),
-    )
+    block, x = layer(64, 2, position=RELATIVE((64, 64)), dtype=dtype), feature_map(1, 64, 64, 64, dtype=dtype)
     for backward in (False, True):
         operations = measure(lambda: block(x), backward=backward).operations
         assert max(operation.largest for operation in operations) < 4096**2, operations
@@ -112,10 +103,8 @@ def test_no_tensor_holds_all_pairs_of_tokens(dtype):
 
 
 def make_call(q=16, k=16, v=16, dtype=HALF, mask=None, heads=(4, 4, 4), keys=49, causal=False):
-    query, key, value = (
-        torch.empty(2, n, length, width, dtype=dtype, device="meta")
-        for n, length, width in zip(heads, (49, keys, keys), (q, k, v), strict=True)
-    )
+    shapes = zip(heads, (49, keys, keys), (q, k, v), strict=True)
+    query, key, value = (torch.empty(2, *shape, dtype=dtype, device="meta") for shape in shapes)
     mask = None if mask is None else torch.empty(1, 1, 49, keys, dtype=mask, device="meta")
     return AttentionCall(query, key, value, mask, 0.0, causal)
 
@@ -189,15 +178,12 @@ def test_math_kernel_is_never_selected_with_learned_masks_contexts_and_many_mask
         assert not problems(block, feature_map(1, 32, 512, 512, dtype=dtype, train=train))
 
 
+MASKED = [{"pattern": va.Window(side, shift), **SWIN} for side, shift in ((7, 0), (4, 2))]
+MASKED += [{"pattern": va.Neighborhood(3)}, {"position": va.RelPosTable(SIZE)}]
+
+
 @pytest.mark.parametrize("mask", [None, "bool", "float32 per image and head"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"pattern": va.Window(side, shift), **SWIN} for side, shift in ((7, 0), (4, 2))),
-        *({"pattern": va.Neighborhood(3)}, {"position": va.RelPosTable(SIZE)}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", MASKED, ids=str)
 def test_masks_have_the_dtype_and_alignment_of_the_kernel(options, mask):
     """Otherwise, torch converts a bool mask, and copies a mask whose rows do not start at multiples of 8 elements."""
     block, x = layer(64, 8, dtype=HALF, **options), feature_map(2, 64, *SIZE, dtype=HALF)

@@ -26,11 +26,10 @@ def images(batch, side=8):
     return torch.randn(batch, 16, side, side, generator=torch.Generator().manual_seed(batch))
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [va.Window(4), "full", *(pytest.param(x, marks=pytest.mark.slow) for x in PATTERNS if x != "full")],
-    ids=str,
-)
+OTHERS = [pytest.param(pattern, marks=pytest.mark.slow) for pattern in PATTERNS if pattern != "full"]
+
+
+@pytest.mark.parametrize("pattern", [va.Window(4), "full", *OTHERS], ids=str)
 def test_exports_and_traces_run_at_other_batch_sizes_with_operations_that_converters_support(pattern):
     """Gradients are enabled. Converters of traces support permute and logical_and, but not movedim and &."""
     block = layer(pattern)
@@ -81,10 +80,10 @@ def capture(patch):
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "position"),
-    [(va.Window(4, shift=2), va.RelPosTable), (va.Neighborhood(3), None), ("full", va.Rope()), ("rows", None)],
-)
+CACHED = [(va.Window(4, shift=2), va.RelPosTable), (va.Neighborhood(3), None), ("full", va.Rope()), ("rows", None)]
+
+
+@pytest.mark.parametrize(("pattern", "position"), CACHED)
 @torch.no_grad()
 def test_memory_that_a_cuda_graph_reads_is_never_freed(monkeypatch, pattern, position):
     """A replay reads the same memory as the capture, regardless of the sizes that were used in between."""

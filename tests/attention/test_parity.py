@@ -1,16 +1,12 @@
 """The blocks agree with attention of torch and timm after copying the weights.
 
-They cover masks, contexts, strides and positions in float64. The tests of the converters compare complete layers.
+They cover masks, contexts and strides in float64. The tests of the converters compare complete layers.
 """
 
-from functools import partial
-
 import pytest
-import timm.layers
 import torch
 from small_networks import assert_same_function
 from timm.layers.bottleneck_attn import BottleneckAttn
-from timm.layers.pos_embed_sincos import build_rotary_pos_embed, build_sincos2d_pos_embed, freq_bands
 from torch import nn
 
 import vision_attn as va
@@ -33,10 +29,8 @@ def make_block(state, *arguments, block=va.Attention2d, **options):
     """Return a block of the library in float64 that loads `state`, with linear weights reshaped to 1×1 kernels."""
     block = block(*arguments, dtype=torch.float64, **options)
     shapes = {key: value.shape for key, value in block.state_dict().items()}
-    state = {
-        key: value.detach()[..., None, None] if value.dim() == 2 and len(shapes[key]) == 4 else value.detach()
-        for key, value in state.items()
-    }
+    linear = {key for key, value in state.items() if value.dim() == 2 and len(shapes[key]) == 4}
+    state = {key: x.detach()[..., None, None] if key in linear else x.detach() for key, x in state.items()}
     block.load_state_dict(state, strict=True)
     return block
 
@@ -90,25 +84,3 @@ def test_timms_bottleneck_attention_with_a_stride():
     state = {f"attn.{key}": value for key, value in state.items()}
     block = make_block(state, 24, 3, block=va.blocks.StridedAttention2d, stride=2, feat_size=size, proj_bias=False)
     assert_same_function(block, theirs, random_map(2, 24, *size))
-
-
-@pytest.mark.parametrize("feat_size", [None, (6, 4)])
-@pytest.mark.parametrize("pattern", ["full", "rows"])
-def test_timms_rotary_positions(pattern, feat_size):
-    temperature = 16.0  # the bands are powers of two, as are the sides of 4 and 8, so timm's float32 is exact
-    theirs = randomized(timm.layers.AttentionRope(48, 3, num_prefix_tokens=0))
-    position = va.Rope(temperature, feat_size=feat_size)
-    block = make_block(theirs.state_dict(), 48, 3, position=position, pattern=pattern)
-    bands = freq_bands(4, temperature=temperature, step=1).double()
-    options = {"in_pixels": False, "ref_feat_shape": feat_size and list(feat_size), "dtype": torch.float64}
-    rope = torch.cat(build_rotary_pos_embed([4, 8], bands=bands, **options), dim=-1)
-    row = torch.arange(32) // 8
-    layer = partial(theirs, rope=rope, attn_mask=None if pattern == "full" else row[:, None] == row)
-    assert_same_function(block, lambda x: to_map(layer(to_tokens(x)), (4, 8)), random_map(2, 48, 4, 8))
-
-
-def test_timms_sines_and_cosines():
-    plain = randomized(va.Attention2d(16, 4))
-    block = make_block(plain.state_dict(), 16, 4, position=va.SinCos(20.0))
-    embedding = to_map(build_sincos2d_pos_embed([3, 7], dim=16, temperature=20.0).double()[None], (3, 7))
-    assert_same_function(block, lambda x: plain(x + embedding), random_map(2, 16, 3, 7), atol=1e-6)

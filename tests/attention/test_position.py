@@ -1,6 +1,5 @@
 """Position encodings: parameters, computation of the decomposed bias, feature maps of another size, and errors."""
 
-import math
 import pickle
 from dataclasses import replace
 
@@ -46,12 +45,8 @@ def test_parameters_have_documented_names_and_the_repr_of_a_configuration_is_cod
 
 @pytest.mark.parametrize("size", [(2, 2), (16, 16), (13, 20)])  # the fewest and many keys
 def test_the_bias_is_computed_in_chunks_on_a_cpu_and_folded_on_other_devices(size, monkeypatch):
-    block, x, calls = (
-        va.Attention2d(16, 2, position=va.RelPosDecomposed(size), impl="bmm"),
-        torch.randn(2, 16, *size),
-        [],
-    )
-    kernel = IMPLEMENTATIONS["bmm"]
+    block, x = va.Attention2d(16, 2, position=va.RelPosDecomposed(size), impl="bmm"), torch.randn(2, 16, *size)
+    kernel, calls = IMPLEMENTATIONS["bmm"], []
 
     def attend(q, k, v, *, mask, **options):
         calls.append((q, k, mask))
@@ -75,15 +70,15 @@ def test_the_bias_is_computed_in_chunks_on_a_cpu_and_folded_on_other_devices(siz
 # --- feature maps of another size -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "old_size", "new_size", "changed"),
-    [
-        (va.RelPosDecomposed, (3, 4), (6, 4), {"height_rel": ((11, 8), (5, 8))}),
-        (va.AbsPos, (3, 3), (6, 6), {"height": ((6, 8), (3, 8)), "width": ((6, 8), (3, 8))}),
-        (va.RelPosTable, (3, 5), (6, 10), {TABLE: ((209, 2), (45, 2))}),
-        (va.RelPosTable, (3, 7), (7, 14), None),
-    ],
-)
+SIZES = [
+    (va.RelPosDecomposed, (3, 4), (6, 4), {"height_rel": ((11, 8), (5, 8))}),
+    (va.AbsPos, (3, 3), (6, 6), {"height": ((6, 8), (3, 8)), "width": ((6, 8), (3, 8))}),
+    (va.RelPosTable, (3, 5), (6, 10), {TABLE: ((209, 2), (45, 2))}),
+    (va.RelPosTable, (3, 7), (7, 14), None),
+]
+
+
+@pytest.mark.parametrize(("kind", "old_size", "new_size", "changed"), SIZES)
 def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
     kind, old_size, new_size, changed, tmp_path
 ):
@@ -101,42 +96,19 @@ def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
     torch.testing.assert_close(new(x), old(x))  # which resizes its tables in the forward pass
 
 
-def interleave(x):
-    """Order channels as pairs (k, k + d / 2), as in transformers, in adjacent pairs."""
-    return x.unflatten(-1, (2, -1)).mT.flatten(-2)
-
-
-@pytest.mark.parametrize(("rank", "size"), [(1, (7,)), (2, (5, 7))])
-def test_rotations_equal_those_of_transformers(rank, size):
-    """The positions of a text, as in Llama, and normalized positions on a feature map, as in DINOv3."""
-    pytest.importorskip("transformers")
-    from transformers.models.dinov3_vit import DINOv3ViTConfig, modeling_dinov3_vit as dinov3
-    from transformers.models.llama import LlamaConfig, modeling_llama as llama
-
-    q, k = torch.randn(2, 1, 3, math.prod(size), 16)
-    if rank == 1:
-        rope = llama.LlamaRotaryEmbedding(LlamaConfig(hidden_size=48, num_attention_heads=3))
-        angles, apply = rope(q, torch.arange(7)[None]), llama.apply_rotary_pos_emb
-    else:
-        config = DINOv3ViTConfig(hidden_size=48, num_attention_heads=3, patch_size=4)
-        rope, apply = dinov3.DINOv3ViTRopePositionEmbedding(config).eval(), dinov3.apply_rotary_pos_emb
-        angles = rope(torch.zeros(1, 3, *(4 * n for n in size)))
-    expected = apply(q, k, *angles)
-    position = va.Rope() if rank == 1 else va.Rope(100.0, normalized=True)
-    block = (va.blocks.Attention1d, va.Attention2d)[rank - 1](48, 3, position=position)
-    grouping = block.plans.find(size, size, q.device)
-    *found, bias = block.position(interleave(q), interleave(k), grouping)
-    assert bias is None
-    for rotated, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(rotated, interleave(other), rtol=0, atol=1e-5)
-
-
+@pytest.mark.parametrize("size", [(9,), (3, 4, 5)], ids=str)
 @torch.no_grad()
-def test_rotations_along_three_axes_equal_the_definition():
-    block, x = va.blocks.Attention3d(24, 2, position=va.Rope(10.0), **DOUBLE), torch.randn(2, 24, 2, 3, 4, **DOUBLE)
-    state = {name: value.numpy() for name, value in block.state_dict().items()}
-    expected = reference.attention_output(x.numpy(), state, 2, position="rotary", temperature=10.0)
-    np.testing.assert_allclose(block(x), expected, atol=1e-12)
+def test_blocks_with_one_and_three_axes_equal_the_definition(size):
+    x, options = torch.randn(2, 24, *size, **DOUBLE), {"position": va.Rope(10.0), **DOUBLE}
+    windows = [reference.window(length, 4, 1) for length in size]
+    for pattern, relations in (("full", None), (va.Window(4, shift=1), windows)):
+        block = getattr(va.blocks, f"Attention{len(size)}d")(24, 2, pattern=pattern, **options)
+        state = {name: value.numpy() for name, value in block.state_dict().items()}
+        known = {"pattern": relations, "position": "rotary", "temperature": 10.0}
+        expected = reference.attention_output(x.numpy(), state, 2, **known)
+        for impl in CPU_IMPLS:
+            with va.use_impl(block, impl):
+                np.testing.assert_allclose(block(x), expected, atol=1e-12)
 
 
 @torch.no_grad()
@@ -146,12 +118,10 @@ def test_keys_of_a_pooled_feature_map_are_rotated_by_their_position_on_the_featu
     q, k, v = block.qkv(x).chunk(3, 1)
     queries, keys = (np.indices(size).reshape(2, -1) for size in ((4, 6), (2, 3)))
     heads = []
-    for parts in zip(
-        *(y.unflatten(1, (2, 8)).flatten(3).mT[0].numpy() for y in (q, F.avg_pool2d(k, 2), F.avg_pool2d(v, 2))),
-        strict=True,
-    ):
-        rotated = [reference.rotate(y, at, 10.0) for y, at in zip(parts, (queries, 2 * keys + 0.5), strict=False)]
-        heads.append(reference.attention(*rotated, parts[2], 8**-0.5).T)
+    parts = (y.unflatten(1, (2, 8)).flatten(3).mT[0].numpy() for y in (q, F.avg_pool2d(k, 2), F.avg_pool2d(v, 2)))
+    for q, k, v in zip(*parts, strict=True):
+        rotated = reference.rotate(q, queries, 10.0), reference.rotate(k, 2 * keys + 0.5, 10.0)
+        heads.append(reference.attention(*rotated, v, 8**-0.5).T)
     expected = block.proj(torch.from_numpy(np.concatenate(heads)).view(1, 16, 4, 6))
     torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-12)
 
@@ -162,10 +132,8 @@ def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, s
     block, plain = va.Attention2d(8, 2, position=va.AbsPos((3, 4)), **options), va.Attention2d(8, 2, **options)
     plain.load_state_dict(block.state_dict(), strict=False)
     x = torch.randn(2, 8, *size, **DOUBLE)
-    height, width = (
-        F.interpolate(table.T[None], size=length, mode="linear")[0].T
-        for table, length in zip((block.position.height, block.position.width), size, strict=True)
-    )
+    tables = zip((block.position.height, block.position.width), size, strict=True)
+    height, width = (F.interpolate(x.T[None], size=length, mode="linear")[0].T for x, length in tables)
     q = block.qkv(x)[:, :8].unflatten(1, (2, 4)).flatten(3)
     expected = plain(x, mask=0.7 * q.mT @ (height[:, None] + width).flatten(0, 1).T)
     for impl in CPU_IMPLS:
@@ -177,21 +145,21 @@ def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, s
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        ({"position": va.Rope(feat_size=(1, 2, 3))}, "Rope: feat_size must"),
-        ({"position": va.SinCos(), "context_channels": 8}, "position must not be SinCos"),
-        ({"position": va.AbsPos((3, 4, 5))}, "AbsPos: feat_size must"),
-        ({"position": va.RelPosTable()}, "RelPosTable: feat_size must be given"),
-        ({"pattern": va.Window(7), "position": va.RelPosTable(feat_size=8)}, "RelPosTable: feat_size must"),
-        ({"key_dim": 6, "position": va.Rope()}, "Rope: key_dim must"),
-        (lambda: va.blocks.Attention3d(16, 2, position=va.Rope()), "Rope: key_dim must be a multiple of 6"),
-        (lambda: va.Rope(feat_size=7, normalized=True), "Rope: feat_size must be None"),
-        (lambda: va.Attention2d(18, 2, position=va.SinCos()), "SinCos: channels must be a multiple of 4, got 18"),
-        ({"position": va.RelPosDecomposed(3), "context_channels": 8}, "position must not be RelPosDecomposed"),
-    ],
-)
+INVALID = [
+    ({"position": va.Rope(feat_size=(1, 2, 3))}, "Rope: feat_size must"),
+    ({"position": va.SinCos(), "context_channels": 8}, "position must not be SinCos"),
+    ({"position": va.AbsPos((3, 4, 5))}, "AbsPos: feat_size must"),
+    ({"position": va.RelPosTable()}, "RelPosTable: feat_size must be given"),
+    ({"pattern": va.Window(7), "position": va.RelPosTable(feat_size=8)}, "RelPosTable: feat_size must"),
+    ({"key_dim": 6, "position": va.Rope()}, "Rope: key_dim must"),
+    (lambda: va.blocks.Attention3d(16, 2, position=va.Rope()), "Rope: key_dim must be a multiple of 6"),
+    (lambda: va.Rope(feat_size=7, normalized=True), "Rope: feat_size must be None"),
+    (lambda: va.Attention2d(18, 2, position=va.SinCos()), "SinCos: channels must be a multiple of 4, got 18"),
+    ({"position": va.RelPosDecomposed(3), "context_channels": 8}, "position must not be RelPosDecomposed"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), INVALID)
 def test_invalid_encodings_raise_an_error_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make() if callable(make) else va.Attention2d(16, 2, **make)

@@ -43,9 +43,7 @@ def test_a_runtime_returns_the_output_of_torch(runtime, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["Window(4, shift=2)", "Halo(4, 1)", "Neighborhood(3)", "RelPosTable, Window(4)", "Rope"]
-)
+@pytest.mark.parametrize("name", [*BLOCKS[1:], "Halo(4, 1)", "RelPosTable, Window(4)", "Rope"])
 def test_graphs_for_one_size_contain_masks_and_indices_as_constants(name):
     network, (images, *others) = NETWORKS[name].make(), NETWORKS[name].images("batch")
     with torch.no_grad():

@@ -82,13 +82,11 @@ class Plain:
         self.table_size = y.shape[2:]
         y = self.batch_norm(y)
         y = y + self.attend_tokens(y)
+        context = first if self.context is None else self.context
         if self.valid is None:
-            return [self.after_tokens(y, self.context if self.context is not None else first)]
-        outputs = []
-        for image, (h, w) in enumerate(self.valid):
-            context = (self.context if self.context is not None else first)[image : image + 1, :, :h, :w]
-            outputs.append(self.after_tokens(y[image : image + 1, :, :h, :w], context))
-        return outputs
+            return [self.after_tokens(y, context)]
+        parts = [(slice(image, image + 1), slice(None), slice(h), slice(w)) for image, (h, w) in enumerate(self.valid)]
+        return [self.after_tokens(y[part], context[part]) for part in parts]
 
     def after_tokens(self, x, context):
         for site in SITES:
@@ -120,9 +118,8 @@ class Plain:
                 mean.lerp_(new[0].detach(), 0.1)
                 variance.lerp_(new[1].detach() * count / (count - 1), 0.1)
             mean, variance = new
-        mean, variance, weight, bias = (
-            y.view(-1, 1, 1) for y in (mean, variance, self.w["norm.weight"], self.w["norm.bias"])
-        )
+        vectors = mean, variance, self.w["norm.weight"], self.w["norm.bias"]
+        mean, variance, weight, bias = (y.view(-1, 1, 1) for y in vectors)
         return (x - mean) / (variance + 1e-5).sqrt() * weight + bias
 
     def attend_tokens(self, x):
@@ -147,9 +144,8 @@ class Plain:
         if stride > 1:
             k, v = (F.avg_pool2d(y, stride, ceil_mode=True) for y in (k, v))
         rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-        groups = {"full": 0 * rows, "rows": rows, "window": rows // 3 * 1000 + columns // 3}[
-            options["pattern"]
-        ].flatten()
+        groups = {"full": 0 * rows, "rows": rows, "window": rows // 3 * 1000 + columns // 3}
+        groups = groups[options["pattern"]].flatten()
         allowed = groups[:, None] == groups if site == "a" else None
         q, k, v = map(split_heads, (q, k, v))
         if options["temperature"]:

@@ -22,13 +22,9 @@ ENTRIES = st.sampled_from(["", "state_dict", "model", "net", "params", "checkpoi
 WRAPPERS = st.lists(st.sampled_from(["module.", "_orig_mod.", "_fsdp_wrapped_module."]), max_size=2, unique=True)
 PREFIXES = st.sampled_from(["", "backbone.", "encoder.model.", "0."])
 #: Key styles: the replacement in the file, and the pairs that undo it.
-STYLES = st.sampled_from(
-    [
-        ((), ()),
-        ((("conv.", "features_"), ("norm.", "bn_")), ((r"features_", "conv."), (r"bn_", "norm."))),
-        ((("conv", "stage1.conv"),), (("^stage1\\.", ""),)),
-    ]
-)
+RENAMED = (("conv.", "features_"), ("norm.", "bn_")), ((r"features_", "conv."), (r"bn_", "norm."))
+NESTED = (("conv", "stage1.conv"),), (("^stage1\\.", ""),)
+STYLES = st.sampled_from([((), ()), RENAMED, NESTED])
 #: Objects that training scripts save beside the weights.
 EXTRAS = {
     "epoch": 7, "best": 0.5, "loss": np.float64(0.25), "when": datetime.date(2026, 1, 2), "big": 2**70, "text": "ü" * 9,
@@ -64,15 +60,12 @@ def lay_out(state, layout):
     if layout == "transposed":
         return {key: x.mT.contiguous().mT if x.dim() > 1 else x for key, x in state.items()}
     if layout == "shared storage":
-        flat = torch.cat([x.double().flatten() for x in state.values()])
-        parts = flat.split([x.numel() for x in state.values()])
-        return {
-            key: y.view(x.shape) if x.dtype == flat.dtype else x
-            for (key, x), y in zip(state.items(), parts, strict=True)
-        }
-    return (
-        {key: nn.Parameter(x, x.is_floating_point()) for key, x in state.items()} if layout == "parameters" else state
-    )
+        parts = torch.cat([x.double().flatten() for x in state.values()]).split([x.numel() for x in state.values()])
+        pairs = zip(state.items(), parts, strict=True)
+        return {key: y.view(x.shape) if x.dtype == torch.float64 else x for (key, x), y in pairs}
+    if layout == "parameters":
+        return {key: nn.Parameter(x, x.is_floating_point()) for key, x in state.items()}
+    return state
 
 
 def write(path, kind, state, entry, extras, protocol, crc):

@@ -5,10 +5,10 @@ import io
 import pickle
 import random
 import tempfile
-import threading
 import time
 import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,7 @@ import vision_attn as va
 HAS_PEFT = find_spec("peft") is not None
 PACKAGE = str(Path(va.__file__).parent)
 KINDS = ["disabled", "capture", "padded", "context", "use_impl"]
+RECOMPUTE = ["", "reentrant", "without reentry"]
 HEIGHTS = st.sampled_from([(32, 32), (32, 48), (40, 32)])
 #: Valid sizes of the two padded images in pixels: multiples of the stride of the network, and of its pooled keys.
 VALID = [(32, 32), (16, 24)]
@@ -101,12 +102,9 @@ class Networks(RuleBasedStateMachine):
     @initialize(
         pattern=st.sampled_from(["full", "rows", "window"]),
         temperature=st.sampled_from([0, 100, 10000]),
-        normalized=st.booleans(),
         kv_stride=st.sampled_from([1, 2]),
         proj_drop=st.sampled_from([0.0, 1.0]),  # all or nothing, so that training is deterministic
-        from_outside=st.booleans(),
-        table=st.booleans(),
-        transformer=st.booleans(),
+        **dict.fromkeys(("normalized", "from_outside", "table", "transformer"), st.booleans()),
     )
     def create(self, pattern, temperature, normalized, kv_stride, proj_drop, from_outside, table, transformer):
         common = {"temperature": temperature, "normalized": normalized, "pattern": "full", "proj_drop": 0.0}
@@ -129,22 +127,20 @@ class Networks(RuleBasedStateMachine):
         leaves = {key: x.requires_grad_(key in self.live) for key, x in values.items()}
         w = dict(leaves) | {key: leaves[key] * mask for key, mask in self.masks.items()}
         if self.tuned:
-            w["tokens.qkv.weight"] = (
-                w["tokens.qkv.weight"] + self.net.tokens.qkv.get_delta_weight("default").detach().double()
-            )
+            delta = self.net.tokens.qkv.get_delta_weight("default")
+            w["tokens.qkv.weight"] = w["tokens.qkv.weight"] + delta.detach().double()
         scopes = self.scopes if scoped else {}
-        settings = {
-            "blocks": self.blocks,
-            "replaced": self.replaced,
-            "training": self.net.training,
-            "frozen_norm": self.frozen,
-        }
-        settings |= {"disabled": "disabled" in scopes, "context": scopes.get("context")}
+        settings = {"blocks": self.blocks, "replaced": self.replaced, "frozen_norm": self.frozen}
+        settings |= {"training": self.net.training, "disabled": "disabled" in scopes, "context": scopes.get("context")}
         settings |= {"valid": [(h // 4, w // 4) for h, w in VALID] if "padded" in scopes else None}
         plain = Plain(w, self.options, **{**settings, **changes})
         if self.from_outside and plain.context is None and self.blocks:
             plain.context = "missing"
         return plain, leaves
+
+    def read_statistics(self):
+        """Take the running statistics of the network, which a pass without a comparison may have updated."""
+        self.w |= {key: x.detach().double().clone() for key, x in self.net.state_dict().items() if "running" in key}
 
     def image(self, size):
         self.count += 1
@@ -177,8 +173,7 @@ class Networks(RuleBasedStateMachine):
         found = self.attempt(function, x)
         if not found or isinstance(plain.context, str):
             assert not found or plain.disabled, "a block ran without the second feature map that it requires"
-            for key, value in statistics.items():  # a refused pass may have updated them before it was refused
-                self.w[key] = value.detach().double().clone()
+            self.read_statistics()
             return None
         ours = x.detach().double().requires_grad_(needs_grad)
         expected = plain(ours)
@@ -192,13 +187,8 @@ class Networks(RuleBasedStateMachine):
         for part, other in zip(parts, expected, strict=True):
             self.equal(part, other, "output")
         self.check_maps(plain, scoped)
-        return (
-            sum(part.double().square().sum() for part in parts),
-            sum(y.square().sum() for y in expected),
-            x,
-            ours,
-            leaves,
-        )
+        losses = (sum(y.double().square().sum() for y in outputs) for outputs in (parts, expected))
+        return *losses, x, ours, leaves
 
     def check_maps(self, plain, scoped):
         if not scoped or "capture" not in self.scopes:
@@ -213,11 +203,7 @@ class Networks(RuleBasedStateMachine):
 
     # --- forward and backward passes
 
-    @rule(
-        size=HEIGHTS,
-        recompute=st.sampled_from(["", "reentrant", "without reentry"]),
-        inside=st.sampled_from(["", *KINDS]),
-    )
+    @rule(size=HEIGHTS, recompute=st.sampled_from(RECOMPUTE), inside=st.sampled_from(["", *KINDS]))
     def forward(self, size, recompute, inside):
         """Run a forward pass with activation checkpointing, or in a with block that ends before the backward pass."""
         depth, self.net.recompute = len(self.stack), recompute
@@ -248,11 +234,8 @@ class Networks(RuleBasedStateMachine):
             if (name := plain_key(key)) and name in self.live:
                 grads = [leaves[name].grad for *_, leaves in pending if leaves[name].grad is not None]
                 expected = sum(grads, torch.zeros_like(self.w[name]))
-                self.equal(
-                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad,
-                    expected,
-                    f"gradient of {key}",
-                )
+                found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                self.equal(found, expected, f"gradient of {key}")
         return self.net.zero_grad()
 
     @precondition(lambda self: self.compiles)
@@ -265,27 +248,18 @@ class Networks(RuleBasedStateMachine):
 
     @rule(size=HEIGHTS)
     def forward_in_thread(self, size):
-        results = []
-
-        def call(x):
-            with torch.no_grad():
-                results.append(self.attempt(self.net, x))
-
         def run(x):
-            thread = threading.Thread(target=call, args=(x,))
-            thread.start()
-            thread.join()
-            if not results[0]:
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(torch.no_grad()(self.attempt), self.net, x).result()
+            if not found:
                 raise StoppedError
-            return results[0][0]
+            return found[0]
 
         with torch.no_grad():
             if self.from_outside and self.blocks:
-                run_error = pytest.raises(StoppedError)
-                with run_error:
+                with pytest.raises(StoppedError):
                     run(self.image(size))
-                statistics = self.net.state_dict()
-                self.w |= {key: statistics[key].detach().double().clone() for key in self.w if "running" in key}
+                self.read_statistics()
             else:
                 self.run(run, size, scoped=False)
 
@@ -294,8 +268,8 @@ class Networks(RuleBasedStateMachine):
         self.net.stop = site
         with torch.no_grad(), suppress(StoppedError):
             assert not self.attempt(self.net, self.image((32, 32)))
-        self.net.stop, statistics = "", self.net.state_dict()
-        self.w |= {key: statistics[key].detach().double().clone() for key in self.w if "running" in key}
+        self.net.stop = ""
+        self.read_statistics()
 
     @precondition(lambda self: "padded" not in self.scopes)
     @rule(site=st.sampled_from(SITES))
@@ -359,10 +333,8 @@ class Networks(RuleBasedStateMachine):
     def freeze(self):
         self.pending = []
         if self.attempt(lambda: va.freeze_backbone_(self.net, also_train="head.*")):
-            self.frozen, self.live = (
-                True,
-                {key for key in self.base_live if "inserted" in key or key.startswith("head")},
-            )
+            self.frozen = True
+            self.live = {key for key in self.base_live if "inserted" in key or key.startswith("head")}
 
     @precondition(lambda self: self.frozen and not self.tuned)
     @rule()
@@ -495,11 +467,8 @@ class Networks(RuleBasedStateMachine):
             stream.seek(0)
             return torch.load(stream, weights_only=False)
 
-        makers = {
-            "deepcopy": copy.deepcopy,
-            "pickle": lambda net: pickle.loads(pickle.dumps(net)),
-            "torch.save": through_file,
-        }
+        makers = {"deepcopy": copy.deepcopy, "torch.save": through_file}
+        makers["pickle"] = lambda net: pickle.loads(pickle.dumps(net))
         makers["EMA"] = lambda net: torch.optim.swa_utils.AveragedModel(net).module
         if kind in ("pickle", "torch.save") and "parametrizations" in self.net.head._modules:
             return  # torch refuses it
@@ -511,15 +480,11 @@ class Networks(RuleBasedStateMachine):
             if keep:
                 self.exit_all()
             else:
-                statistics = before.state_dict()
-                self.net, self.w = (
-                    before,
-                    self.w | {key: x.detach().double().clone() for key, x in statistics.items() if "running" in key},
-                )
+                self.net = before
+                self.read_statistics()
 
-    @precondition(
-        lambda self: self.blocks and not (self.tuned or self.masks or self.frozen or self.synced or self.scopes)
-    )
+    @precondition(lambda self: self.blocks and not self.scopes)
+    @precondition(lambda self: not (self.tuned or self.masks or self.frozen or self.synced))
     @rule(kind=st.sampled_from(["state dict", "adapter", "folder"]))
     def save_and_load(self, kind):
         if "parametrizations" in self.net.head._modules:
@@ -594,9 +559,7 @@ class Networks(RuleBasedStateMachine):
         assert sorted(keys) == sorted(expected)
         for key, parameter in self.net.named_parameters():
             if name := plain_key(key):
-                assert parameter.requires_grad == (name in self.live), (
-                    f"{key} has requires_grad={parameter.requires_grad}"
-                )
+                assert parameter.requires_grad == (name in self.live), f"requires_grad of {key}"
 
     def teardown(self):
         if hasattr(self, "net"):

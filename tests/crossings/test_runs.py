@@ -16,22 +16,12 @@ import pytest
 
 MINUTES = 10
 SETTINGS = {
-    "--opt": ["adamw", "sgd", "muon", "lamb"],
-    "--ema": [None, "0.9"],
-    "--mixup": [None, "0.2"],
-    "--cutmix": [None, "1.0"],
-    "--aa": [None, "rand-m9"],
-    "--reprob": [None, "0.5"],
-    "--grad-accum-steps": [None, "2"],
-    "--layer-decay": [None, "0.7"],
-    "--attention-lr": [None, "0.01"],
-    "--clip-grad": [None, "1.0"],
-    "--warmup-epochs": ["0", "0.5"],
-    "--workers": ["0", "1"],
-    "--img-size": ["16", "72"],
-    "--amp": [None, "bfloat16"],
+    "--opt": ["adamw", "sgd", "muon", "lamb"], "--ema": [None, "0.9"], "--mixup": [None, "0.2"],
+    "--cutmix": [None, "1.0"], "--aa": [None, "rand-m9"], "--reprob": [None, "0.5"], "--grad-accum-steps": [None, "2"],
+    "--layer-decay": [None, "0.7"], "--attention-lr": [None, "0.01"], "--clip-grad": [None, "1.0"],
+    "--warmup-epochs": ["0", "0.5"], "--workers": ["0", "1"], "--img-size": ["16", "72"], "--amp": [None, "bfloat16"],
     "--block-options": [None, "attn_drop=0.2", "position=Rope()"],
-}
+}  # fmt: skip
 SIGNALS = {"SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"}
 INTERRUPTIONS = [*sorted(SIGNALS), "full disk", "renamed class"]
 

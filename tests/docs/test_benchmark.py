@@ -54,16 +54,10 @@ def test_tables_are_printed_and_written_to_the_file(tmp_path, capsys):
                 assert speed.speedup(timings, name, step) == pytest.approx(np.median(ratios))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *(
-            pytest.param(x, "float32", marks=[pytest.mark.slow] * bool(re.search("compiled|backbone", x)))
-            for x in SHAPES
-        ),
-        ("positions", "bfloat16"),
-    ],
-)
+ROWS = [pytest.param(x, "float32", marks=[pytest.mark.slow] * bool(re.search("compiled|backbone", x))) for x in SHAPES]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*ROWS, ("positions", "bfloat16")])
 def test_candidates_of_a_row_have_equal_outputs(name, dtype):
     assert {"implementations", *SHAPES} == set(candidates.ROWS), "SHAPES must have an entry for every row"
     tables = compare("--rows", name, "--shapes", SHAPES[name], "--dtype", dtype, *QUICK)

@@ -93,17 +93,46 @@ def has_gradients_by_sample(block):
         torch.testing.assert_close(by_sample[name][1], value)
 
 
+def has_gradients_of_stacks(block):
+    """``vmap`` over stacked parameters, as in torch's tutorial on model ensembling."""
+    blocks = [copy.deepcopy(block).double() for _ in range(2)]
+    for parameter in blocks[1].parameters():
+        parameter.data.mul_(1.5)
+    stacked, x = torch.func.stack_module_state(blocks), example().double()
+
+    def loss(parameters, buffers):
+        return torch.func.functional_call(block, (parameters, buffers), (x,)).square().sum()
+
+    found = torch.vmap(torch.func.grad(loss))(*stacked)
+    for index, one in enumerate(blocks):
+        gradients = torch.autograd.grad(one(x).square().sum(), [*one.parameters()])
+        for name, gradient in zip(dict(one.named_parameters()), gradients, strict=True):
+            torch.testing.assert_close(found[name][index], gradient)
+
+
 def has_forward_mode_gradients(block):
-    _, tangent = torch.func.jvp(block, (example(),), (torch.ones_like(example()),))
+    _, rounded = torch.func.jvp(block, (example(),), (torch.ones_like(example()),))
+    block, x, v = block.double(), example().double(), torch.ones_like(example()).double()
+    _, tangent = torch.func.jvp(block, (x,), (v,))
+    torch.testing.assert_close(rounded.double(), tangent, rtol=1e-3, atol=1e-4)
     with torch.no_grad():
-        difference = block(example() + 1e-2) - block(example() - 1e-2)
-    torch.testing.assert_close(tangent, difference / 2e-2, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(tangent, (block(x + 1e-6 * v) - block(x - 1e-6 * v)) / 2e-6, rtol=1e-5, atol=1e-7)
+    with torch.autograd.forward_ad.dual_level():
+        y = block(torch.autograd.forward_ad.make_dual(x, v))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(y).tangent, tangent)
 
 
 def has_gradients_of_gradients(block):
     x = example().double().requires_grad_()
     (gradient,) = torch.autograd.grad(block.double()(x).square().sum(), x, create_graph=True)
     assert torch.autograd.grad(gradient.square().sum(), x)[0].abs().sum() > 0
+
+
+def has_a_hessian(block):
+    block, x = block.double(), example(1, 2, 2).double()
+    loss = lambda x: block(x).square().sum()  # noqa: E731
+    product = (torch.func.hessian(loss)(x) * x).sum((4, 5, 6, 7))
+    torch.testing.assert_close(product, torch.func.jvp(torch.func.grad(loss), (x,), (x,))[1])
 
 
 @torch.no_grad()
@@ -142,6 +171,8 @@ CAPABILITIES = {
 }
 
 
+#: Transforms of ``torch.func``, which blocks with every pattern and position encoding support.
+TRANSFORMS = runs_in_vmap, has_gradients_by_sample, has_gradients_of_stacks, has_forward_mode_gradients, has_a_hessian
 #: Errors of torch, einx or vision_attn for unsupported features.
 ERRORS = {
     ("… with one graph for all sizes (`dynamic=True`)", "einx"): (AssertionError, "4 == 1"),  # one graph per size
@@ -168,13 +199,11 @@ IMPLIED = {
 SLOW = (compiles_with_its_backward_pass, compiles_once_for_all_sizes, exports_with_any_batch_and_size)
 
 
-@pytest.mark.parametrize(
-    ("name", "impls"),
-    [
-        *(pytest.param(x, CPU_IMPLS, marks=[pytest.mark.slow] * (CAPABILITIES[x] in SLOW)) for x in CAPABILITIES),
-        *(pytest.param(name, ("flex",), marks=pytest.mark.slow) for name in CAPABILITIES),
-    ],
-)
+CELLS = [pytest.param(x, CPU_IMPLS, marks=[pytest.mark.slow] * (CAPABILITIES[x] in SLOW)) for x in CAPABILITIES]
+CELLS += [pytest.param(name, ("flex",), marks=pytest.mark.slow) for name in CAPABILITIES]
+
+
+@pytest.mark.parametrize(("name", "impls"), CELLS)
 def test_capabilities_match_the_table(name, impls):
     for impl in impls:
         if (name, impl) in ERRORS:
@@ -200,6 +229,8 @@ OPTIONS = {
     "rotary, multi-query": {"position": va.Rope(), "num_kv_heads": 1, "qk_norm": True},
     "rows, convolution": {"pattern": "rows", "position": va.ConditionalPos(3), "output_gate": True},
     "absolute": {"position": va.AbsPos((7, 7))},
+    "match": {"qk_norm": "match"},
+    "pooled": {"kv_stride": 2},
     "stripes, sinusoidal": {"pattern": va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7), "position": va.SinCos()},
 }
 BLOCKS = ("AttentionBlock2d", "LinearAttention2d", "TransformerBlock2d", "StridedAttention2d")
@@ -213,9 +244,9 @@ def block_by_name(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_pattern_position_and_block_runs_in_vmap_and_is_traced(name):
-    runs_in_vmap(block_by_name(name))
-    is_traced_by_fx(block_by_name(name))
+def test_every_pattern_position_and_block_runs_in_transforms_and_is_traced(name):
+    for supports in (*TRANSFORMS, is_traced_by_fx):
+        supports(block_by_name(name))
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ import itertools
 import json
 import re
 import runpy
-import shlex
 import shutil
 import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -48,7 +48,13 @@ EXAMPLES = {
     "readme_picture.py": "",
     "street_segmentation.py": "--variants plain attention --seeds 0 --steps 1 --jobs 1 --scratch --device cpu",
 }
-EXAMPLES = {name: shlex.split(flags) for name, flags in EXAMPLES.items()}
+EXAMPLES = {name: flags.split() for name, flags in EXAMPLES.items()}
+
+
+def save(path, pixels, **options):
+    """Save an image in a new folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.asarray(pixels, np.uint8)).save(path, **options)
 
 
 @pytest.fixture
@@ -79,6 +85,11 @@ def few_timed_steps(monkeypatch):
     monkeypatch.setattr("experiments.ROUNDS", 5)
 
 
+def interrupted_in_the_second_epoch():
+    effects = itertools.chain([mock.DEFAULT], itertools.repeat(ZeroDivisionError))
+    return mock.patch.object(torch, "save", mock.Mock(wraps=torch.save, side_effect=effects))
+
+
 @pytest.fixture
 def cifar(image_folder, tmp_path):
     """Return the arguments for a folder of images like that of CIFAR, with a test split."""
@@ -103,16 +114,13 @@ def test_torch_hub_loads_the_networks():
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # raised in a thread without a CUDA context
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
-def test_train_cifar_trains_and_resumes(cifar, tmp_path, run_here, monkeypatch, device):
+def test_train_cifar_trains_and_resumes(cifar, tmp_path, run_here, device):
     flags = *cifar, device, "--output"
     code, out, err = run_here("train_cifar.py", *flags, tmp_path / "complete")
     assert (code, err, out.count("3 blocks inserted")) == (0, "", 1)
     assert float(re.search(r"top-1 ([\d.]+) %", out)[1]) > 50, "three colors"
-    save, calls = torch.save, itertools.count()  # interrupt the run in the second epoch, then resume it
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", lambda *args: save(*args) if next(calls) == 0 else 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            run_here("train_cifar.py", *flags, tmp_path / "resumed")
+    with interrupted_in_the_second_epoch(), pytest.raises(ZeroDivisionError):
+        run_here("train_cifar.py", *flags, tmp_path / "resumed")
     code, _, err = run_here("train_cifar.py", *flags, tmp_path / "resumed", "--lr", "0.1")
     assert (code, "has a run with other settings: " in err) == (2, True)
     code, again, _ = run_here("train_cifar.py", *flags, tmp_path / "resumed")
@@ -125,7 +133,7 @@ def test_train_cifar_trains_and_resumes(cifar, tmp_path, run_here, monkeypatch, 
     assert (code, "the loss is nan. Use a lower --lr" in err) == (1, True)
 
 
-def test_cifar_compares_networks_and_resumes_a_run(cifar, tmp_path, run_here, monkeypatch):
+def test_cifar_compares_networks_and_resumes_a_run(cifar, tmp_path, run_here):
     flags = *cifar, "cpu", "--output"
     code, out, err = run_here("cifar.py", *flags, tmp_path / "complete")
     assert (code, err, out.count("3 blocks inserted")) == (0, "", 4)
@@ -134,10 +142,8 @@ def test_cifar_compares_networks_and_resumes_a_run(cifar, tmp_path, run_here, mo
     assert complete["attention"]["0"]["parameters"] > complete["plain"]["0"]["parameters"]
     assert complete["attention"]["0"]["top-1 %"] > 50, "three colors"
 
-    save, calls = torch.save, itertools.count()  # interrupt the run in the second epoch, then resume it
     single = (*flags, tmp_path / "resumed", "--variants", "attention")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", lambda *args: save(*args) if next(calls) == 0 else 1 / 0)
+    with interrupted_in_the_second_epoch():
         assert run_here("cifar.py", *single)[0] == 1
     code, _, err = run_here("cifar.py", *single, "--lr", "0.1")  # other settings must not resume this run
     assert code == 1
@@ -209,9 +215,8 @@ def test_recall_draws_its_figures(tmp_path, run_here, monkeypatch):
 def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
     mosaic = importlib.import_module("mosaic")
     for name, number in itertools.product(range(22), range(2)):  # the images of a class have one distinct color
-        folder = tmp_path / "data" / "train" / f"{name:02}"
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (32, 32), (11 * name, 255 - 11 * name, 40 * number)).save(folder / f"{number}.png")
+        color = np.full((32, 32, 3), (11 * name, 255 - 11 * name, 40 * number))
+        save(tmp_path / "data" / "train" / f"{name:02}" / f"{number}.png", color)
     torch.save(timm.create_model("resnet20").state_dict(), tmp_path / "net.pth")
     monkeypatch.setattr(mosaic, "HELD_OUT", 11)
     monkeypatch.setattr(mosaic, "MOSAICS", 8)
@@ -236,10 +241,8 @@ def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, m
     column, row = np.meshgrid(np.arange(32), np.arange(32))
     for number in range(40):  # brightness follows the column; each photograph has its own stripes
         for split in ("train", "test"):
-            pixels = np.stack([4 * column, row * (number + 1) % 256, np.full_like(row, 6 * number)], 2).astype(np.uint8)
-            file = tmp_path / split / "class" / f"{number:02}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(file)
+            pixels = np.stack([4 * column, row * (number + 1) % 256, np.full_like(row, 6 * number)], 2)
+            save(tmp_path / split / "class" / f"{number:02}.png", pixels)
     pool = shredded.load_photographs(tmp_path, "test")
     strips, following = shredded.canvases(2, pool, torch.Generator().manual_seed(0))
     scored = following >= 0
@@ -264,9 +267,8 @@ def test_the_neighbors_of_a_tile_are_its_continuations(tmp_path, monkeypatch):
     monkeypatch.setattr(tiles, "EVALUATED", 16)
     column, row = np.meshgrid(np.arange(32), np.arange(32))
     for number, split in itertools.product(range(40), ("train", "test")):  # green is the row, red the column
-        file = tmp_path / split / "class" / f"{number:02}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.stack([7 * column, 7 * row, np.full_like(row, 6 * number)], 2).astype(np.uint8)).save(file)
+        pixels = np.stack([7 * column, 7 * row, np.full_like(row, 6 * number)], 2)
+        save(tmp_path / split / "class" / f"{number:02}.png", pixels)
     drawn, index = tiles.canvases(2, tiles.load_photographs(tmp_path, "test"), torch.Generator().manual_seed(0))
     found = tiles.targets(drawn, index)
     for number, (down, right) in enumerate(tiles.DIRECTIONS.values()):
@@ -303,8 +305,7 @@ def video(tmp_path, monkeypatch):
     for split, drive, position in itertools.product(("train", "val"), ("0001TP", "Seq05VD"), range(6)):
         for kind, suffix, shape in (("images", "webp", (48, 64, 3)), ("labels", "png", (48, 64))):
             path = tmp_path / "camvid" / split / kind / f"{drive}_{position:06}.{suffix}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(rng.integers(0, 12 if kind == "labels" else 256, shape, dtype=np.uint8)).save(path)
+            save(path, rng.integers(0, 12 if kind == "labels" else 256, shape))
     arguments = ["--data", str(tmp_path), "--output", str(tmp_path / "runs"), *EXAMPLES["one_shot_video.py"]]
     return video, arguments, tmp_path
 
@@ -434,12 +435,9 @@ def test_a_folder_of_images_leads_to_a_file_that_classifies_without_torch(
     (tmp_path / "flowers").symlink_to(image_folder)
     shutil.copyfile(image_folder / "val" / "red" / "0.png", "rose.jpg")  # the suffix is not used
     torch.save(create_model("resnet20", num_classes=10).state_dict(), "cifar10_resnet20.pth")
-    weights = "--weights cifar10_resnet20.pth --reset-head"
-    for command in (
-        f"train --data flowers --model resnet20 {weights} --names layer3 --epochs 8 --batch-size 16",
-        "predict runs/train-1 rose.jpg",
-        "export runs/train-1 --output flowers.onnx",
-    ):
+    train = "train --data flowers --model resnet20 --weights cifar10_resnet20.pth --reset-head --names layer3"
+    train += " --epochs 8 --batch-size 16"
+    for command in (train, "predict runs/train-1 rose.jpg", "export runs/train-1 --output flowers.onnx"):
         assert cli.main(command.split()) == 0
     assert re.search(r"rose.jpg: red \d+\.\d %", capsys.readouterr().out)
     monkeypatch.setitem(sys.modules, "torch", None)  # classify.py must work without torch
@@ -464,10 +462,10 @@ def test_classify_agrees_with_the_library(tmp_path, run_here, flags):
     assert cli.main(["export", str(tmp_path / "net"), "--output", str(tmp_path / "net.onnx"), *flags]) == 0
     with torch.no_grad():
         probabilities = model(torch.stack([model.transform(open_image(path)) for path in pictures])).softmax(1)
-    expected = [
-        "  ".join([str(path), *(f"{model.classes[i]} {100 * row[i]:.1f} %" for i in row.argsort(descending=True))])
-        for path, row in zip(pictures, probabilities, strict=True)
+    ranked = [
+        [f"{model.classes[i]} {100 * row[i]:.1f} %" for i in row.argsort(descending=True)] for row in probabilities
     ]
+    expected = ["  ".join([str(path), *names]) for path, names in zip(pictures, ranked, strict=True)]
     code, out, err = run_here("classify.py", tmp_path / "net.onnx", *pictures)
     assert (code, out.splitlines(), err) == (0, expected, "")
     (tmp_path / "half.png").write_bytes(pictures[0].read_bytes()[:500])
@@ -483,10 +481,8 @@ def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, m
     monkeypatch.setattr(street, "BATCH", 2)
     files = {"images/{}.webp": (256, (6, 8, 3)), "labels/{}.png": (12, (6, 8))}
     for split, number, (name, shape) in itertools.product(("train", "val"), range(3), files.items()):
-        file = tmp_path / split / name.format(number)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        image = Image.fromarray(rng.integers(0, *shape, dtype=np.uint8))
-        image.resize((240, 180), Image.Resampling.NEAREST).save(file, lossless=True)
+        enlarged = rng.integers(0, *shape).repeat(30, axis=0).repeat(30, axis=1)  # to 180×240
+        save(tmp_path / split / name.format(number), enlarged, lossless=True)
     measure, measured = street.measure, []
     monkeypatch.setattr(street, "measure", lambda *pair: measured.append((*pair, measure(*pair))) or measured[-1][2])
     arguments = [*EXAMPLES["street_segmentation.py"], "--data", str(tmp_path), "--output", str(tmp_path / "runs")]
@@ -549,10 +545,9 @@ def finetuning(tmp_path, monkeypatch):
         monkeypatch.setattr(example, name, value)
     for split, count in (("train", 6), ("test", 2)):
         for label, name in enumerate((*example.FLOWERS, "apple", "bear", "cloud", "dolphin", "elephant")):
-            (tmp_path / "data" / split / name).mkdir(parents=True)
             for number in range(count):
-                color = 20 * label, 20 * number, 200 * (split == "test")
-                Image.new("RGB", (32, 32), color).save(tmp_path / "data" / split / name / f"{number}.png")
+                color = np.full((32, 32, 3), (20 * label, 20 * number, 200 * (split == "test")))
+                save(tmp_path / "data" / split / name / f"{number}.png", color)
     torch.manual_seed(1)
     torch.save(timm.create_model(example.MODEL).state_dict(), tmp_path / "net.pth")
     example.save_images(tmp_path / "data", tmp_path / "images.pt")

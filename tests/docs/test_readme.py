@@ -33,10 +33,8 @@ from vision_attn.recipes.compare import VARIANTS, settings_for_variant
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [
-    *sorted(ROOT.glob("*.md")),
-    *sorted(page for folder in ("docs", "examples", "weights") for page in (ROOT / folder).rglob("*.md")),
-]
+FOLDERS = [ROOT / name for name in ("docs", "examples", "weights")]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(page for folder in FOLDERS for page in folder.rglob("*.md"))]
 WEIGHTS = sorted((ROOT / "weights").rglob("*.safetensors"))
 #: Imports of packages in the extra `integrations`. A page with such imports runs in a separate process, because some of
 #: the packages change the state of their process.
@@ -142,14 +140,12 @@ def run_in_process(codes):
     return run.stdout.split(between + "\n")[1:]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[] if path.name == "README.md" else [pytest.mark.slow], id=relative(path))
-        for path in DOCS
-        if blocks(path.read_text(), "python") and path.name != "recipes.md"  # tests/test_recipes.py
-    ],
-)
+# test_recipes.py runs the code of recipes.md.
+CODE = [path for path in DOCS if blocks(path.read_text(), "python") and path.name != "recipes.md"]
+CODE = [pytest.param(x, marks=[pytest.mark.slow] * (x.name != "README.md"), id=relative(x)) for x in CODE]
+
+
+@pytest.mark.parametrize("path", CODE)
 def test_the_code_runs_and_prints_the_output_on_the_page(path, tmp_path, monkeypatch, image_folder):
     if missing := [name for name in integrations(path) if importlib.util.find_spec(name) is None]:
         pytest.skip(f'{" and ".join(missing)} not installed: pip install ".[integrations]"')
@@ -198,13 +194,10 @@ def test_the_tables_of_patterns_positions_and_arguments_match_the_code():
     assert names <= set(inspect.signature(vision_attn.Attention2d).parameters)
 
 
-def test_the_tables_of_implementations_and_of_the_benchmark_are_complete():
+def test_the_tables_of_implementations_variants_and_the_benchmark_are_complete():
     names = [f'"{name}"' for name in ("auto", *vision_attn.implementations.IMPLS)]
     assert sorted(first_cells(page("implementations"), "| `impl` |")) == sorted(names)
     assert sorted(first_cells(page("performance"), "| `--rows` |")) == sorted([*speed.ROWS, "all"])
-
-
-def test_the_table_of_variants_is_complete():
     rows = first_cells(page("quickstart"), "| variant | inserted block |")
     assert sorted(row for row in rows if not row.startswith("NAME=")) == sorted(VARIANTS)
 
@@ -290,11 +283,8 @@ def navigation():
 
 
 def test_every_page_is_linked_and_in_the_navigation():
-    linked = {
-        (path.parent / target.partition("#")[0]).resolve()
-        for path in DOCS
-        for target in re.findall(r"\]\(([^)]+\.md[^)]*)\)", path.read_text())
-    }
+    links = [(path, link) for path in DOCS for link in re.findall(r"\]\(([^)]+\.md)[^)]*\)", path.read_text())]
+    linked = {(path.parent / link).resolve() for path, link in links}
     assert set(DOCS[1:]) <= linked
     assert {relative(path) for path in (ROOT / "docs").rglob("*.md")} <= set(navigation())
     notebooks = {relative(path.with_suffix(".md")) for path in (ROOT / "examples/notebooks").glob("*.ipynb")}

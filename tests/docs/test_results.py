@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
-from scipy.stats import sem, t, ttest_ind
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "examples/experiments/results").glob("*.json"))
@@ -41,32 +40,6 @@ def comparisons(file):
             if f", {sigma}," in name:
                 scores.setdefault(name.partition(",")[0], {})[name.split(", ")[2]] = run[images]
         yield scores, differences, 2
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_differences_of_a_file_follow_from_its_scores(file):
-    for scores, differences, _ in comparisons(file):
-        compared = {difference["variants"][0] for difference in differences}
-        assert {name for difference in differences for name in difference["variants"]} == {*scores}
-        assert len(differences) == (len(scores) - 1 if len(compared) == 1 else 2 * 4), "adapters has two stages"
-        for difference in differences:
-            one, other = (scores[name] for name in difference["variants"])
-            count, low, high = len(differences) // len(compared), difference["low"], difference["high"]
-            assert difference["mean"] == pytest.approx(mean(one.values()) - mean(other.values()))
-            if one.keys() == other.keys():
-                paired = [one[seed] - other[seed] for seed in one]
-                if stdev(paired) < 1e-9:  # both take all steps
-                    assert (low, high, difference["p"]) == (None, None, None)
-                    continue
-                expected = t.interval(1 - 0.05 / count, len(paired) - 1, mean(paired), sem(paired))
-                p = 2 * t.sf(abs(mean(paired)) / sem(paired), len(paired) - 1)
-            else:  # Games and Howell's interval of a pair is Welch's
-                found = ttest_ind([*one.values()], [*other.values()], equal_var=False)
-                expected, p = found.confidence_interval(1 - 0.05 / count), found.pvalue
-            assert (low, high) == pytest.approx(expected, rel=2e-3, abs=1e-6)
-            assert difference["p"] == pytest.approx(min(1, count * p), rel=1e-2, abs=1e-6)
-            better, worse = ("worse", "better") if difference.get("lower_is_better", False) else ("better", "worse")
-            assert difference["verdict"] == (better if low > 0 else worse if high < 0 else "no significant difference")
 
 
 def format_interval(low, high, decimals):
@@ -185,6 +158,7 @@ def test_the_readme_repeats_numbers_of_the_results():
 
 
 def test_one_command_reproduces_files_and_page(tmp_path, monkeypatch):
+    """``test_compare.py`` compares the intervals, p-values and verdicts of its function with those of SciPy."""
     monkeypatch.syspath_prepend(ROOT / "docs")
     tables = importlib.import_module("result_tables")
     for name, value in {"FOLDER": tmp_path / "results", "PAGE": tmp_path / "README.md"}.items():
@@ -193,6 +167,10 @@ def test_one_command_reproduces_files_and_page(tmp_path, monkeypatch):
     page = re.sub(rf"\| {INTERVAL} \|", "| 0.0 to 0.0 |", RESULTS, count=1)  # the first interval of a table
     assert page != RESULTS
     tables.PAGE.write_text(page)
+    for file in (tmp_path / "results").glob("*.json"):  # all differences
+        content = file.read_text()
+        file.write_text(re.sub(r'"(low|high|mean|p)": [-\d.e]+', r'"\1": 0.0', content))
+        assert file.read_text() != content
     tables.main()
     assert tables.PAGE.read_text() == RESULTS
     assert all((tmp_path / "results" / file.name).read_text() == file.read_text() for file in FILES)

@@ -55,13 +55,10 @@ def drawn_by(path):
 LONG = {"insert_and_finetune", "einx_vs_bmm", "quickstart"}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=pytest.mark.thorough if path.stem in LONG else pytest.mark.slow)
-        for path in WALKTHROUGHS
-    ],
-)
+MARKS = {path: pytest.mark.thorough if path.stem in LONG else pytest.mark.slow for path in WALKTHROUGHS}
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=mark) for path, mark in MARKS.items()])
 def test_it_runs_and_writes_the_files_that_it_reports(path, tmp_path, image_folder):
     (tmp_path / "flowers").symlink_to(image_folder)  # the images of the quickstart
     printed, folder = run(path, tmp_path), tmp_path / "examples-output"

@@ -44,16 +44,24 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
+def succeed(capsys, *arguments):
+    """Run a command that prints no error, and return its output."""
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    return out
+
+
 def train(capsys, image_folder, tmp_path, *arguments, model="resnet20"):
     small = ["--model", model, "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
     return run(capsys, "train", "--data", image_folder, *small, "--output", tmp_path / "run", *arguments)
 
 
-def test_help_and_a_wrong_flag_import_neither_torch_nor_timm():
+def test_help_and_a_wrong_flag_are_fast_and_offline_and_the_package_is_executable():
     code = """
-import sys
+import runpy, sys
+sys.addaudithook(lambda event, arguments: print(event) if event.startswith("socket.") else None)
 import vision_attn
-assert not {"torch", "tyro", "numpy"} & sys.modules.keys()
+assert not {"torch", "tyro", "numpy", "timm", "matplotlib", "einx"} & sys.modules.keys()
 from vision_attn import cli
 for arguments in [["--help"], ["--version"], *([name, "--wrong"] for name in cli.COMMANDS)]:
     try:
@@ -61,10 +69,14 @@ for arguments in [["--help"], ["--version"], *([name, "--wrong"] for name in cli
     except SystemExit as end:
         code = end.code
     assert code == (2 if "--wrong" in arguments else 0), arguments
-    assert not {"torch", "timm", "matplotlib", "einx"} & sys.modules.keys(), arguments
+    heavy = {"torch", "timm", "matplotlib", "einx", "accelerate", "sklearn", "torchvision", "keras"}
+    assert not heavy & sys.modules.keys(), arguments
+sys.argv = ["", "--version"]
+runpy.run_module("vision_attn", run_name="__main__", alter_sys=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"vision-attn {va.__version__}"), done.stderr
+    assert set(re.findall(r"^socket\.\w+$", done.stdout, flags=re.MULTILINE)) <= {"socket.gethostname"}
 
 
 def test_without_a_command_all_commands_are_listed(capsys):
@@ -76,53 +88,68 @@ def test_without_a_command_all_commands_are_listed(capsys):
     assert (code, err.splitlines()[-1]) == (2, "vision-attn: error: unknown command 'trian'. Did you mean 'train'?")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["train", "--lable-smoothing=0.1"], 2, "--label-smoothing"),
-        (["train", "--names", "layer9"], 2, "error: --names: no module matches 'layer9'"),
-        (["train", "--model", "None"], 2, "error: --model is required: "),
-        (["train", "--epochs", "0"], 2, "error: --epochs must be at least 1, got 0"),
-        (["train", "--epochs", "many"], 2, "error: --epochs must be a whole number, got 'many'. See vision-attn train"),
-        (["train", "--lr", "fast"], 2, "error: --lr must be a number, got 'fast'"),
-        (["train", "--epochs"], 2, "error: --epochs requires a value"),
-        (["train", "--num-heads", "4"], 2, "error: unknown flag --num-heads. Use --block-options num_heads=4"),
-        (["train", "--names", "a", "--names=b"], 2, "error: --names was passed twice. Pass it once, followed by all v"),
-        (["train", "--insert", "layer3"], 2, "error: unknown flag --insert. Use --names layer3"),
-        (["train", "--stages", "-1", "--pattern", "window"], 2, "Did you mean 'Window(7)'"),
-        (["train", "layer3"], 2, "error: unknown argument layer3"),
-        (["train", "--resume", "empty"], 2, "error: empty is not the folder of a run: it has no config.json"),
-        (["train", "--config", "images"], 2, "error: images is a folder of images, not the folder of a run"),
-        (["train", "--resume", "nothere"], 1, "error: nothere: no such run"),
-        (["train", "--output", "broken.png"], 2, "error: --output: broken.png is a file"),
-        (["evaluate", "nothere"], 1, "error: nothere: no such run"),
-        (["evaluate", "images"], 2, "images is a folder of images, not the folder of a run. The order is evaluate RUN"),
-        (["evaluate"], 2, "error: RUN is required"),
-        (["predict", "images", "SAVED"], 2, "not the folder of a run. The order is predict RUN IMAGE"),
-        (["predict", "SAVED"], 2, "error: IMAGE is required"),
-        (["predict", "empty", "IMAGE"], 2, "empty is not the folder of a run: it has no config.json"),
-        (["export", "IMAGE"], 2, "error: --output is required"),
-        (["export", "IMAGE", "-o", "net.onnx"], 2, "is a file, not the folder of a run. The order is export RUN"),
-        (["export", "images", "-o", "net.onnx"], 2, "images is a folder of images"),
-        (["export", "SAVED", "-o", "net.pth"], 2, "output must end in .onnx or .pt2, got 'net.pth'"),
-        (["export", "SAVED", "-o", "net.pt2", "--dynamic", "width"], 2, "--dynamic must contain batch or size, got 'w"),
-        (["export", "SAVED", "-o", "net.onnx", "--img-size", "0"], 2, "--img-size must be at least 1, got 0"),
-        (["export", "SAVED", "-o", "broken.png/net.pt2"], 1, "'broken.png'"),
-        (["explore", "SAVED"], 2, "error: IMAGE is required"),
-        (["compare", "--data", "empty"], 2, "error: --model is required: "),
-        (["train", "--weights", "hostile.pth"], 1, "'posix.system'"),
-        (["train", "--weights", "other.pth"], 1, "7 classes, the model has 3"),
-        (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # not writable for root
-        (["predict", "SAVED", "empty"], 1, "empty contains no images"),
-        (["predict", "SAVED", "broken.png"], 1, "broken.png"),
-        (["predict", "SAVED", "missing.png"], 1, "missing.png does not exist"),
-        (["evaluate", RUN], 2, "error: --data is required"),
-        (["explore", "resnet20", "IMAGE"], 2, "error: MODEL: resnet20 has no attention modules"),
-        (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "got Windo(7)"),
-        (["train", "--stages", "-1", "--block", "cbma"], 2, "got 'cbma'. Did you mean 'cbam'"),
-    ],
-    ids=lambda value: " ".join(map(str, value[:4])) if isinstance(value, list) else "",
-)
+INVALID = [
+    (["train", "--lable-smoothing=0.1"], 2, "--label-smoothing"),
+    (["train", "--names", "layer9"], 2, "error: --names: no module matches 'layer9'"),
+    (["train", "--epochs", "0"], 2, "error: --epochs must be at least 1, got 0"),
+    (["train", "--epochs", "many"], 2, "error: --epochs must be a whole number, got 'many'. See vision-attn train"),
+    (["train", "--lr", "fast"], 2, "error: --lr must be a number, got 'fast'"),
+    (["train", "--epochs"], 2, "error: --epochs requires a value"),
+    (["train", "--num-heads", "4"], 2, "error: unknown flag --num-heads. Use --block-options num_heads=4"),
+    (["train", "--names", "a", "--names=b"], 2, "error: --names was passed twice. Pass it once, followed by all v"),
+    (["train", "--insert", "layer3"], 2, "error: unknown flag --insert. Use --names layer3"),
+    (["train", "--stages", "-1", "--pattern", "window"], 2, "Did you mean 'Window(7)'"),
+    (["train", "layer3"], 2, "error: unknown argument layer3"),
+    (["train", "--resume", "empty"], 2, "error: empty is not the folder of a run: it has no config.json"),
+    (["train", "--config", "images"], 2, "error: images is a folder of images, not the folder of a run"),
+    (["train", "--resume", "nothere"], 1, "error: nothere: no such run"),
+    (["train", "--output", "broken.png"], 2, "error: --output: broken.png is a file"),
+    (["evaluate", "nothere"], 1, "error: nothere: no such run"),
+    (["evaluate", "images"], 2, "images is a folder of images, not the folder of a run. The order is evaluate RUN"),
+    (["evaluate"], 2, "error: RUN is required"),
+    (["predict", "images", "SAVED"], 2, "not the folder of a run. The order is predict RUN IMAGE"),
+    (["predict", "SAVED"], 2, "error: IMAGE is required"),
+    (["predict", "empty", "IMAGE"], 2, "empty is not the folder of a run: it has no config.json"),
+    (["export", "IMAGE"], 2, "error: --output is required"),
+    (["export", "IMAGE", "-o", "net.onnx"], 2, "is a file, not the folder of a run. The order is export RUN"),
+    (["export", "images", "-o", "net.onnx"], 2, "images is a folder of images"),
+    (["export", "SAVED", "-o", "net.pth"], 2, "output must end in .onnx or .pt2, got 'net.pth'"),
+    (["export", "SAVED", "-o", "net.pt2", "--dynamic", "width"], 2, "--dynamic must contain batch or size, got 'w"),
+    (["export", "SAVED", "-o", "net.onnx", "--img-size", "0"], 2, "--img-size must be at least 1, got 0"),
+    (["export", "SAVED", "-o", "broken.png/net.pt2"], 1, "'broken.png'"),
+    (["explore", "SAVED"], 2, "error: IMAGE is required"),
+    (["compare", "--model", "None"], 2, "error: --model is required: "),
+    (["compare", "--variants", "plain"], 2, "error: --variants: expected at least 2 distinct names"),
+    (["compare", "--variants", "plain", "plain"], 2, "error: --variants: expected at least 2 distinct names"),
+    (["compare", "--variants", "plain", "a/b=attention"], 2, "error: --variants: expected …'a/b=attention'"),
+    (["compare", "--seeds", "1", "1"], 2, "error: --seeds must be distinct"),
+    (["compare", "--block", "se"], 2, "error: --block: not available in a comparison"),
+    (["compare", "--seed", "3"], 2, "error: --seed: not available in a comparison"),
+    (["compare", "--jobs", "0"], 2, "error: --jobs must be at least 1, got 0"),
+    (["compare", "--varients", "plain"], 2, "error: unknown flag --varients. Did you mean '--variants'"),
+    (["compare", "-o", "images"], 2, "error: --output: … is a folder of images"),
+    (["compare", "-o", "old"], 2, "error: --output: …old is the folder of a run"),
+    (["compare", "--config", "old", "-o", "old"], 2, "error: --output: …old is the folder of a run"),
+    (["train", "--weights", "hostile.pth"], 1, "'posix.system'"),
+    (["train", "--weights", "other.pth"], 1, "7 classes, the model has 3"),
+    (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # not writable for root
+    (["predict", "SAVED", "empty"], 1, "empty contains no images"),
+    (["predict", "SAVED", "broken.png"], 1, "broken.png"),
+    (["predict", "SAVED", "missing.png"], 1, "missing.png does not exist"),
+    (["evaluate", RUN], 2, "error: --data is required"),
+    (["explore", "resnet20", "IMAGE"], 2, "error: MODEL: resnet20 has no attention modules…vit_tiny_patch16_224"),
+    (["inspect", "resnet999"], 2, "--model: 'resnet999' does not exist. Did you mean 'resnet"),
+    (["train", "--stages", "-1", "--block-options", "num_head=4"], 2, "unexpected keyword argument 'num_head'"),
+    (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "got Windo(7)"),
+    (["train", "--stages", "-1", "--block", "cbma"], 2, "got 'cbma'. Did you mean 'cbam'"),
+]
+
+
+def label(value):
+    return " ".join(map(str, value[:4])) if isinstance(value, list) else ""
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), INVALID, ids=label)
 def test_invalid_input_is_a_one_line_error_and_writes_no_files(
     capsys, image_folder, saved, tmp_path, monkeypatch, arguments, code, message
 ):
@@ -132,18 +159,23 @@ def test_invalid_input_is_a_one_line_error_and_writes_no_files(
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "settings.json").write_text(json.dumps({"model": "tiny", "data": str(image_folder)}))
     (tmp_path / "broken.png").write_bytes(b"no image")
     (tmp_path / "images").symlink_to(image_folder)
     torch.save({"model": RunsCode()}, "hostile.pth")
     torch.save(create_model("resnet20", num_classes=7).state_dict(), "other.pth")
     paths = {"IMAGE": image_folder / "val" / "red" / "0.png", "SAVED": saved}
     name, *rest = (paths.get(word, word) for word in arguments)
-    found, out, err = train(capsys, image_folder, tmp_path, *rest) if name == "train" else run(capsys, name, *rest)
+    given = ["--data", image_folder] if name in ("train", "compare") else []
+    given += ["--model", "resnet20", "--epochs", "1", "--device", "cpu", "--output", tmp_path / "run"] if given else []
+    found, out, err = run(capsys, name, *given, *rest)
     assert (found, "Traceback" in err, "this ran" in err, "epoch 1/" in out) == (code, False, False, False), err
-    assert message in err
+    assert all(part in err for part in message.split("…"))
     assert err.startswith("vision-attn: ")
     assert err.count("\n") == 1 or arguments[-1] in ("other.pth", "broken.png")
-    assert {path.name for path in tmp_path.iterdir()} == {"empty", "broken.png", "images", "hostile.pth", "other.pth"}
+    written = {path.name for path in tmp_path.iterdir()} - {"empty", "old", "images"}
+    assert written == {"broken.png", "hostile.pth", "other.pth"}
 
 
 def test_output_is_escaped_for_any_encoding(monkeypatch):
@@ -153,20 +185,20 @@ def test_output_is_escaped_for_any_encoding(monkeypatch):
     assert sys.stdout.buffer.getvalue().endswith(rb"8\xd78 \xb1 2 \u2026 na\xefve \u0175 \u6728" + b"\n")
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "said"),
-    [
-        (ValueError("no 'a\x1b[2J\nall is well\r'"), 2, "error: no 'a\\x1b[2J all is well\\r'"),
-        (errors.CheckpointError("one\n", "two\x07"), 1, "error: one\\n\ntwo\\x07"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 TB"), 1, "error: DefaultCPUAllocator: can't "),
-        (MemoryError(), 1, "error: MemoryError"),
-        (KeyboardInterrupt(), 130, "interrupted\n"),
-        (AssertionError("a bug"), 1, None),
-        (ModuleNotFoundError("No module", name="vision_attn.gone"), 1, None),
-        (ImportError("figures require x: pip install 'x'"), 1, "error: figures require x: pip install 'x'\n"),
-        (ImportError("cannot import name 'x'"), 1, None),
-    ],
-)
+ERRORS = [
+    (ValueError("no 'a\x1b[2J\nall is well\r'"), 2, "error: no 'a\\x1b[2J all is well\\r'"),
+    (errors.CheckpointError("one\n", "two\x07"), 1, "error: one\\n\ntwo\\x07"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 TB"), 1, "error: DefaultCPUAllocator: can't "),
+    (MemoryError(), 1, "error: MemoryError"),
+    (KeyboardInterrupt(), 130, "interrupted\n"),
+    (AssertionError("a bug"), 1, None),
+    (ModuleNotFoundError("No module", name="vision_attn.gone"), 1, None),
+    (ImportError("figures require x: pip install 'x'"), 1, "error: figures require x: pip install 'x'\n"),
+    (ImportError("cannot import name 'x'"), 1, None),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "said"), ERRORS)
 def test_an_error_is_one_line_without_control_characters(capsys, error, code, said):
 
     def fails():
@@ -191,15 +223,14 @@ def test_a_closed_pipe_ends_the_program_without_a_message_and_a_full_output_is_a
         assert (done.returncode, bool(re.fullmatch(message, done.stderr))) == (status, True), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "output"),
-    [
-        (["predict", RUN, "IMAGE", "-o"], "/nothing/here"),
-        (["explore", RUN, "IMAGE", "-o"], "/nothing/here"),
-        (["export", RUN, "-o"], "/proc/net.onnx"),
-    ],
-    ids=lambda value: f"{value[0]} {value[-1]}" if isinstance(value, list) else "",
-)
+UNWRITABLE = [
+    (["predict", RUN, "IMAGE", "-o"], "/nothing/here"),
+    (["explore", RUN, "IMAGE", "-o"], "/nothing/here"),
+    (["export", RUN, "-o"], "/proc/net.onnx"),
+]
+
+
+@pytest.mark.parametrize(("words", "output"), UNWRITABLE, ids=label)
 def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, monkeypatch, words, output):
     model = folder.load_model(RUN)
     model.register_forward_pre_hook(lambda *given: pytest.fail("the network runs before the output is checked"))
@@ -268,12 +299,10 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     logged = out.splitlines()[out.splitlines().index(f"best epoch, 1, in {tmp_path / 'run' / 'model'}:") + 1]
     assert "\r" not in out
 
-    code, out, err = run(capsys, "evaluate", tmp_path / "run")
-    assert (code, err) == (0, "")
+    out = succeed(capsys, "evaluate", tmp_path / "run")
     assert logged in out.splitlines()
     images = image_folder / "val" / "red" / "1.png", image_folder / "val" / "blue"
-    code, out, err = run(capsys, "predict", tmp_path / "run", *images, "--top", 2, "-o", tmp_path / "found.csv")
-    assert (code, err) == (0, "")
+    out = succeed(capsys, "predict", tmp_path / "run", *images, "--top", 2, "-o", tmp_path / "found.csv")
     lines, rows = out.splitlines(), list(csv.DictReader((tmp_path / "found.csv").read_text().splitlines()))
     assert len(lines) == len(rows) == 9
     model = va.load_model(tmp_path / "run")
@@ -285,8 +314,7 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     assert float(rows[0]["probability_1"]) == pytest.approx(float(scores.max()), abs=1e-5)
 
     before = read_settings(tmp_path / "run", ())
-    code, out, err = run(capsys, "train", f"--resume={tmp_path / 'run'}", "--epochs", 2)
-    assert (code, err) == (0, "")
+    out = succeed(capsys, "train", f"--resume={tmp_path / 'run'}", "--epochs", 2)
     assert "resumed at epoch 2, step 0" in out
     assert "epoch 2/2: train loss" in out
     assert read_settings(tmp_path / "run", ()) == replace(before, epochs=2)
@@ -299,8 +327,8 @@ def test_predict_prints_class_names_in_the_order_of_the_network(capsys, image_fo
         model.fc.bias.copy_(torch.tensor([0.2, 0.5, 0.3]).log())
     va.save_model(model, tmp_path / "run", classes=names)
     image = image_folder / "val" / "red" / "1.png"
-    code, out, err = run(capsys, "predict", tmp_path / "run", image, "-o", tmp_path / "found.csv")
-    assert (code, out, err) == (0, f"{image}: ant 50.0 %, mule 30.0 %, zebra 20.0 %\n", "")
+    out = succeed(capsys, "predict", tmp_path / "run", image, "-o", tmp_path / "found.csv")
+    assert out == f"{image}: ant 50.0 %, mule 30.0 %, zebra 20.0 %\n"
     (row,) = csv.DictReader((tmp_path / "found.csv").read_text().splitlines())
     assert [row[f"class_{rank}"] for rank in (1, 2, 3)] == ["ant", "mule", "zebra"]
     assert [float(row[f"probability_{rank}"]) for rank in (1, 2, 3)] == pytest.approx([0.5, 0.3, 0.2], abs=1e-5)
@@ -321,8 +349,7 @@ def test_predictions_do_not_depend_on_the_batch_and_each_image_is_classified_onc
     for size in (1, 3):
         file = tmp_path / f"{size}.csv"
         words = images, images / "0.png", "--batch-size", size, "-o", file
-        code, out, err = run(capsys, "predict", RUN, *words)
-        assert (code, err, out.count("\n")) == (0, "", 8)
+        assert succeed(capsys, "predict", RUN, *words).count("\n") == 8
         tables.append(list(csv.DictReader(file.read_text().splitlines())))
     for one, other in zip(*tables, strict=True):
         assert (one["image"], one["class_1"]) == (other["image"], other["class_1"])
@@ -340,16 +367,16 @@ sys.exit(main())
 """
 
 
+PACKAGES = [
+    ("matplotlib", "demo", "train,export"),
+    ("accelerate,joblib,matplotlib,sklearn,scipy", "explore RUN IMAGE -o page.html", None),
+    ("accelerate,joblib,matplotlib,sklearn,scipy", "predict RUN IMAGE", None),
+    ("onnxruntime", "export RUN -o net.onnx", "export"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("missing", "words", "needed"),
-    [
-        ("matplotlib", "demo", "train,export"),
-        ("accelerate,joblib,matplotlib,sklearn,scipy", "explore RUN IMAGE -o page.html", None),
-        ("accelerate,joblib,matplotlib,sklearn,scipy", "predict RUN IMAGE", None),
-        ("onnxruntime", "export RUN -o net.onnx", "export"),
-    ],
-)
+@pytest.mark.parametrize(("missing", "words", "needed"), PACKAGES)
 def test_commands_need_only_their_packages(image_folder, tmp_path, missing, words, needed):
     places = {"RUN": str(RUN), "IMAGE": str(image_folder / "val" / "red" / "0.png")}
     line = [sys.executable, "-c", WITHOUT, missing, *(places.get(word, word) for word in words.split())]
@@ -378,8 +405,7 @@ def test_pretrained_weights_that_cannot_be_downloaded_name_the_alternative(capsy
 
 
 def test_env_prints_versions_and_device_to_copy(capsys):
-    code, out, err = run(capsys, "env")
-    assert (code, err) == (0, "")
+    out = succeed(capsys, "env")
     found = dict(line.split(": ", 1) for line in out.splitlines())
     assert (found["vision_attn"], found["torch"], found["threads"]) == (va.__version__, torch.__version__, "1")
     assert {"torchvision", "timm", "einx", "python", "os", "cpu", "gpu"} < found.keys()
@@ -394,12 +420,9 @@ def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, 
     block, image = ("--block", "my_blocks:Mine"), image_folder / "val" / "red" / "0.png"
     options = "--block-options", "num_heads=4"
     assert train(capsys, image_folder, tmp_path, "--names", "layer2", *block, *options, model="tiny")[0] == 0
-    for words in (
-        ["evaluate", tmp_path / "run"],
-        ["predict", tmp_path / "run", image],
-        ["explore", tmp_path / "run", image, "-o", tmp_path / "page.html"],
-        ["export", tmp_path / "run", "-o", tmp_path / "net.pt2"],
-    ):
+    commands = {"evaluate": [], "predict": [image], "explore": [image, "-o", tmp_path / "page.html"]}
+    for name, more in {**commands, "export": ["-o", tmp_path / "net.pt2"]}.items():
+        words = [name, tmp_path / "run", *more]
         code, _, err = run(capsys, *words)
         assert code != 0
         assert re.search("--block (my_blocks|MODULE):Mine", err), err
@@ -429,8 +452,7 @@ def test_all_images_of_another_folder_are_evaluated(capsys, image_folder, tmp_pa
 
 def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
     flags = "--img-size", 16, 32, "--pattern", "va.Window(4)"
-    code, out, err = run(capsys, "inspect", "resnet20", *flags)
-    assert (code, err) == (0, "")
+    out = succeed(capsys, "inspect", "resnet20", *flags)
     assert out.startswith("dry run of 3 blocks, for an input of 3×16×32\n")
     assert "layer3.2 AttentionBlock2d 64 4×8 32 " in " ".join(out.split())
     assert " 8×8 " in run(capsys, "inspect", "resnet20", "--img-size", 32)[1]
@@ -439,15 +461,13 @@ def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
 def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path):
     images = [image_folder / "val" / name / "0.png" for name in ("red", "blue")]
     explore = "explore", RUN, *images, "-o", tmp_path / "page.html"
-    code, out, err = run(capsys, *explore)
-    page = (tmp_path / "page.html").read_text()
-    assert (code, err) == (0, "")
+    out, page = succeed(capsys, *explore), (tmp_path / "page.html").read_text()
     assert f"wrote {tmp_path / 'page.html'} (" in out
     assert all(word in page for word in ("layer3.2.inserted.attn", '"title": "0.png"', '"note": ""'))
     assert '["class ' not in page, "the page shows the class names of the run"
-    code, out, err = run(capsys, *explore, "--names", "layer3.1.*")
+    succeed(capsys, *explore, "--names", "layer3.1.*")
     page = (tmp_path / "page.html").read_text()
-    assert (code, err, "layer3.1.inserted.attn" in page, "layer3.2.inserted.attn" in page) == (0, "", True, False)
+    assert ("layer3.1.inserted.attn" in page, "layer3.2.inserted.attn" in page) == (True, False)
 
 
 def test_a_network_is_explored_by_name_with_swapped_attention(capsys, image_folder, tmp_path):

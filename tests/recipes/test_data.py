@@ -32,17 +32,16 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("image", "name", "options", "expected"),
-    [
-        (Image.new("RGBA", (40, 40), (10, 20, 30, 0)), "clear.png", {}, (10, 20, 30)),
-        (Image.new("RGB", (9, 9), (10, 20, 30)).quantize(), "index.png", {"transparency": b"\x00\x80"}, (10, 20, 30)),
-        (Image.new("CMYK", (40, 40), (255, 0, 255, 0)), "print.tif", {}, (0, 255, 0)),
-        (Image.fromarray(np.full((40, 40), 100 * 256 + 7, np.uint16)), "deep.png", {}, (100, 100, 100)),
-        (Image.fromarray(np.full((40, 40), 255 * 256 + 7, np.uint16)), "deep.tif", {}, (255, 255, 255)),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+IMAGES = [
+    (Image.new("RGBA", (40, 40), (10, 20, 30, 0)), "clear.png", {}, (10, 20, 30)),
+    (Image.new("RGB", (9, 9), (10, 20, 30)).quantize(), "index.png", {"transparency": b"\x00\x80"}, (10, 20, 30)),
+    (Image.new("CMYK", (40, 40), (255, 0, 255, 0)), "print.tif", {}, (0, 255, 0)),
+    (Image.fromarray(np.full((40, 40), 100 * 256 + 7, np.uint16)), "deep.png", {}, (100, 100, 100)),
+    (Image.fromarray(np.full((40, 40), 255 * 256 + 7, np.uint16)), "deep.tif", {}, (255, 255, 255)),
+]
+
+
+@pytest.mark.parametrize(("image", "name", "options", "expected"), IMAGES)
 def test_images_of_any_mode_become_rgb(image, name, options, expected, tmp_path):
     image.save(tmp_path / name, **options)
     found = np.asarray(open_image(tmp_path / name))
@@ -96,19 +95,19 @@ def write(*names):
         Image.new("RGB", (8, 8)).save(name / "0.png")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"data": "nothing"}, "nothing: no such folder"),
-        ({"data": "one"}, "one: expected CLASS/IMAGE .* got 1"),
-        ({"data": "empty"}, "empty: no images in the class folders b, c. 1 .HEIC files cannot be read. Convert them"),
-        ({"data": "x", "dataset": "hfds/someone/photos"}, "cannot read hfds/someone/photos .*pip install datasets"),
-        ({"data": "without"}, "without contains no folder 'train': .* val$"),
-        ({"data": "few"}, r"few: cannot hold out 10 %|cannot hold out 10 % .* too few images of a, b\. Add images"),
-        ({"data": "few", "dataset": "cifar100"}, "cannot read torch/cifar100 .*--download"),
-        ({"data": "sets"}, "sets: Set1 and Set2 contain the same folders cat, dog, so they are not classes. Name them"),
-    ],
-)
+MISSING = [
+    ({"data": "nothing"}, "nothing: no such folder"),
+    ({"data": "one"}, "one: expected CLASS/IMAGE .* got 1"),
+    ({"data": "empty"}, "empty: no images in the class folders b, c. 1 .HEIC files cannot be read. Convert them"),
+    ({"data": "x", "dataset": "hfds/someone/photos"}, "cannot read hfds/someone/photos .*pip install datasets"),
+    ({"data": "without"}, "without contains no folder 'train': .* val$"),
+    ({"data": "few"}, r"few: cannot hold out 10 %|cannot hold out 10 % .* too few images of a, b\. Add images"),
+    ({"data": "few", "dataset": "cifar100"}, "cannot read torch/cifar100 .*--download"),
+    ({"data": "sets"}, "sets: Set1 and Set2 contain the same folders cat, dog, so they are not classes. Name them"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), MISSING)
 def test_missing_data_is_named(settings, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write("one/a", "without/val/a", "few/a", "few/b", "empty/a")

@@ -115,13 +115,13 @@ def test_the_page_has_the_prediction_without_each_block(page):
     assert [line["ratio"] for line in one["ablations"]][:2] == pytest.approx([b.ratio for b in report.blocks], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "tokens"),
-    [
-        ("test_vit", {"reg_tokens": 2}, ["prefix token 1", "prefix token 2", "prefix token 3"]),
-        ("deit_tiny_distilled_patch16_224", {"depth": 1}, ["prefix token 1", "prefix token 2"]),
-    ],
-)
+WITH_PREFIXES = [
+    ("test_vit", {"reg_tokens": 2}, ["prefix token 1", "prefix token 2", "prefix token 3"]),
+    ("deit_tiny_distilled_patch16_224", {"depth": 1}, ["prefix token 1", "prefix token 2"]),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "tokens"), WITH_PREFIXES)
 def test_class_and_register_tokens_are_queries_too(tmp_path, name, options, tokens):
     model, image = create_model(name, img_size=32, **options).eval(), torch.rand(1, 3, 32, 32)
     va.swap_(model)
@@ -204,9 +204,8 @@ def test_a_pointer_move_shows_what_was_captured(opened, page):
     query = 2 * 12 + 9  # row 2 of 8 and column 9 of 12
     weights, text = seen.weights[0, 3, query], status(tab)
     row, column = divmod(int(weights.argmax()), 12)
-    assert text.startswith(
-        f"1.attn, head 3, query row 3, column 10 of 8×12: largest weight at row {row + 1}, column {column + 1}"
-    )
+    largest = f"largest weight at row {row + 1}, column {column + 1}"
+    assert text.startswith(f"1.attn, head 3, query row 3, column 10 of 8×12: {largest}")
     # The decoded weights of heads, of their mean and of the rollout.
     peaks = seen.weights[0, :, query].flatten(1).amax(1)
     for head, expected, error in (
@@ -374,9 +373,8 @@ def test_tokens_are_selected_and_a_note_is_shown(opened, tmp_path):
     tab.select_option("#head", "1")
     tab.hover("#view")
     row, column = divmod(int(seen.prefix[0, 1, 1].argmax()), 2)
-    assert status(tab).startswith(
-        f"{name}, head 1, query prefix token 2: largest weight at row {row + 1}, column {column + 1} of 2×2"
-    )
+    largest = f"largest weight at row {row + 1}, column {column + 1} of 2×2"
+    assert status(tab).startswith(f"{name}, head 1, query prefix token 2: {largest}")
     tab.select_option("#head", "rollout")
     assert "not available" in status(tab)
     assert "rollout, query prefix token 2" in status(opened(390, tab.evaluate("address()"), path=path))

@@ -105,12 +105,10 @@ def test_other_shapes_than_those_of_images_raise_errors(tmp_path, shape):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("bias", "message"), [(torch.nan, "not finite"), (0.0, "RuntimeError: data-dependent control flow")]
-)
+@pytest.mark.parametrize(("bias", "message"), [(torch.nan, "not finite"), (0.0, "RuntimeError: control flow")])
 def test_a_failed_export_keeps_an_existing_file(tmp_path, monkeypatch, bias, message):
     def fail(program, path, about):
-        raise RuntimeError("data-dependent control flow")
+        raise RuntimeError("control flow")
 
     monkeypatch.setitem(FORMATS, ".pt2", dataclasses.replace(FORMATS[".pt2"], write=fail))
     file, network = tmp_path / "net.pt2", small_network()
@@ -165,9 +163,8 @@ def test_a_wrapped_half_precision_network_is_exported_in_float32_and_unchanged(t
     va.set_impl_(half, "einx")  # traces static shapes
     va.freeze_backbone_(half.train(), also_train="3.*")
     modes = [module.training for module in half.modules()]
-    assert "pixels in 0…1, then (pixels - mean) / std" in str(
-        va.export_model(nn.DataParallel(half), path, normalize=False)
-    )
+    report = va.export_model(nn.DataParallel(half), path, normalize=False)
+    assert "pixels in 0…1, then (pixels - mean) / std" in str(report)
     assert about(path)["pixels"] == "0…1, then (pixels - mean) / std"
     assert (half[3].weight.dtype, half[0].inserted.attn.impl) == (torch.bfloat16, "einx")
     assert [module.training for module in half.modules()] == modes

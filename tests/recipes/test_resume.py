@@ -23,6 +23,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 from small_networks import assert_same
+from test_train import before_each_step
 
 import vision_attn as va
 from vision_attn import cli
@@ -68,14 +69,7 @@ def assert_same_result(one, other, processes=1):
 
 def at_step(monkeypatch, epoch, step, action):
     """Call ``action`` at the start of a step."""
-    seed_all = module.seed_all
-
-    def seed(*numbers):
-        if numbers[1:3] == (epoch, step) and len(numbers) == 4:
-            action()
-        seed_all(*numbers)
-
-    monkeypatch.setattr(module, "seed_all", seed)
+    before_each_step(monkeypatch, lambda at: at == (epoch, step) and action())
 
 
 def interrupt(settings, monkeypatch, epoch, step, number=signal.SIGTERM):
@@ -354,14 +348,14 @@ def test_a_full_disk_loses_nothing(base, tmp_path, monkeypatch, capsys):
     assert_same_result(base.output, tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (PermissionError(13, "denied"), r"^cannot write to .*denied\)\. Check the disk, and continue with --resume"),
-        (RuntimeError("[enforce fail at inline_container.cc:664] . pos 64 vs 0"), "^cannot write to .*pos 64"),
-        (RuntimeError("a bug"), "^a bug$"),
-    ],
-)
+ERRORS = [
+    (PermissionError(13, "denied"), r"^cannot write to .*denied\)\. Check the disk, and continue with --resume"),
+    (RuntimeError("[enforce fail at inline_container.cc:664] . pos 64 vs 0"), "^cannot write to .*pos 64"),
+    (RuntimeError("a bug"), "^a bug$"),
+]
+
+
+@pytest.mark.parametrize(("error", "expected"), ERRORS)
 def test_only_errors_of_the_disk_advise_to_check_it(base, monkeypatch, error, expected):
     def breaking(accelerator, folder):
         raise error
@@ -429,18 +423,19 @@ def test_two_processes_train_as_one_and_another_number_is_named(base, tmp_path):
     assert any("by 1 processes instead of 2" in line for line in train(base, output=tmp_path / "two", resume="auto"))
 
 
-def start_processes(folders, words, environment=()):
+def start_processes(folders, words):
     """Start a process in each folder, like one ``torchrun`` on each of several machines."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(folders)), "LOCAL_RANK": "0"}
-    line = [sys.executable, "-m", "vision_attn", "train", *map(str, words)]
+    network = ["--model", "test_resnet", "--img-size", "32", "--device", "cpu"]
+    line = [sys.executable, "-m", "vision_attn", "train", *network, *map(str, words)]
     common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": ""}
     started = []
     for rank, folder in enumerate(folders):
         folder.mkdir(exist_ok=True)
-        variables = {**os.environ, **common, **dict(environment), "RANK": str(rank)}
+        variables = {**os.environ, **common, "RANK": str(rank)}
         pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         started.append(subprocess.Popen(line, cwd=folder, env=variables, **pipes))
     return [(one.communicate(timeout=120), one.returncode) for one in started]
@@ -448,8 +443,7 @@ def start_processes(folders, words, environment=()):
 
 @pytest.mark.slow
 def test_machines_without_a_shared_folder_stop_with_one_error(image_folder, tmp_path):
-    words = ["--data", image_folder, "--model", "test_resnet", "--epochs", "1", "--batch-size", "36", "--device", "cpu"]
-    words += ["--img-size", "32", "--output", "run", "--resume", "auto"]
+    words = ["--data", image_folder, "--epochs", "1", "--batch-size", "36", "--output", "run", "--resume", "auto"]
     one, other = tmp_path / "one", tmp_path / "other"
     ((out, _), status), ((_, others), second) = start_processes([one, one], words)
     assert (status, second, "epoch 1/1: " in out, others) == (0, 0, True, "")
@@ -469,28 +463,26 @@ def test_data_that_differs_between_machines_is_one_error(image_folder, tmp_path,
     else:
         for half in ("train", "val"):
             (tmp_path / "other" / "data" / half / "blue").rename(tmp_path / "other" / "data" / half / "zebra")
-    words = ["--data", "data", "--model", "test_resnet", "--epochs", "1", "--batch-size", "24", "--device", "cpu"]
-    words += ["--img-size", "32", "--output", tmp_path / "run", "--workers", "0"]
+    words = ["--data", "data", "--epochs", "1", "--batch-size", "24", "--output", tmp_path / "run", "--workers", "0"]
     ((_, error), status), ((_, others), second) = start_processes([tmp_path / "one", tmp_path / "other"], words)
     assert (status, second) == (1, 1)
     for text in (error, others):
         assert re.match(r"vision-attn: error: the data differs between machines: one has \[7[12], 24\] training", text)
 
 
+INVALID = [
+    (["--batch-size", "15"], 2, "--batch-size must be at most 72, the number of training images, and a multiple"),
+    (["--model", "resnet999"], 2, "'resnet999' does not exist"),
+    (["--data", "nothing"], 1, "nothing: no such folder"),
+    (["--amp", "float16"], 2, "--amp float16 requires a CUDA device"),
+    (["--epochs", "0"], 2, "--epochs must be at least 1, got 0"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "status", "message"),
-    [
-        (["--batch-size", "15"], 2, "--batch-size must be at most 72, the number of training images, and a multiple"),
-        (["--model", "resnet999"], 2, "'resnet999' does not exist"),
-        (["--data", "nothing"], 1, "nothing: no such folder"),
-        (["--amp", "float16"], 2, "--amp float16 requires a CUDA device"),
-        (["--epochs", "0"], 2, "--epochs must be at least 1, got 0"),
-    ],
-)
+@pytest.mark.parametrize(("words", "status", "message"), INVALID)
 def test_an_error_before_the_first_step_is_one_line_of_one_process(image_folder, tmp_path, words, status, message):
-    line = ["--data", image_folder, "--model", "test_resnet", "--img-size", "32", "--device", "cpu", *words]
-    ((_, error), one), ((_, others), other) = start_processes([tmp_path, tmp_path], line)
+    ((_, error), one), ((_, others), other) = start_processes([tmp_path, tmp_path], ["--data", image_folder, *words])
     assert one == status
     assert (error.count("\n"), message in error) == (1, True), error
     if words[0] in ("--model", "--data"):  # the processes were connected

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -58,61 +59,60 @@ def test_settings_are_restored_from_their_file_except_call_settings(base, tmp_pa
     assert (found.block, found.download) == (OURS, False)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"epoch": 3}', "unknown settings epoch"),
-        ("lr", "does not contain settings"),
-        ("[1]", "does not contain settings"),
-        ('{"dataset": "hfds/someone/photos"}', "--dataset hfds/someone/photos"),
-        ('{"block": "os:system"}', "--block os:system"),
-    ],
-)
+INVALID_FILES = [
+    ('{"epoch": 3}', "unknown settings epoch"),
+    ("lr", "does not contain settings"),
+    ("[1]", "does not contain settings"),
+    ('{"dataset": "hfds/someone/photos"}', "--dataset hfds/someone/photos"),
+    ('{"block": "os:system"}', "--block os:system"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), INVALID_FILES)
 def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_path):
     (tmp_path / "settings.json").write_text(text)
     with pytest.raises(ValueError, match=f"settings.json.*{message}"):
         read_settings(tmp_path, ())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"warmup_epochs": 3}, "--warmup-epochs must be less than --epochs 3, got 3"),
-        ({"weights": "a.pth", "pretrained": True}, "--weights cannot be combined with --pretrained"),
-        ({"stages": (1,)}, "--stages cannot be combined with --names"),
-        ({"lr": math.nan}, "--lr must be at least 1e-12, got nan"),
-        ({"lr": 1e9}, r"--lr must be at most 1000, got 1e\+?09|--lr must be at most 1000, got 1000000000.0"),
-        ({"hflip": -0.5}, r"--hflip must be at least 0, got -0\.5"),
-        ({"reprob": 1.5}, r"--reprob must be at most 1, got 1\.5"),
-        ({"model": "resnet21"}, r"model: 'resnet21' does not exist\. Did you mean .*resnet20"),
-        ({"model": "vit_tiny_patch16_224", "names": (), "img_size": 64}, "64×64.* needs --img-size 224"),
-        ({"block_options": ("pos=Rope()",)}, "--block-options do not match --block attention: .*'pos'"),
-        ({"block_options": ("num_heads=4", "num_heads=2")}, "--block-options .*'num_heads=2'"),
-        ({"block": "vision_attn:Nothing"}, "--block .*MODULE:CLASS, got 'vision_attn:Nothing'"),
-        ({"names": ("layer9",)}, "^names: no module matches 'layer9'"),
-        ({"pattern": "row"}, "pattern .*got 'row'. Did you mean 'rows'"),
-        ({"pattern": "Windo(7)"}, r"expected one of .*Window.* got Windo\(7\)"),
-        ({"batch_size": 100}, "--batch-size .* 72, .* got 100"),
-        ({"batch_size": 15, "mixup": 1.0}, "--batch-size .* 2, got 15"),
-        ({"weights": "x.pth", "rename": "efficientnet"}, "--rename .*efficientnet-pytorch, got 'efficientnet'"),
-        ({"rename": "efficientnet-pytorch"}, "--rename requires --weights"),
-        ({"names": (), "attention_lr": 0.1}, "--attention-lr requires --stages or --names"),
-        ({"opt": "lion", "lr": None}, "--lr is required for --opt lion"),
-        ({"opt": "adamww", "lr": None}, "--opt: timm has no optimizer 'adamww'. Did you mean .*'adamw'"),
-        ({"device": "cuda"}, "--device cuda requires a CUDA device"),
-        ({"device": "tpu"}, "--device must be cpu or cuda, got 'tpu'"),
-        ({"amp": "float16"}, "--amp float16 requires a CUDA device"),
-        ({"freeze_backbone": True}, "--freeze-backbone requires --weights or --pretrained"),
-        ({"aa": "rand-x9"}, "--aa .*rand-m9-mstd0.5, got 'rand-x9'"),
-        ({"resume": "nothing"}, "--output .* --resume nothing, got .*run"),
-        ({"resume": "nothing", "output": None}, "nothing: no such run"),
-        ({"model": None}, "--model is required: .*--model resnet18 --pretrained"),
-        ({"data": None}, "--data is required: a folder of images"),
-        ({"dataset": "nothing"}, "cannot read torch/nothing in .* Pass its folder as --data"),
-        ({"log_with": ("wandb",)}, "--log-with wandb is not installed. Install it: pip install wandb"),
-    ],
-    ids=str,
-)
+INVALID = [
+    ({"warmup_epochs": 3}, "--warmup-epochs must be less than --epochs 3, got 3"),
+    ({"weights": "a.pth", "pretrained": True}, "--weights cannot be combined with --pretrained"),
+    ({"stages": (1,)}, "--stages cannot be combined with --names"),
+    ({"lr": math.nan}, "--lr must be at least 1e-12, got nan"),
+    ({"lr": 1e9}, r"--lr must be at most 1000, got 1e\+?09|--lr must be at most 1000, got 1000000000.0"),
+    ({"hflip": -0.5}, r"--hflip must be at least 0, got -0\.5"),
+    ({"reprob": 1.5}, r"--reprob must be at most 1, got 1\.5"),
+    ({"model": "resnet21"}, r"model: 'resnet21' does not exist\. Did you mean .*resnet20"),
+    ({"model": "vit_tiny_patch16_224", "names": (), "img_size": 64}, "64×64.* needs --img-size 224"),
+    ({"block_options": ("pos=Rope()",)}, "--block-options do not match --block attention: .*'pos'"),
+    ({"block_options": ("num_heads=4", "num_heads=2")}, "--block-options .*'num_heads=2'"),
+    ({"block": "vision_attn:Nothing"}, "--block .*MODULE:CLASS, got 'vision_attn:Nothing'"),
+    ({"names": ("layer9",)}, "^names: no module matches 'layer9'"),
+    ({"pattern": "row"}, "pattern .*got 'row'. Did you mean 'rows'"),
+    ({"pattern": "Windo(7)"}, r"expected one of .*Window.* got Windo\(7\)"),
+    ({"batch_size": 100}, "--batch-size .* 72, .* got 100"),
+    ({"batch_size": 15, "mixup": 1.0}, "--batch-size .* 2, got 15"),
+    ({"weights": "x.pth", "rename": "efficientnet"}, "--rename .*efficientnet-pytorch, got 'efficientnet'"),
+    ({"rename": "efficientnet-pytorch"}, "--rename requires --weights"),
+    ({"names": (), "attention_lr": 0.1}, "--attention-lr requires --stages or --names"),
+    ({"opt": "lion", "lr": None}, "--lr is required for --opt lion"),
+    ({"opt": "adamww", "lr": None}, "--opt: timm has no optimizer 'adamww'. Did you mean .*'adamw'"),
+    ({"device": "cuda"}, "--device cuda requires a CUDA device"),
+    ({"device": "tpu"}, "--device must be cpu or cuda, got 'tpu'"),
+    ({"amp": "float16"}, "--amp float16 requires a CUDA device"),
+    ({"freeze_backbone": True}, "--freeze-backbone requires --weights or --pretrained"),
+    ({"aa": "rand-x9"}, "--aa .*rand-m9-mstd0.5, got 'rand-x9'"),
+    ({"resume": "nothing"}, "--output .* --resume nothing, got .*run"),
+    ({"resume": "nothing", "output": None}, "nothing: no such run"),
+    ({"model": None}, "--model is required: .*--model resnet18 --pretrained"),
+    ({"data": None}, "--data is required: a folder of images"),
+    ({"dataset": "nothing"}, "cannot read torch/nothing in .* Pass its folder as --data"),
+    ({"log_with": ("wandb",)}, "--log-with wandb is not installed. Install it: pip install wandb"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), INVALID, ids=str)
 def test_invalid_settings_are_one_line_errors(base, options, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises((ValueError, DataError), match=message) as caught:
@@ -126,9 +126,8 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     history = module.train(replace(base, log_with=("tensorboard",)), log=lines.append)
     best = module.best_epoch(history)
     assert best["eval_top1"] > 90
-    assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "logs", "metrics.csv", "model", "settings.json", "state",
-    ]  # fmt: skip
+    names = {path.name for path in folder.iterdir()}
+    assert names == {".lock", "logs", "metrics.csv", "model", "settings.json", "state"}
     with open(folder / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
@@ -154,10 +153,8 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     assert lines[at + 1] == f"top-1 {top1:.2f} %, loss {losses[0]:.4f}"
     assert best["eval_top1"] == pytest.approx(top1)
     changed = int((scores.argmax(1) != others.argmax(1)).sum())
-    assert lines[at + 2] == (
-        f"ablation, with the blocks disabled: top-1 {without:.2f} %, loss {losses[1]:.4f} "
-        f"(top-1 {without - top1:+.2f}); {changed} of 24 predictions change"
-    )
+    ablation = f"top-1 {without:.2f} %, loss {losses[1]:.4f} (top-1 {without - top1:+.2f})"
+    assert lines[at + 2] == f"ablation, with the blocks disabled: {ablation}; {changed} of 24 predictions change"
     told = []
     assert evaluate(Evaluation(run=str(folder), device="cpu"), log=told.append)["loss"] == best["eval_loss"]
     assert told[1:] == lines[at + 1 : at + 3]
@@ -214,10 +211,9 @@ def test_the_optimizer_has_the_name_and_numbers_of_the_settings(base, monkeypatc
 
 
 def before_each_step(monkeypatch, action):
+    """Call ``action`` with the epoch and the step."""
     seed_all = module.seed_all
-    monkeypatch.setattr(
-        module, "seed_all", lambda *numbers: (len(numbers) == 4 and action(numbers[1:3]), seed_all(*numbers))
-    )
+    monkeypatch.setattr(module, "seed_all", lambda *given: (len(given) == 4 and action(given[1:3]), seed_all(*given)))
 
 
 def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base, monkeypatch):
@@ -242,14 +238,8 @@ def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base, mon
 
 
 def test_a_step_clips_gradients_and_smooths_labels(base, monkeypatch):
-    networks, made, losses = spy(monkeypatch, "build_network"), spy(monkeypatch, "create_optimizer_v2"), []
-    cross_entropy = F.cross_entropy
-
-    def record(logits, labels, **options):
-        losses.append(options)
-        return cross_entropy(logits, labels, **options)
-
-    monkeypatch.setattr(module.F, "cross_entropy", record)
+    networks, made = spy(monkeypatch, "build_network"), spy(monkeypatch, "create_optimizer_v2")
+    monkeypatch.setattr(module.F, "cross_entropy", loss := mock.Mock(wraps=F.cross_entropy))
     options = {"weight_decay": 0.0, "clip_grad": 1e-3, "label_smoothing": 0.3, "batch_size": 72, "epochs": 1}
     starts = []
 
@@ -258,7 +248,7 @@ def test_a_step_clips_gradients_and_smooths_labels(base, monkeypatch):
 
     before_each_step(monkeypatch, lambda step: starts.append(weights()))
     module.train(replace(base, **options), log=quiet)
-    assert losses[0] == {"label_smoothing": 0.3}
+    assert loss.call_args_list[0].kwargs == {"label_smoothing": 0.3}
     # The first step with Nesterov momentum is 1.9 times the gradient, whose norm is at most 1e-3.
     assert (weights() - starts[0]).norm().item() == pytest.approx(0.05 * 1.9 * 1e-3, rel=2e-3)
     assert len(made) == 1
@@ -302,21 +292,11 @@ def test_the_moving_average_is_evaluated_and_saved(base, monkeypatch):
 
 
 def test_images_are_mixed_by_timm_and_erased(base, monkeypatch):
-    made, seen, cross_entropy = [], [], F.cross_entropy
-
-    class Recorded(module.Mixup):
-        def __call__(self, x, target):
-            made.append(super().__call__(x, target))
-            return made[-1]
-
-    def record(logits, labels, **options):
-        seen.append(labels)
-        return cross_entropy(logits, labels, **options)
-
-    monkeypatch.setattr(module, "Mixup", Recorded)
-    monkeypatch.setattr(module.F, "cross_entropy", record)
+    made, mix = [], module.Mixup.__call__
+    monkeypatch.setattr(module.Mixup, "__call__", lambda *given: made.append(mix(*given)) or made[-1])
+    monkeypatch.setattr(module.F, "cross_entropy", loss := mock.Mock(wraps=F.cross_entropy))
     module.train(replace(base, mixup=0.4, cutmix=1.0, epochs=1), log=quiet)
-    mixed = [labels for labels in seen if labels.dim() == 2]
+    mixed = [call.args[1] for call in loss.call_args_list if call.args[1].dim() == 2]
     assert [tuple(labels.shape) for labels in mixed] == [(16, 3)] * 4
     assert all(torch.equal(labels, found) for labels, (_, found) in zip(mixed, made, strict=True))
     config = create_model("tiny").pretrained_cfg | {"input_size": (3, 16, 16)}
