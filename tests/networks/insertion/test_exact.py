@@ -161,6 +161,34 @@ def test_a_block_is_an_identity_on_the_feature_maps_of_the_network(block, seed, 
     assert (report.output_change, report.blocks[0].identity[1].get("gated", False)) == (0, gated)
 
 
+class ChannelsLast(nn.Module):
+    """A block that returns another memory format, and that is an identity at initialization."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.factor = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x):
+        return x.movedim(1, -1).contiguous().movedim(-1, 1) * (1 + self.factor[:, None, None])
+
+
+class DependsOnFormat(nn.Module):
+    """The rounding of a convolution depends on the memory format of its input."""
+
+    def forward(self, x):
+        return x + x.is_contiguous()
+
+
+def test_a_block_that_is_an_identity_learns_in_a_network_that_depends_on_its_memory_format():
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1), DependsOnFormat()), torch.randn(2, 3, 4, 4)
+    before = model(x)
+    report = va.insert_(model, ChannelsLast, names="0", example_input=x)
+    assert report.blocks[0].identity == ("", {"scale": 1.0})
+    assert torch.equal(model(x), before)
+    model(x).square().sum().backward()
+    assert all(p.grad.all() for p in inserted_blocks(model)["0"].parameters())
+
+
 def test_the_report_contains_the_output_change_of_inexact_blocks():
     model, x = network(), torch.randn(IMAGES)
     before = model(x)

@@ -17,7 +17,7 @@ from vision_attn.attention.position.relative_table import RelativePosition
 from vision_attn.errors import SiteError
 from vision_attn.networks import block_factories
 from vision_attn.networks.block_factories import BlockFactory, describe_error, make_block
-from vision_attn.networks.insertion.exact import init_identity_, wrap_exactly
+from vision_attn.networks.insertion.exact import ZEROS, init_identity_, wrap_exactly
 from vision_attn.networks.insertion.hooks import is_fusible, require_module
 from vision_attn.networks.insertion.record import (
     CHILD,
@@ -43,8 +43,8 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 class Attempt(NamedTuple):
     """A way to insert blocks that are not an identity by design, or at modules that depend on their children."""
 
-    #: set the last layers to zero if that makes a block an identity; otherwise, every block gets a gate
-    zeros: bool = True
+    #: how a block becomes an identity
+    how: str = ZEROS
     #: store the block in a module inside its target
     inside: bool = False
 
@@ -87,8 +87,8 @@ def new_block(
         if test_spec is not spec:
             new = build_block(run.model, x.target, at, make, channels, options, test_spec)
         # A layer that the block shares with the network must not be set to zero.
-        zeros = attempt.zeros and {*run.model.parameters()}.isdisjoint(new.parameters())
-        identity = init_identity_(new, x.target, x.shape, test_spec, exact, zeros)
+        shared = not {*run.model.parameters()}.isdisjoint(new.parameters())
+        identity = init_identity_(new, x.target, x.shape, test_spec, exact, attempt.how, shared)
         new = wrap_exactly(new, channels, test_spec, identity[1]).to(spec.device)
     second_map = None if context is None else SecondMap(context.target, context.layout, context.element, context.size)
     site = Site(x.target, at, channels, x.size, run.example.shape, x.layout, x.element if y is None else None, x.used)

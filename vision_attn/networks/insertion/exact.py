@@ -3,7 +3,8 @@
 The last layers of a block are set to zero if the output is then equal to the input, as at the end of a residual branch,
 or to a half, quarter or eighth of the input, as in front of one to three sigmoids. In the second case, the output is
 scaled back. Such a block learns from the first step. Any other block gets a gate with one value per channel, which is
-initialized to zero: ``x + gate · (block(x) − x)``. The block learns as soon as the gate differs from zero.
+initialized to zero: ``x + gate · (block(x) − x)``. The block learns as soon as the gate differs from zero. A block that
+is an identity without a gate must not get one, because the gate would have no gradient.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks.gated_residual import refuse_normalized_zeros
+from vision_attn.attention.blocks.projection import to_memory_format_of
 from vision_attn.checks import check_above
 from vision_attn.errors import SiteError
 from vision_attn.networks.inspection.costs import feature_map_error
 from vision_attn.networks.inspection.network import fixed_seed, quiet_eval
+
+#: Ways to make a block an identity: set its last layers to zero if necessary, also keep the memory format of the input,
+#: on which the rounding of the next layers depends, or add a gate.
+ZEROS, WRAPPED, GATE = "zeros", "wrapped", "gate"
 
 #: Ratio of output to input for an identity, and for a product with one to three factors of sigmoid(0).
 RATIOS = (1.0, 0.5, 0.25, 0.125)
@@ -28,7 +34,8 @@ RATIOS = (1.0, 0.5, 0.25, 0.125)
 class ExactBlock(nn.Module):
     """Wrapper that makes a block an identity at initialization.
 
-    Computes ``x + gate · (scale · block(x) − x)``, or ``scale · block(x)`` without a gate.
+    Computes ``x + gate · (scale · block(x) − x)``, or ``scale · block(x)`` without a gate, in the memory format of
+    ``x``.
 
     Args:
         block: the block.
@@ -65,7 +72,7 @@ class ExactBlock(nn.Module):
         for layer in self.block.modules():
             refuse_normalized_zeros(self.block, layer)
         if self.gate is None:
-            return y.to(x.dtype)
+            return to_memory_format_of(x, y.to(x.dtype))
         return x + (self.gate.view(-1, *(1,) * (x.dim() - 2)) * (y - x)).to(x.dtype)
 
 
@@ -85,11 +92,18 @@ def unwrap_exact_block(block: nn.Module) -> nn.Module:
 
 
 def init_identity_(
-    block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact: bool, zeros: bool = True
+    block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact: bool, how: str = ZEROS, shared: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """Run a block on random feature maps, and make it an identity at initialization if ``exact`` is set.
 
-    Without ``zeros``, every block gets a gate.
+    Args:
+        block: the block.
+        site: the module at which the block will run.
+        shape: shape of the feature map.
+        like: tensor with the device and dtype of the block.
+        exact: make the block an identity.
+        how: :data:`ZEROS`, :data:`WRAPPED` or :data:`GATE`.
+        shared: do not set layers to zero, because other modules share them.
 
     Returns:
         How the block was made an identity, and the options of the required :class:`ExactBlock`; empty if none.
@@ -111,9 +125,10 @@ def init_identity_(
             what = f"{type(block).__name__} returns NaN or infinity for the {'×'.join(map(str, shape[2:]))} feature map"
             raise SiteError(f"{what} at {site!r}. Choose a site with a larger feature map")
         wrapper_options: dict[str, Any] = {"copied": True} if run.copied else {}
-        if not exact or run.y.shape != x.shape or (zeros and run.ratio == 1):
+        wrapper_options |= {"scale": 1.0} if how == WRAPPED else {}
+        if not exact or run.y.shape != x.shape or (how != GATE and run.ratio == 1):
             return "", wrapper_options
-        if zeros and (layers := run.zero_last_layers_()):
+        if how != GATE and not shared and (layers := run.zero_last_layers_()):
             identity_init, scale = f"{' and '.join(layers)} set to zero", 1 / (run.ratio or 1.0)
             if scale > 1:
                 wrapper_options["scale"], identity_init = scale, f"{identity_init}, output multiplied by {scale:g}"

@@ -19,6 +19,7 @@ from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks.block_factories import BlockFactory
 from vision_attn.networks.insertion.build import FIRST, Attempt, new_block
+from vision_attn.networks.insertion.exact import GATE, WRAPPED, ZEROS
 from vision_attn.networks.insertion.record import InsertionReport, get_record, is_inserted, set_record_
 from vision_attn.networks.insertion.registry import (
     all_blocks,
@@ -140,13 +141,13 @@ def insert_(
     if dry_run:
         return report_costs(run, build(FIRST), sites if overview else [])
     # Zero layers may give an identity on random feature maps but not on those of the network; a zero gate always does.
-    attempts = [Attempt(zeros, inside) for inside in (False, True) for zeros in (True, False)]
+    attempts = [Attempt(how, inside) for inside in (False, True) for how in (ZEROS, WRAPPED, GATE)]
     while True:
         attempt, *attempts = attempts
         blocks = build(attempt)
         if attempt == FIRST:
             warn_about(blocks, declared.pads_images)
-        may_change = not exact or not attempt.zeros or all(isinstance(x, GatedResidual) for x in blocks)
+        may_change = not exact or attempt.how == GATE or all(isinstance(x, GatedResidual) for x in blocks)
         try:
             changed, verified = attach_verified(run, blocks, may_change)
         except ChildError:
