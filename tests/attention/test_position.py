@@ -169,3 +169,10 @@ def test_inferring_the_size_of_a_table_takes_few_steps_for_any_number_of_rows():
     """A small file can contain an expanded tensor of any shape."""
     encoding = va.Attention2d(8, 2, position=va.RelPosTable(feat_size=(4, 4))).position
     assert encoding.resize_pos_embed(TABLE, torch.zeros(1, 2).expand(10**12, -1)) is None
+
+
+def test_a_table_with_an_even_number_of_rows_is_not_resized():
+    encoding = va.Attention2d(8, 2, position=va.RelPosDecomposed(feat_size=4)).position
+    name = next(name for name, _ in encoding.named_parameters())
+    resized = [encoding.resize_pos_embed(name, torch.zeros(rows, 4)) for rows in (4, 5)]
+    assert [x if x is None else x.shape for x in resized] == [None, (7, 4)]

@@ -77,6 +77,7 @@ def test_the_page_has_the_maps_within_their_rounding(page):
     shown = content(path)["images"]
     for image, one in zip(images, shown, strict=True):
         picture = Image.open(io.BytesIO(base64.b64decode(one["source"].partition(",")[2])))
+        assert one["size"] == [16, 24]
         assert np.abs(np.asarray(picture) / 255 - image.movedim(0, 2).numpy()).mean() < 0.1
         maps = captured(model, image[None] - 0.5)
         assert [block["site"] for block in one["blocks"]] == list(maps) == ["1.attn", "3.attn"]

@@ -81,6 +81,7 @@ INVALID = [
     ({"stages": (1,)}, "--stages cannot be combined with --names"),
     ({"lr": math.nan}, "--lr must be at least 1e-12, got nan"),
     ({"lr": 1e9}, r"--lr must be at most 1000, got 1e\+?09|--lr must be at most 1000, got 1000000000.0"),
+    ({"seed": 2**32}, r"--seed must be at most 4294967295, got 4294967296"),
     ({"hflip": -0.5}, r"--hflip must be at least 0, got -0\.5"),
     ({"reprob": 1.5}, r"--reprob must be at most 1, got 1\.5"),
     ({"model": "resnet21"}, r"model: 'resnet21' does not exist\. Did you mean .*resnet20"),

@@ -197,7 +197,7 @@ def check_values(settings: Any) -> None:
         low, high = next(((low, high) for low, high, names in LIMITS if name in names.split()), (None, None))
         for x in value if isinstance(value, tuple) else (value,):
             if low is not None and high is not None and x is not None and not low <= x <= high:
-                limit = f"at most {high:g}" if x > high else f"at least {low:g}"
+                limit = f"at most {high}" if x > high else f"at least {low}"
                 raise ValueError(f"{flag(name)} must be {limit}, got {x}")
         if name in CHOICES and value not in (None, *CHOICES[name]):
             raise ValueError(f"{flag(name)} must be {' or '.join(CHOICES[name])}, got {value!r}")
