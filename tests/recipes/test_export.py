@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import onnxruntime
 import pytest
@@ -20,6 +21,7 @@ from vision_attn.errors import ExportError
 from vision_attn.networks.models import create_model
 from vision_attn.recipes import export
 from vision_attn.recipes.export import FORMATS
+from vision_attn.recipes.settings import Export
 
 MEAN, STD = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
 
@@ -103,6 +105,14 @@ def test_other_shapes_than_those_of_images_raise_errors(tmp_path, shape):
     with pytest.raises(ValueError, match=r"example_input must be images \(b, c, h, w\).* got " + re.escape(str(shape))):
         va.export_model(small_network(), tmp_path / "net.onnx", example_input=shape)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("size", "shape"), [((), None), ((40,), (1, 3, 40, 40)), ((40, 48), (1, 3, 40, 48))])
+def test_the_command_exports_images_of_the_given_side_or_height_and_width(tmp_path, size, shape):
+    va.save_model(create_model("tiny"), tmp_path / "net")
+    with mock.patch.object(export, "export_model") as exporter:
+        export.export(Export(str(tmp_path / "net"), tmp_path / "net.pt2", size))
+    assert exporter.call_args.kwargs["example_input"] == shape
 
 
 @pytest.mark.parametrize(("bias", "message"), [(torch.nan, "not finite"), (0.0, "RuntimeError: control flow")])
