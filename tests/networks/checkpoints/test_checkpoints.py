@@ -159,6 +159,8 @@ def test_an_error_lists_entries_that_match_equally(state, tmp_path):
         report = va.load_checkpoint_(model, path, prefix=prefix)
         assert (report.entry, report.prefix, report.other_entries) == ("teacher", "backbone.", ("student",))
         assert_same(model.state_dict(), state)
+    path = save({f"net{number}": state for number in range(7)}, tmp_path)
+    assert_rejected(r"under 7 entries. Pass prefix='net0\.' or .*'net5\.'$", small_network(), path)
 
 
 def test_the_same_names_under_two_incomplete_prefixes_are_not_loaded(tmp_path):

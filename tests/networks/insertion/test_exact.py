@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import vision_attn as va
 from vision_attn.networks.insertion import inserted_blocks
+from vision_attn.networks.insertion.exact import ExactBlock
 
 IMAGES = (1, 3, 14, 14)
 
@@ -151,7 +152,18 @@ class Rare(nn.Module):
         return x + F.relu(x - 20)
 
 
-@pytest.mark.parametrize(("block", "seed", "gated"), [("cbam", 16, False), (Rare, 0, True)])  # 16: a ReLU gives zeros
+class RareConv(InPlace):
+    """A block that is an identity except for large values if its convolution is zero."""
+
+    def forward(self, x):
+        return x + F.conv2d(x, self.weight, self.bias) + F.relu(x - 20)
+
+
+#: Block, seed, and whether it gets a gate. With the seed 16, a ReLU returns zeros.
+ON_MAPS_OF_THE_NETWORK = [("cbam", 16, False), (Rare, 0, True), (RareConv, 0, True)]
+
+
+@pytest.mark.parametrize(("block", "seed", "gated"), ON_MAPS_OF_THE_NETWORK)
 def test_a_block_is_an_identity_on_the_feature_maps_of_the_network(block, seed, gated):
     torch.manual_seed(seed)
     x, model = torch.randn(2, 3, 6, 6) * (100 if gated else 1), nn.Sequential(nn.Conv2d(3, 32, 1), nn.ReLU())
@@ -187,6 +199,11 @@ def test_a_block_that_is_an_identity_learns_in_a_network_that_depends_on_its_mem
     assert torch.equal(model(x), before)
     model(x).square().sum().backward()
     assert all(p.grad.all() for p in inserted_blocks(model)["0"].parameters())
+
+
+def test_a_scale_of_zero_is_refused():
+    with pytest.raises(ValueError, match="scale"):
+        ExactBlock(nn.Identity(), 8, torch.ones(1), scale=0.0)
 
 
 def test_the_report_contains_the_output_change_of_inexact_blocks():
