@@ -158,7 +158,7 @@ def test_the_readme_repeats_numbers_of_the_results():
 
 
 def test_one_command_reproduces_files_and_page(tmp_path, monkeypatch):
-    """``test_compare.py`` compares the intervals, p-values and verdicts of its function with those of SciPy."""
+    """``test_compare.py`` tests the intervals, p-values and verdicts against SciPy."""
     monkeypatch.syspath_prepend(ROOT / "docs")
     tables = importlib.import_module("result_tables")
     for name, value in {"FOLDER": tmp_path / "results", "PAGE": tmp_path / "README.md"}.items():

@@ -14,7 +14,7 @@ from torch import nn
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import check_above
 from vision_attn.networks.insertion.build import CONTAINERS
-from vision_attn.networks.insertion.hooks import find_module, our_hooks, remove_hooks_
+from vision_attn.networks.insertion.hooks import check_blocks, find_module, our_hooks, remove_hooks_
 from vision_attn.networks.insertion.record import replaced_module
 from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, replaced_modules
 from vision_attn.networks.inspection.network import NORMS
@@ -92,6 +92,7 @@ def unfreeze_backbone_(model: nn.Module) -> int:
         The number of trainable parameters (scalars).
 
     Raises:
+        SiteError: a block no longer runs, because other code has replaced or removed the module at its site.
         ValueError: the model is wrapped in ``DistributedDataParallel``, which would not synchronize the parameters.
 
     >>> from torchvision.models import resnet18
@@ -103,6 +104,7 @@ def unfreeze_backbone_(model: nn.Module) -> int:
     True
     """
     network = unwrap_model(model)
+    check_blocks(network)
     frozen = (p for p in frozen_parameters(network) if not p.requires_grad)
     refuse_in_wrapper(model, frozen, "va.unfreeze_backbone_")
     unfreeze_(network)

@@ -237,9 +237,10 @@ REPLACEMENTS = [
 def test_replacing_a_module_with_a_block_raises_an_error_with_a_remedy(names, convert):
     # pytorch#187298: fuse_modules and hooks; ultralytics' fuse(); manual replacements as in LoRA
     model = convert(with_block(["layer3.1", names])[0])
-    for use in (lambda: model(IMAGE), lambda: va.inserted_blocks(model)):
+    uses = (va.inserted_blocks, va.unfreeze_backbone_, va.freeze_backbone_, lambda model: model(IMAGE))
+    for use in uses:
         with pytest.raises(va.errors.SiteError, match=f"'{names}' no longer runs.*va.remove_.*before inserting"):
-            use()
+            use(model)
     assert "layer3.1" in [block.site for block in va.remove_(model).blocks]
     assert not keys_of_blocks(model)
     model(IMAGE)

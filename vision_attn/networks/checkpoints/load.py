@@ -170,9 +170,9 @@ class Target:
 
     def __init__(self, model: nn.Module, skip: str | Iterable[str]) -> None:
         check_blocks(model)
-        keys, replaced = keys_by_site(model), replaced_modules(model)
+        keys_of_blocks, replaced = keys_by_site(model), replaced_modules(model)
         state_dict, removed = model.state_dict(), replaced_tensors(model, replaced)
-        #: paths of the modules
+        #: paths of the modules in the network
         self.paths: list[str] = list(map(unwrap_key, dict(model.named_modules())))
         self.arguments: dict[str, Mapping[str, str]] = {
             unwrap_key(path): arguments for path, arguments in get_arguments(state_dict).items()
@@ -187,7 +187,7 @@ class Target:
         self.identities: dict[str, int] = {
             unwrap_key(key): id(parameter) for key, parameter in model.named_parameters(remove_duplicate=False)
         }
-        blocks = [set(map(unwrap_key, keys)) for keys in keys.values()]
+        blocks = [set(map(unwrap_key, keys)) for keys in keys_of_blocks.values()]
         self.block_keys: set[str] = set[str]().union(*blocks)
         # Checkpoints from torch before 0.4.1 have no batch counters.
         counters = [{key} for key in self.tensors if key.endswith("num_batches_tracked")]

@@ -43,8 +43,8 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 class Attempt(NamedTuple):
     """A way to insert blocks that are not an identity by design, or at modules that depend on their children."""
 
-    #: how a block becomes an identity
-    how: str = ZEROS
+    #: the method that makes a block an identity
+    method: str = ZEROS
     #: store the block in a module inside its target
     inside: bool = False
 
@@ -88,7 +88,7 @@ def new_block(
             new = build_block(run.model, x.target, at, make, channels, options, test_spec)
         # A layer that the block shares with the network must not be set to zero.
         shared = not {*run.model.parameters()}.isdisjoint(new.parameters())
-        identity = init_identity_(new, x.target, x.shape, test_spec, exact, attempt.how, shared)
+        identity = init_identity_(new, x.target, x.shape, test_spec, exact, attempt.method, shared)
         new = wrap_exactly(new, channels, test_spec, identity[1]).to(spec.device)
     second_map = None if context is None else SecondMap(context.target, context.layout, context.element, context.size)
     site = Site(x.target, at, channels, x.size, run.example.shape, x.layout, x.element if y is None else None, x.used)

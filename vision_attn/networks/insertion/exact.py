@@ -23,8 +23,8 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.inspection.costs import feature_map_error
 from vision_attn.networks.inspection.network import fixed_seed, quiet_eval
 
-#: Ways to make a block an identity: set its last layers to zero if necessary, also keep the memory format of the input,
-#: on which the rounding of the next layers depends, or add a gate.
+#: Ways to make a block an identity. ``ZEROS`` sets its last layers to zero if necessary. ``WRAPPED`` also returns the
+#: memory format of the input, on which the rounding of the next layers depends. ``GATE`` adds a gate.
 ZEROS, WRAPPED, GATE = "zeros", "wrapped", "gate"
 
 #: Ratio of output to input for an identity, and for a product with one to three factors of sigmoid(0).
@@ -92,7 +92,13 @@ def unwrap_exact_block(block: nn.Module) -> nn.Module:
 
 
 def init_identity_(
-    block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact: bool, how: str = ZEROS, shared: bool = False
+    block: nn.Module,
+    site: str,
+    shape: tuple[int, ...],
+    like: Any,
+    exact: bool,
+    method: str = ZEROS,
+    shared: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """Run a block on random feature maps, and make it an identity at initialization if ``exact`` is set.
 
@@ -102,8 +108,8 @@ def init_identity_(
         shape: shape of the feature map.
         like: tensor with the device and dtype of the block.
         exact: make the block an identity.
-        how: :data:`ZEROS`, :data:`WRAPPED` or :data:`GATE`.
-        shared: do not set layers to zero, because other modules share them.
+        method: :data:`ZEROS`, :data:`WRAPPED` or :data:`GATE`.
+        shared: do not set layers to zero, because the block shares parameters with the network.
 
     Returns:
         How the block was made an identity, and the options of the required :class:`ExactBlock`; empty if none.
@@ -125,10 +131,10 @@ def init_identity_(
             what = f"{type(block).__name__} returns NaN or infinity for the {'×'.join(map(str, shape[2:]))} feature map"
             raise SiteError(f"{what} at {site!r}. Choose a site with a larger feature map")
         wrapper_options: dict[str, Any] = {"copied": True} if run.copied else {}
-        wrapper_options |= {"scale": 1.0} if how == WRAPPED else {}
-        if not exact or run.y.shape != x.shape or (how != GATE and run.ratio == 1):
+        wrapper_options |= {"scale": 1.0} if method == WRAPPED else {}
+        if not exact or run.y.shape != x.shape or (method != GATE and run.ratio == 1):
             return "", wrapper_options
-        if how != GATE and not shared and (layers := run.zero_last_layers_()):
+        if method != GATE and not shared and (layers := run.zero_last_layers_()):
             identity_init, scale = f"{' and '.join(layers)} set to zero", 1 / (run.ratio or 1.0)
             if scale > 1:
                 wrapper_options["scale"], identity_init = scale, f"{identity_init}, output multiplied by {scale:g}"

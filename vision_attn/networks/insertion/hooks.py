@@ -164,7 +164,7 @@ def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, c
 
 
 def check_blocks(network: nn.Module) -> None:
-    """Raise an error if a block of a network no longer runs."""
+    """Call :func:`check_block` for each block of a network, as its forward pass does."""
     for owner in network.modules():
         for hook in our_hooks(owner, (check_block,)):
             hook(owner, ())

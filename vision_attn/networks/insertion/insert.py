@@ -141,13 +141,13 @@ def insert_(
     if dry_run:
         return report_costs(run, build(FIRST), sites if overview else [])
     # Zero layers may give an identity on random feature maps but not on those of the network; a zero gate always does.
-    attempts = [Attempt(how, inside) for inside in (False, True) for how in (ZEROS, WRAPPED, GATE)]
+    attempts = [Attempt(method, inside) for inside in (False, True) for method in (ZEROS, WRAPPED, GATE)]
     while True:
         attempt, *attempts = attempts
         blocks = build(attempt)
         if attempt == FIRST:
             warn_about(blocks, declared.pads_images)
-        may_change = not exact or attempt.how == GATE or all(isinstance(x, GatedResidual) for x in blocks)
+        may_change = not exact or attempt.method == GATE or all(isinstance(x, GatedResidual) for x in blocks)
         try:
             changed, verified = attach_verified(run, blocks, may_change)
         except ChildError:

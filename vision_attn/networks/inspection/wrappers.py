@@ -69,7 +69,7 @@ def synchronizer(model: nn.Module) -> str | None:
     """
     around: Iterable[Any] = ()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        gc.collect()  # a wrapper that is no longer in use
+        gc.collect()  # removes wrappers that are no longer used
         around = (x for x in gc.get_objects() if issubclass(type(x), nn.Module) and is_synchronized(x))
     modules = chain(model.modules(), (x for x in around if any(model is part for part in x.modules())))
     return next((type(x).__name__ for x in modules if is_synchronized(x)), None)
