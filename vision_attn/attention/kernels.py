@@ -139,10 +139,11 @@ def partition_torch(x: Tensor, bound: BoundRearrangement) -> Tensor:
 
 
 def split_heads_torch(x: Tensor, *heads: int) -> list[Tensor]:
-    # The heads are split before they become the second axis: the gradients are then concatenated without another copy.
-    n = sum(heads)
-    parts = x.reshape(x.shape[0], -1, n, x.shape[-1] // n).split_with_sizes(heads, dim=2)
-    return [part.transpose(1, 2) for part in parts]
+    b, n = x.shape[0], sum(heads)
+    x = x.reshape(b, -1, n, x.shape[-1] // n)
+    if x.requires_grad or type(b) is not int:  # without another copy, gradients are concatenated in the memory of x
+        return [part.transpose(1, 2) for part in x.split_with_sizes(heads, dim=2)]
+    return list(x.transpose(1, 2).split_with_sizes(heads, dim=1))
 
 
 def attend_bmm(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
@@ -217,7 +218,6 @@ def attend_sdpa(
         # The kernel reads all keys for each block of queries: a contiguous copy of many strided keys saves time.
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     sdpa = F.scaled_dot_product_attention if on_cpu else sdpa_on_gpu
-    b, n, i, _ = q.shape
     if mask is not None:
         mask = mask if mask.dtype in (torch.bool, q.dtype) else cast_mask(mask, q.dtype)
         q, k, v, mask = to_4d_mask(q, k, v, mask)
@@ -231,7 +231,8 @@ def attend_sdpa(
             raise NotImplementedError(f"{what}. Use va.use_impl(model, 'bmm')") from error
         q, k, v, scale, mask = inputs
         return without_derivative(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
-    y = y if y.shape[1] == n else y.reshape(b, n, i, y.shape[3])
+    if mask is not None and y.shape[1] != inputs[0].shape[1]:  # groups became heads
+        y = y.reshape(*inputs[0].shape[:3], y.shape[3])
     node = y.grad_fn if y.requires_grad and not torch.compiler.is_dynamo_compiling() else None
     if node is not None and "ScaledDotProduct" in node.name():
         node.register_hook(name_missing_derivative)
@@ -303,7 +304,7 @@ def to_4d_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, T
     """
     batch, groups, heads = mask.shape[:3]
     i, j = q.shape[2], k.shape[2]
-    aligned = q.device.type != "cpu"
+    aligned = not q.is_cpu
     if aligned and (mask.dtype == torch.bool or mask.shape[4] % 8 or mask.stride(3) % 8):
         mask = align_mask(mask.expand(-1, -1, -1, -1, j), q.dtype)
     if batch == 1 and groups > 1:
