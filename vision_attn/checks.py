@@ -1,7 +1,5 @@
 """Checks of arguments that would otherwise fail in silence, and the product of sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any

@@ -5,8 +5,6 @@ interruption. If the reader of the output closes the pipe, as ``head`` does, the
 Only bugs print a traceback. Help and wrong flags do not import heavy packages.
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 import io

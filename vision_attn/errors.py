@@ -4,8 +4,6 @@
 :class:`DataError`, :class:`TrainingError` and :class:`ExportError`. :class:`Interrupted` is a ``KeyboardInterrupt``.
 """
 
-from __future__ import annotations
-
 from vision_attn.text import escape_control_characters
 
 __all__ = [

@@ -1,7 +1,5 @@
 """Text for reports and messages: tables, shortened lists, and escaped names from files."""
 
-from __future__ import annotations
-
 import difflib
 import html
 from collections.abc import Collection, Iterable, Sequence

@@ -4,8 +4,6 @@ Each threshold was measured on at least two processors. ``docs/performance.md`` 
 benchmarks/speed.py --rows choices`` measures the alternatives on your machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Options that cannot change after a module was built."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any, ClassVar
 

@@ -7,8 +7,6 @@ folded into queries and keys. A pattern that is a plain reshape runs in groups, 
 other pattern runs on the complete feature map without copying tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any

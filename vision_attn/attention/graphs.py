@@ -1,7 +1,5 @@
 """Graphs, traces and transforms, whose tensors belong to a graph and whose sizes may be symbolic; CUDA graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache

@@ -1,7 +1,5 @@
 """Implementations by name, and ``attend``, which runs one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The inputs of attention in the groups of a pattern, and the bias of a position encoding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

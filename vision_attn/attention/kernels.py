@@ -17,8 +17,6 @@ least one key for every query. Its rows may be padded; columns from ``j`` on are
 True. Logits and softmax are computed in at least float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd

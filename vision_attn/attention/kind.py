@@ -1,7 +1,5 @@
 """The kind of a call: the properties of its inputs, and not their values, and the modes in which it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

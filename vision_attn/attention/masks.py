@@ -4,8 +4,6 @@ Letters: ``b`` batch, ``n`` heads, ``i`` query token, ``j`` key token. A mask is
 float. For the groups of a pattern, it has five axes, ``(b or 1, groups or 1, n or 1, i, j)``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 

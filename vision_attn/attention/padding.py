@@ -1,7 +1,5 @@
 """The padding of images inside ``va.padded``, which is excluded from attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

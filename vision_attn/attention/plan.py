@@ -5,8 +5,6 @@ never changes. A block makes a plan once for each kind and keeps it. In graphs, 
 be symbolic and tensors belong to the graph, it makes a plan in every call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

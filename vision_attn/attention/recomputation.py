@@ -5,8 +5,6 @@ torch has no public identifier of a segment. It is read from the stack: the ``ct
 belong to the autograd graph and are freed with it.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -9,8 +9,6 @@ Activation checkpointing computes a segment of a forward pass again during the b
 of its first run, or an error is raised. The values are kept with the segment and freed with its graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context

@@ -1,7 +1,5 @@
 """Classes and functions that build blocks, with or without the arguments ``device`` and ``dtype``, and their names."""
 
-from __future__ import annotations
-
 import inspect
 import traceback
 from collections.abc import Callable, Mapping

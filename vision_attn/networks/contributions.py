@@ -1,7 +1,5 @@
 """Contribution of the blocks of a network: the size of their branches, and the effect of disabling them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Fine-tuning: gates, freezing the backbone, and parameter groups for an optimizer."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

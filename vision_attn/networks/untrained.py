@@ -1,7 +1,5 @@
 """A warning about blocks that no optimizer updates, for example because it was created before insertion."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

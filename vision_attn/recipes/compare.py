@@ -7,8 +7,6 @@ Each run is a run of ``train.py`` in the folder ``VARIANT-SEED``. Run the same c
 complete runs are kept. Runs are started by joblib, with local processes or with a registered backend such as Ray.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Data sets of images: folders, CIFAR and those of timm, with held-out parts, checks and loaders."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -9,8 +9,6 @@ All glyphs are new, so that they cannot be learned by heart. Three variants of o
 block, with a block that averages over all positions, and with attention.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

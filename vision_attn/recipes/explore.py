@@ -4,8 +4,6 @@ vision-attn explore runs/train-1 photo.jpg --output report.html
 python my_explore.py vit_tiny_patch16_224 photo.jpg --pretrained        # a copy of this file with your changes
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

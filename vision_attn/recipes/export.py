@@ -4,8 +4,6 @@ vision-attn export runs/train-1 --output flowers.onnx
 python my_export.py runs/train-1 --output flowers.onnx        # a copy of this file with your changes
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -4,8 +4,6 @@ vision-attn predict runs/train-1 photo.jpg more-photos --top 3 --output found.cs
 python my_predict.py runs/train-1 photo.jpg        # a copy of this file with your changes
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Folders of runs: their settings, locks and states. Files are written completely or not at all."""
 
-from __future__ import annotations
-
 import csv
 import importlib.metadata
 import io

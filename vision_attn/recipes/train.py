@@ -10,8 +10,6 @@ image, and the process, and the learning rate from the number of the step. An in
 bitwise identical to an uninterrupted run.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """``Attention1d``, ``Attention2d`` and ``Attention3d``: multi-head attention on feature maps."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from vision_attn.attention.blocks.attention_nd import Attention

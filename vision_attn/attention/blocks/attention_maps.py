@@ -1,7 +1,5 @@
 """Attention weights on the feature map, computed from the inputs of a kernel: fused kernels never store weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

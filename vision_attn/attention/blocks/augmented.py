@@ -1,7 +1,5 @@
 """Attention that replaces a convolution, or is concatenated with one."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """The configuration of a block, stored with its state dict, and the choice of an implementation."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Attention blocks for a backbone: a gated residual branch, which is an identity at initialization."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar, Self
 from weakref import WeakSet

@@ -11,8 +11,6 @@ tokens. The rows of ``φ(q) ψ(k)ᵀ`` are positive and sum to one, as attention
 ``mask`` is None or bool, ``(b or 1, n or 1, j, 1)``, and True for the keys that queries may attend to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from typing import ClassVar

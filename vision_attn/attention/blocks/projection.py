@@ -1,7 +1,5 @@
 """1×1 convolutions as linear layers, layer norm over channels, and checks and memory formats of feature maps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

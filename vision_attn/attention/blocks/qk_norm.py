@@ -6,8 +6,6 @@ keys are therefore centered over the feature map and normalized to unit length. 
 isometric projection, because the product of two independent random projections does not measure similarity.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks of the arguments of :class:`Attention2d`."""
 
-from __future__ import annotations
-
 from numbers import Integral
 from typing import Any
 

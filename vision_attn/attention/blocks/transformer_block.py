@@ -1,7 +1,5 @@
 """A transformer encoder layer on the positions of a feature map."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """A pattern for feature maps of one size: the layouts of queries and keys, and their mask."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention of blocks of queries to the keys in and around each block, as in HaloNet."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ overlapping groups), tokens are gathered with a flat index, and scattered back w
 small feature map.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import reduce
 

@@ -3,8 +3,6 @@
 Consecutive queries form a tile. The keys of a tile are the keys of all its queries, with a mask for each query.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

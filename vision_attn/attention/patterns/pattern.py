@@ -1,7 +1,5 @@
 """The interface of a pattern, which splits each axis of a feature map into tiles of queries and their keys."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from numbers import Integral
 from typing import Any, NamedTuple, cast

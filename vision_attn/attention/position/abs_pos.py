@@ -1,7 +1,5 @@
 """Learned absolute position embeddings of the keys."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any

@@ -1,7 +1,5 @@
 """Conditional positional encoding: a depthwise convolution that is added to the feature map."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

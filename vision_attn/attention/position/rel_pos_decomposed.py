@@ -1,7 +1,5 @@
 """Relative position logits that are decomposed by axis: products of the query and one table per axis, as in BoTNet."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

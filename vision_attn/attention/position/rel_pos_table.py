@@ -1,7 +1,5 @@
 """A learned bias for each relative position and head, as in Swin and CoAtNet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Shapes and interpolation of the tables of :class:`RelPosTable` and :class:`RelPosDecomposed`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

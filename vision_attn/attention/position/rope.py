@@ -1,7 +1,5 @@
 """Axial rotary position embedding of queries and keys."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Sine-cosine position embedding, which is added to the feature map."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Figures of attention maps. Importing this module loads matplotlib."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

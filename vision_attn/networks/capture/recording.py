@@ -1,7 +1,5 @@
 """Capture the attention maps of a forward pass, with any implementation of attention."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

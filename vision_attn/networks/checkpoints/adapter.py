@@ -1,7 +1,5 @@
 """Save inserted blocks and other trained parameters in a small adapter file, and load them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -16,8 +16,6 @@ file_hash  a hash of all entries above and the fingerprint of the tensors in the
 Files with another format version are rejected.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

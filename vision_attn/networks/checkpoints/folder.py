@@ -13,8 +13,6 @@ A folder can come from an untrusted source. It can refer only to timm networks a
 passes other classes. Loading it runs no code from the folder, and files in it cannot cause downloads.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

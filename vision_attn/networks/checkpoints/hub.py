@@ -1,7 +1,5 @@
 """Download files of the Hugging Face Hub that the user names."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Load checkpoints into a model, after a complete comparison of both."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping

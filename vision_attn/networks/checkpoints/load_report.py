@@ -1,7 +1,5 @@
 """Report of a loaded checkpoint, and remedies for a checkpoint that does not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 

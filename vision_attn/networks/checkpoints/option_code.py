@@ -4,8 +4,6 @@ The code consists of literals, and of patterns and position encodings with liter
 Classes that are not of this library are known only while a file is written or if the caller passes them.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass

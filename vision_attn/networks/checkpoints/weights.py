@@ -1,7 +1,5 @@
 """Find the weights of a network in a checkpoint file, and convert their keys to the keys of the model."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ The letters are the letters of Keras, not the axis names of this package. Tensor
 channels)`` before the projection and ``(batch, <axes>, heads, width)`` after it, with any number of axes.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Sequence
 from itertools import islice

@@ -6,8 +6,6 @@ can hide a difference (a projection of zeros returns zeros in any order). It is 
 which reveal a different ``eps`` of a norm.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

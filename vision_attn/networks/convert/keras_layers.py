@@ -1,7 +1,5 @@
 """Conversions of the attention layers of Keras, which use channels-last inputs and kernels with an axis for heads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Convert single layers of other libraries to blocks."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversions of the attention layers of torch, transformers, vit-pytorch, MONAI, YOLO, diffusers and natten."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

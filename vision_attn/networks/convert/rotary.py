@@ -1,7 +1,5 @@
 """Rotation of queries and keys by sines and cosines that a network passes in each call, as in EVA and DINOv3."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

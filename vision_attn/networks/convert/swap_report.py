@@ -1,7 +1,5 @@
 """Report of the attention modules that ``swap_`` found in a model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from vision_attn.text import Report, Table, shorten

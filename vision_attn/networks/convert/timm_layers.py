@@ -1,7 +1,5 @@
 """Conversions of the attention layers of timm, whose inputs are tokens or feature maps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace

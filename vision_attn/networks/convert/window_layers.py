@@ -1,7 +1,5 @@
 """Conversions of the window and grid attention of timm and torchvision: MaxViT, CoAtNet, Swin and Twins."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Build blocks for their sites, with their records."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -7,8 +7,6 @@ initialized to zero: ``x + gate · (block(x) − x)``. The block learns as soon 
 is an identity without a gate must not get one, because the gate would have no gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any

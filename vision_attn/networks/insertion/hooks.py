@@ -5,8 +5,6 @@ run their own blocks. A block inside its target is found by its path from the ta
 puts in its place, such as a wrapper of PEFT or FSDP, runs instead.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Container, Iterator
 from functools import partial

@@ -4,8 +4,6 @@ The sites are found from the metadata of the network and one dry run. The blocks
 once more. If its output is not bitwise identical, the blocks are detached again.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

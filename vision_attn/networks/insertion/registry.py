@@ -5,8 +5,6 @@ to the feature map that the target returns or receives. No module of the model i
 replaces a module becomes a child in its place, and its record contains the module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial

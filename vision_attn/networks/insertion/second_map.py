@@ -1,7 +1,5 @@
 """A second feature map from outside a network, from which inserted blocks compute keys and values."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 
 from torch import Tensor, nn

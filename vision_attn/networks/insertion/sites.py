@@ -1,7 +1,5 @@
 """Sites: modules of a network that the user selects by stage, name or function; their targets; and stages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any

@@ -1,7 +1,5 @@
 """Attach blocks to a network and verify that the output stays bitwise identical."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager

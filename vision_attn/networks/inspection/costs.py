@@ -1,7 +1,5 @@
 """Costs of a block at its site, and proposals of stages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

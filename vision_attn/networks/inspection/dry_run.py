@@ -5,8 +5,6 @@ before a grid, and the position of the channel axis. If the layout is ambiguous,
 choose other modules. A backward pass shows which of several tensors the network uses.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext, suppress

@@ -1,7 +1,5 @@
 """Inputs of a dry run: the arguments of a forward pass, and random images of a network's default size."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Stages and layouts from the metadata of a network, and a table of stages for networks without metadata."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace

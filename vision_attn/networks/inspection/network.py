@@ -1,7 +1,5 @@
 """Run a network in evaluation mode without side effects on its tensors, hooks and random states."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Select modules and state-dict keys by globs, and the ends and parents of modules by path."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Find the network inside wrappers, such as those of ``torch.compile`` and of data parallelism."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable
 from itertools import chain

@@ -14,8 +14,6 @@ Both have tables of relative positions for images of size ``img_size``. The tabl
 other layers and arguments are the same as for timm's ResNet-50.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -15,8 +15,6 @@ Checkpoints for option B (chenyaofo/pytorch-cifar-models) require the mean and s
 (``resnet20.cifar10``, ``resnet20.cifar100``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

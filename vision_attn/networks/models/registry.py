@@ -1,7 +1,5 @@
 """Base class of the networks of this library, and their registration with timm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
