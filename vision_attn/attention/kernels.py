@@ -139,7 +139,8 @@ def partition_torch(x: Tensor, bound: BoundRearrangement) -> Tensor:
 def split_heads_torch(x: Tensor, *heads: int) -> list[Tensor]:
     b, n = x.shape[0], sum(heads)
     x = x.reshape(b, -1, n, x.shape[-1] // n)
-    if x.requires_grad or type(b) is not int:  # without another copy, gradients are concatenated in the memory of x
+    if x.requires_grad or type(b) is not int:  # in a trace, which must not depend on whether gradients are enabled
+        # The heads are not yet the second axis, so that their gradients are concatenated without another copy.
         return [part.transpose(1, 2) for part in x.split_with_sizes(heads, dim=2)]
     return list(x.transpose(1, 2).split_with_sizes(heads, dim=1))
 

@@ -1,11 +1,9 @@
 """Batches of images that are padded to one size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +95,7 @@ class ValidPixels(DependsOnPass):
     def tensors(self) -> list[Tensor]:
         return [self.valid] if isinstance(self.valid, Tensor) else []
 
-    def fixed(self) -> ValidPixels:
+    def fixed(self) -> Self:
         return replace(self, size=self.size or size_of_call(self.model))
 
 

@@ -1,7 +1,5 @@
 """Multi-head attention on feature maps with one, two or three axes, which share one forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from types import SimpleNamespace

@@ -1,8 +1,7 @@
 """Patterns that are one einx expression: full, rows, columns, windows, grids and custom expressions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -114,7 +113,7 @@ class Pattern(ExpressionPattern):
             text=expression, sizes=tuple(sizes.items()), rearrangement=Rearrangement.parse(expression, sizes)
         )
 
-    def expand_to_rank(self, rank: int) -> Pattern:
+    def expand_to_rank(self, rank: int) -> Self:
         if rank != self.rank:
             raise ValueError(f"pattern must be for feature maps with {rank} axes, got {self}, which is for {self.rank}")
         return self

@@ -6,8 +6,6 @@ of the block with the current weights of the module, so that several threads can
 that the block does not support run the original forward.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
@@ -153,7 +151,7 @@ def outer_paths(name: str) -> list[str]:
     return ["", *ancestor_paths(name)] if name else []
 
 
-def make_swap(module: nn.Module) -> Swap:
+def make_swap(module: nn.Module) -> "Swap":
     """Create the block for a module and compare both; raise an error for an unsupported module."""
     if isinstance(module, (Swapped, Attention)):
         raise ValueError(SWAPPED if isinstance(module, Swapped) else VISION_ATTN)

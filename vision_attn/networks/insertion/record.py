@@ -1,10 +1,8 @@
 """Sites and records of inserted blocks, and the report that prints them as a table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import nn
 
@@ -130,7 +128,7 @@ class InsertedBlock:
         channels = self.options.get("context_channels")
         return None if channels is None else (channels, *(self.second.size if self.second else self.map_size))
 
-    def moved(self, site: str, block_path: str, rename: Callable[[str], str]) -> InsertedBlock:
+    def moved(self, site: str, block_path: str, rename: Callable[[str], str]) -> Self:
         """Return the record for another model, which contains the block and its modules under other paths."""
         second = self.second and replace(self.second, path=rename(self.second.path))
         return replace(self, target=replace(self.target, path=site), block_path=block_path, second=second)

@@ -6,15 +6,13 @@ list, which is not sufficient: a file of 400 bytes can call ``bytearray(2**31)``
 imports nothing, hashes only plain keys, and counts values.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 import pickletools
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +68,7 @@ class Placeholder:
     #: name of the function or class of the object in the file
     name: str
 
-    def __call__(self, *arguments: object) -> Placeholder:
+    def __call__(self, *arguments: object) -> Self:
         return self
 
     def extend(self, items: object) -> None:
