@@ -90,33 +90,9 @@ def test_uses_of_private_names_are_exactly_those_in_the_list():
     assert sorted({*known} - found) == [], "no longer used: remove it from private_names.py"
     assert len(known) == len({*known}) <= 25
     assert all(use.reason and re.search(r"\d", use.versions) for use in USES)
-
-
-CODE = [
-    ("module._forward_hooks", "_forward_hooks"),
-    ("import torch._dynamo", "_dynamo"),
-    ("from torch.utils._pytree import tree_map", "_pytree"),
-    ("from torch.storage import _storage_type", "_storage_type"),
-    ("getattr(module, '_hf_hook')", "_hf_hook"),
-    ("name in ('torch._dynamo.eval_frame',)", "_dynamo"),
-    ("f'{path}._orig_mod'", "_orig_mod"),
-    ("vars(copied).update(_parameters={})", "_parameters"),
-    ("class A(nn.Module):\n    def _apply(self): pass", "_apply"),
-    ("self._buffers", "_buffers"),
-    ("class A(str):\n    def __eq__(self, other): pass", "A(str)"),
-]
-
-
-@pytest.mark.parametrize(("code", "name"), CODE)
-def test_every_kind_of_use_is_found(code, name):
-    assert private_names(ast.parse(code)) == {name}
-
-
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.name)
-def test_the_test_of_a_private_name_exists(use):
-    file, _, name = use.test.partition("::")
-    tests = ast.parse((Path(__file__).parent / file).read_text()).body
-    assert name in [node.name for node in tests if isinstance(node, ast.FunctionDef)]
+    for file, _, name in (use.test.partition("::") for use in USES):
+        tests = ast.parse((Path(__file__).parent / file).read_text()).body
+        assert name in [node.name for node in tests if isinstance(node, ast.FunctionDef)]
 
 
 def test_private_names_of_torch_mean_what_the_package_expects():

@@ -53,22 +53,6 @@ def test_the_number_of_plans_is_limited(monkeypatch):
     assert kept == [1, 2, 3, 1, 2]
 
 
-def test_a_plan_depends_on_every_input():
-    """Each of these calls follows calls with other inputs, and must equal the call of a block without plans."""
-    mask = torch.rand(35, 35) > 0.3
-    calls = [(images(),), (images(), mask), (images(), mask.double()), (images(3, 16, 5, 7),), (images(2, 16, 7, 5),)]
-    calls.append((images().to(memory_format=torch.channels_last),))
-    used = layer(position=va.RelPosTable((5, 7)))
-    for inputs in calls * 2:
-        assert_equal(outputs(used, *inputs), outputs(layer(position=va.RelPosTable((5, 7))), *inputs))
-    with torch.no_grad():
-        assert_equal([used(images())], [layer(position=va.RelPosTable((5, 7)))(images())])
-    dropped = layer(attn_drop=0.5)
-    before = dropped(images())
-    assert not torch.equal(dropped.train()(images()), before)
-    assert torch.equal(dropped.eval()(images()), before)
-
-
 @pytest.mark.parametrize("position", [None, va.Rope(), va.AbsPos(4)], ids=str)
 @pytest.mark.parametrize("impl", CPU_IMPLS)
 def test_contexts_of_two_sizes_in_one_block(impl, position):

@@ -1,7 +1,6 @@
 """The documentation is correct: its code runs and prints the output on the page, and links and commands are valid."""
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -35,7 +34,6 @@ README = (ROOT / "README.md").read_text()
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = [ROOT / name for name in ("docs", "examples", "weights")]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(page for folder in FOLDERS for page in folder.rglob("*.md"))]
-WEIGHTS = sorted((ROOT / "weights").rglob("*.safetensors"))
 #: Imports of packages in the extra `integrations`. A page with such imports runs in a separate process, because some of
 #: the packages change the state of their process.
 INTEGRATIONS = r"^(?:from|import) (diffusers|segmentation_models_pytorch|torchao|transformers|ultralytics)\b"
@@ -310,9 +308,3 @@ def test_the_api_reference_is_complete_and_current():
     assert {value for value in public if inspect.isfunction(value) or inspect.isclass(value)} <= set(found)
     written = {path.name: path.read_text() for path in (ROOT / "docs/api").glob("*.md")}
     assert written == reference["generate"](), "python docs/api_reference.py updates the pages"
-
-
-@pytest.mark.parametrize("weights", WEIGHTS, ids=lambda path: path.parent.name)
-def test_a_model_card_contains_the_hash_of_its_weights(weights):
-    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
-    assert f"`{digest}`" in (weights.parent / "README.md").read_text()

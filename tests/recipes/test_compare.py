@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -223,23 +222,3 @@ def test_processes_end_with_the_main_process_and_the_command_goes_on(image_folde
     epochs = [json.loads((state / "progress.json").read_text())["epoch"] for state in saved]
     done = subprocess.run([*line, "400", "--resume", "auto"], capture_output=True, text=True, check=False)
     assert (done.returncode, min(epochs) > 0) == (2, True), "resume is automatic"
-
-
-@pytest.mark.thorough
-def test_ray_runs_the_same_comparison_on_two_nodes(tmp_path, monkeypatch):
-    ray = pytest.importorskip("ray", reason="ray is not installed")
-    from ray.cluster_utils import Cluster
-
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        cluster.add_node(num_cpus=1)
-        ray.init(address=cluster.address)
-        found = trials(score, ["plain", "block"], seeds=[0, 1, 2], output=tmp_path / "ray", jobs=2, backend="ray")
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-    here = trials(score, ["plain", "block"], seeds=[0, 1, 2], output=tmp_path / "here", jobs=1)
-    scores = [{v: {s: one["top-1 %"] for s, one in of.items()} for v, of in runs.items()} for runs in (found, here)]
-    assert scores[0] == scores[1]
-    assert (tmp_path / "ray" / "comparison.md").exists()

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from impls import CPU_IMPLS
 from launches import Operations
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -23,23 +22,6 @@ def network():
     model = timm.create_model("resnet20").eval()
     va.insert_(model, names=["layer2", "layer3"], num_heads=4, gate_init=1.0)
     return model
-
-
-@pytest.mark.parametrize("impl", CPU_IMPLS)
-@pytest.mark.parametrize("context_size", [None, (4, 2)])
-def test_maps_are_the_weights_that_the_block_used(impl, context_size):
-    torch.manual_seed(0)
-    block = va.Attention2d(8, 2, impl=impl, dtype=torch.float64)
-    x = torch.randn(2, 8, 3, 5, dtype=torch.float64)
-    source = x if context_size is None else torch.randn(2, 8, *context_size, dtype=torch.float64)
-    mask = torch.rand(15, source[0, 0].numel()) < 0.7
-    with va.capture(block) as maps, torch.no_grad():
-        y = block(x, mask=mask, context=source)
-    assert maps[""].weights.shape == (2, 2, 15, *source.shape[2:])
-    weights = maps[""].weights.flatten(3)
-    assert (weights.flatten(0, 1)[:, ~mask] == 0).all()
-    v = block.qkv(source)[:, 16:].unflatten(1, (2, 4)).flatten(3).mT
-    torch.testing.assert_close(block.proj((weights @ v).mT.reshape(2, 8, 3, 5)), y)
 
 
 def test_queries_are_image_positions():

@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 
@@ -28,11 +27,6 @@ def test_flipped_bits_are_detected(tmp_path):
             except va.errors.CheckpointError:
                 refused += 1
     assert refused > 150
-
-
-def test_tests_have_no_network():
-    with socket.socket() as one, pytest.raises(pytest.fail.Exception, match=r"192.0.2.1"):
-        one.connect(("192.0.2.1", 80))
 
 
 @pytest.mark.slow

@@ -399,8 +399,6 @@ def reads_pickles(source):
 def test_nothing_else_in_the_package_reads_pickles():
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if reads_pickles(path.read_text())}
     assert found == {"networks/safe/pickled.py"}
-    assert reads_pickles("from pickle import loads")
-    assert reads_pickles("x = torch.load(path)")
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
