@@ -49,8 +49,7 @@ def one_device(device):
 def test_blocks_keep_to_one_device(device, impl):
     crossed = [("full", position) for position in POSITIONS]
     for number, pattern in enumerate(PATTERNS):
-        steps = (0, 3) if (impl, device) == ("auto", "cuda") else (0,)  # test_gpu_budget.py has all for meta
-        crossed += [(pattern, POSITIONS[(number + step) % len(POSITIONS)]) for step in steps]
+        crossed.append((pattern, POSITIONS[number % len(POSITIONS)]))  # test_gpu_budget.py has all pairs for meta
     cases = [(pattern, make_position(position, pattern, SIZE)) for pattern, position in crossed]
     blocks = [(va.AttentionBlock2d, {"pattern": pattern, "position": position}, {}) for pattern, position in cases]
     for block, options, further in (*BLOCKS, *blocks):
@@ -69,25 +68,32 @@ def test_blocks_keep_to_one_device(device, impl):
 @pytest.mark.parametrize("device", ["cuda", "meta"])
 def test_blocks_can_be_inserted_into_and_removed_from_networks_without_values(device):
     with MODES[device](), torch.device(device):
-        model, x = timm.create_model("resnet18"), torch.empty(2, 3, 224, 224)
-        keys = list(model.state_dict())
-        report = va.insert_(model, stages=[-2, -1], position=va.RelPosTable((14, 14)))
+        model = timm.create_model("resnet18", layers=(1,) * 4, channels=(8, 8, 8, 16), num_classes=3)
+        x, keys = torch.empty(2, 3, 64, 64), list(model.state_dict())
+        options = {"num_heads": 2, "example_input": x}
+        report = va.insert_(model, stages=[1, 2], position=va.RelPosTable((8, 8)), **options)
         assert {p.device.type for block in va.inserted_blocks(model).values() for p in block.parameters()} == {device}
-        assert model(x).shape == (2, 1000)
-        assert report.model_cost.macs == 1_814_073_344
+        assert model(x).shape == (2, 3)
+        assert report.model_cost.macs > 0
         va.remove_(model)
         assert list(model.state_dict()) == keys
-        va.replace_(model, names="layer4.1.conv2")
-        assert model(x).shape == (2, 1000)
+        va.replace_(model, names="layer2.0.conv2", **options)
+        assert model(x).shape == (2, 3)
 
 
-@pytest.mark.parametrize(("number", "pattern"), [*enumerate(PATTERNS)], ids=str)
-def test_capture_copies_nothing_from_one_device_to_another(number, pattern):
+#: Patterns with other layouts: identities, rearrangements, padding, overlapping keys, and gathered positions.
+LAYOUTS = ["full", *PATTERNS[3:8]]
+OTHERS = [pattern for pattern in PATTERNS if pattern not in LAYOUTS]
+CAPTURED = [*LAYOUTS, *(pytest.param(pattern, marks=pytest.mark.slow) for pattern in OTHERS)]
+
+
+@pytest.mark.parametrize("pattern", CAPTURED, ids=str)
+def test_capture_copies_nothing_from_one_device_to_another(pattern):
     with FakeTensorMode(), torch.device("cuda"):
         model, x = nn.Sequential(va.AttentionBlock2d(16, 4, pattern=pattern)), torch.empty(2, 16, *SIZE)
-        selected = [(0, 0), (3, 4)], [0, 2], None
-        reduced = [(1, 1)], [3, 0], "max"
-        for queries, heads, reduction in ((None, None, None), (selected, reduced)[number % 2]):
+        reduced = pattern in LAYOUTS[::2]
+        selected = ([(1, 1)], [3, 0], "max") if reduced else ([(0, 0), (3, 4)], [0, 2], None)
+        for queries, heads, reduction in ((None, None, None), selected):
             options = {"heads": heads, "reduction": reduction}
             with va.capture(model, queries, **options) as maps, torch.no_grad(), one_device("cuda"):
                 model(x)

@@ -26,10 +26,10 @@ def images(batch, side=8):
     return torch.randn(batch, 16, side, side, generator=torch.Generator().manual_seed(batch))
 
 
-OTHERS = [pytest.param(pattern, marks=pytest.mark.slow) for pattern in PATTERNS if pattern != "full"]
+OTHERS = [pytest.param(pattern, marks=pytest.mark.slow) for pattern in PATTERNS]
 
 
-@pytest.mark.parametrize("pattern", [va.Window(4), "full", *OTHERS], ids=str)
+@pytest.mark.parametrize("pattern", [va.Window(4), *OTHERS], ids=str)
 def test_exports_and_traces_run_at_other_batch_sizes_with_operations_that_converters_support(pattern):
     """Gradients are enabled. Converters of traces support permute and logical_and, but not movedim and &."""
     block = layer(pattern)

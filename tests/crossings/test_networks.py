@@ -567,9 +567,14 @@ class Networks(RuleBasedStateMachine):
             self.check_state()
 
 
+#: Numbers of networks, and of steps for each: the setup of a network takes as long as ten steps.
+RUNS = [(15, 30), pytest.param(100, 30, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("networks", "steps"), RUNS)
 @pytest.mark.filterwarnings("ignore")  # of torch, about functions that it runs slowly or compiles
-def test_features_in_random_order():
-    run_state_machine_as_test(Networks, settings=settings(max_examples=45, stateful_step_count=20))
+def test_features_in_random_order(networks, steps):
+    run_state_machine_as_test(Networks, settings=settings(max_examples=networks, stateful_step_count=steps))
 
 
 @pytest.mark.thorough

@@ -19,8 +19,6 @@ SEEDS = r"\d+\.\d+(?:, \d+\.\d+)+"
 MEAN, INTERVAL = r"\d+\.\d+ ± \d+\.\d+", r"−?\d+\.\d+ to −?\d+\.\d+"
 
 
-
-
 def comparisons(file):
     """Yield the scores by variant and seed, the differences, and the decimals on the page for each comparison."""
     recorded = json.loads(file.read_text())
