@@ -42,10 +42,10 @@ QUIET = dict.fromkeys(("HF_HUB_OFFLINE", "YOLO_OFFLINE", "OMP_NUM_THREADS"), "1"
 QUIET |= dict.fromkeys(("YOLO_AUTOINSTALL", "YOLO_VERBOSE"), "0")
 
 #: Networks of different families, for which the quick start of the README runs: of timm by name, or of torchvision.
-FAMILIES = ["convnext_atto", "edgenext_xx_small", "mobilenetv3_small_050", "nf_regnet_b0"]
+FAMILIES = ["convnext_atto", "mobilenetv3_small_050"]
 SLOW = ["densenet121", "dla46_c", "efficientnet_b0", "ghostnet_050", "poolformerv2_s12", "regnety_002", "resnet18"]
 SLOW += ["repghostnet_050", "swin_tiny_patch4_window7_224", "tf_efficientnet_lite0", "vit_tiny_patch16_224"]
-SLOW += ["torchvision.models.mobilenet_v3_small", "torchvision.models.resnet18"]
+SLOW += ["torchvision.models.mobilenet_v3_small", "torchvision.models.resnet18", "edgenext_xx_small", "nf_regnet_b0"]
 FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 
 

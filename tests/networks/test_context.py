@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import timm
 import torch
-import torchvision
 from reach import tensors
 from small_networks import copies, resnet
 from torch import nn
@@ -13,15 +12,13 @@ from torch import nn
 import vision_attn as va
 
 IMAGE = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-SWIN = {"img_size": 64, "window_size": 2}
+SWIN = {"img_size": 64, "window_size": 2, "embed_dim": 24, "depths": (1, 1, 1, 1)}
 VIT = {"img_size": 64, "depth": 3}
 NETWORKS = {
     "resnet18": (resnet, "layer3.1", "layer1.1"),
     "convnext": (lambda: timm.create_model("convnext_atto", num_classes=5), "stages.3", "stages.1"),
-    "efficientnet": (lambda: timm.create_model("efficientnet_lite0", num_classes=5), "blocks.6", "blocks.3"),
     "swin": (lambda: timm.create_model("swin_tiny_patch4_window7_224", **SWIN), "layers.3", "layers.1"),
     "vit": (lambda: timm.create_model("vit_tiny_patch16_224", **VIT), "blocks.1", "blocks.0"),
-    "mobilenet": (torchvision.models.mobilenet_v2, "features.17", "features.6"),
     "features only": (lambda: resnet(features_only=True), "layer4", "layer2"),
 }
 

@@ -4,6 +4,8 @@ FSDP2: loading checkpoints, saving adapters, and errors for files that contain s
 that the wrapper would not synchronize are refused by name.
 """
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ IMAGES = (2, 3, 8, 8)
 
 @pytest.fixture(autouse=True)
 def one_process():
+    gc.freeze()  # the library collects garbage to find wrappers
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

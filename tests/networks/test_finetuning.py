@@ -1,6 +1,7 @@
 """Fine-tuning a network with blocks: gates, a frozen backbone, and learning rates by layer."""
 
 import copy
+from functools import cache
 
 import pytest
 import timm
@@ -22,13 +23,17 @@ BLOCK = {"num_heads": 4, "example_input": (1, 3, 64, 64)}
 SMALL = {"num_heads": 4, "example_input": (1, 3, 32, 32)}
 
 
-def network(name="resnet20", stages=None, **options):
-    """Return a backbone with random statistics, with inserted blocks."""
+def network(name="resnet20"):
+    """Return a copy of a backbone with random statistics and inserted blocks, which is created only once."""
+    return copy.deepcopy(create_network(name))
+
+
+@cache
+def create_network(name):
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5)
     as_after_training(model)
-    stages = stages or ([-2, -1] if name == "resnet20" else [-3, -2])
-    va.insert_(model, stages=stages, **BLOCK, **options)
+    va.insert_(model, stages=[-2, -1] if name == "resnet20" else [-3, -2], **BLOCK)
     return model
 
 

@@ -478,10 +478,10 @@ def efficientnet_pytorch_names(network):
 
 
 def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error_names(tmp_path):
-    source, model = (randomize_(timm.create_model("tf_efficientnet_b1", num_classes=3)) for _ in range(2))
+    source, model = (randomize_(timm.create_model("tf_efficientnet_b0", num_classes=3)) for _ in range(2))
     names = efficientnet_pytorch_names(source)
     assert names["blocks.0.0.conv_pw.weight"] == "_blocks.0._project_conv.weight"
-    assert names["blocks.2.0.bn3.running_var"] == "_blocks.5._bn2.running_var"
+    assert names["blocks.2.0.bn3.running_var"] == "_blocks.3._bn2.running_var"
     path = save(prefixed("module.", {names[key]: value for key, value in source.state_dict().items()}), tmp_path)
     assert_rejected('Pass rename="efficientnet-pytorch"', model, path)
     va.load_checkpoint_(model, path, rename="efficientnet-pytorch")
@@ -489,7 +489,7 @@ def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error
     # Training can start from the file.
     assert CHOICES["rename"] == tuple(PRESETS)
     data = "red", "green", "blue"
-    given = {"model": "tf_efficientnet_b1", "weights": path, "img_size": 64, "names": "blocks.4"}
+    given = {"model": "tf_efficientnet_b0", "weights": path, "img_size": 64, "names": "blocks.4"}
     with pytest.raises(va.errors.CheckpointError, match="--rename efficientnet-pytorch"):
         build_network(Settings(**given), data, None, print, resumed=False)
     model = build_network(Settings(**given, rename="efficientnet-pytorch"), data, None, print, resumed=False)[0]

@@ -419,13 +419,13 @@ class CustomBlock(ConvBlock2d):
 
 
 NETWORKS = {
-    "branch": ("resnet20", {"in_chans": 1}, lambda m: va.insert_(m, names="layer2.0.bn2", num_heads=2)),
-    "instead": ("resnet20", {}, lambda m: va.replace_(m, names="layer3.0.conv2", num_heads=2)),
-    "context": ("resnet20", {}, lambda m: va.insert_(m, names="layer3", num_heads=2, context="layer2")),
+    "gray": ("tiny", {"in_chans": 1}, lambda m: va.insert_(m, names="layer2.1", num_heads=2)),
+    "instead": ("tiny", {}, lambda m: va.replace_(m, names="layer2.0", num_heads=2)),
+    "context": ("tiny", {}, lambda m: va.insert_(m, names="layer2", num_heads=2, context="layer1")),
     "custom": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, CustomBlock, stages=-1)),
     "tokens": ("test_vit", {"img_size": 64}, lambda m: va.insert_(m, names="blocks.1", num_heads=2)),
     "none": ("test_efficientnet", {"global_pool": "max"}, lambda m: None),
-    "another block": ("resnet20_attention", {}, replace_block),
+    "another block": ("tiny_attention", {}, replace_block),
 }
 #: With older versions of timm, ``save_model`` requires ``model_args=``.
 notes_arguments = pytest.mark.skipif(

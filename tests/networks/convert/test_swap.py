@@ -292,7 +292,7 @@ def test_rotary_attention_of_timm(name, options):
         torch.testing.assert_close(found.weights.flatten(3), expected_map, atol=1e-12, rtol=1e-10)
 
 
-@pytest.mark.parametrize("impl", ["bmm", "sdpa"])
+@pytest.mark.parametrize("impl", ["bmm", pytest.param("sdpa", marks=pytest.mark.slow)])
 def test_rotary_attention_is_compiled_in_its_block(impl):
     (model, images), functions = rotary("eva02_tiny_patch14_224", depth=1, scale_attn_inner=True), set()
     expected = model(images).detach()

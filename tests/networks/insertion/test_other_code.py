@@ -169,7 +169,7 @@ FEATURES_ONLY = [
     ("vit_tiny_patch16_224", {"img_size": 32, "depth": 3}, 32),  # FeatureGetterNet
     ("selecsls42", {}, 64),  # FeatureListNet, which cuts off the last declared module
     ("pit_ti_224", {"img_size": 64}, 64),  # FeatureHookNet
-    ("xception41p", {}, 64),  # FeatureHookNet, which renames blocks.11 to blocks_11
+    pytest.param("xception41p", {}, 64, marks=pytest.mark.slow),  # FeatureHookNet, which renames blocks.11 to blocks_11
     ("resnet10t", {"feature_cfg": {"feature_cls": "fx"}}, 32),  # FeatureGraphNet
 ]
 

@@ -197,12 +197,13 @@ if timm.is_model("gemma4_vit_167m"):  # The metadata of this model contains no m
     TRUNKS["gemma4_vit_167m"] = timm.create_model, 128, 128, paths("encoder.blocks.{}", *range(16))
 
 
-LARGE_TRUNKS = ("gemma4_vit_167m", "maxvit_t", "mvit_v2_s", "swin3d_t", "vit_b_16")
+#: Networks that take seconds to build or to import.
+SLOW_TRUNKS = ("VQModel", "gemma4_vit_167m", "maxvit_t", "mvit_v2_s", "swin3d_t", "vit_b_16")
 
 
 @pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE_TRUNKS)) for name in TRUNKS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_TRUNKS)) for name in TRUNKS]
 )
 def test_inferred_stages_match_the_table_for_all_sizes(name, size):
     make, *sizes, stages = TRUNKS[name]
@@ -225,7 +226,11 @@ POOLED = (*(nn.Conv2d(3, 3, 3, 2, padding=1) for _ in range(5)), nn.AdaptiveAvgP
 AMBIGUOUS = [
     (lambda: nn.Sequential(*UP), r"get larger.*names=, for example '0' \(16×16\), '1' \(8×8\), '3' \(16"),
     # One module contains a downsampling and an upsampling path.
-    (monai_unet, r"larger.*'model.0' \(16×16\), 'model.1.submodule.1' \(8×8\), .*'model.2.1' \(32×32\)"),
+    pytest.param(
+        monai_unet,
+        r"larger.*'model.0' \(16×16\), 'model.1.submodule.1' \(8×8\), .*'model.2.1' \(32×32\)",
+        marks=pytest.mark.slow,
+    ),
     # The last module is a stage of one position, or pooling.
     (lambda: nn.Sequential(*POOLED), r"larger example_input= or use names=, for example '0' .*, '3' \(2×2\)$"),
     (lambda: nn.Sequential(*TOKENS), r"tokens.* '0' \(8×8\)"),

@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import struct
-import subprocess
 import sys
 import threading
 import zipfile
@@ -422,13 +421,15 @@ def test_raw_strings_of_python_2_are_read(wrap, tmp_path):
 
 
 def test_hidden_folders_of_killed_processes_are_removed(tmp_path):
-    script = "import os, sys; from pathlib import Path; from vision_attn.networks.safe.write import temporary_folder\n"
-    script += "with temporary_folder(Path(sys.argv[1])) as folder: print(folder, flush=True); os.kill(os.getpid(), 9)"
-    killed = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True).stdout.strip()
+    if not os.fork():
+        with temporary_folder(tmp_path):
+            os.kill(os.getpid(), 9)
+    os.wait()
+    (killed,) = tmp_path.iterdir()
     other = tmp_path / ".vision_attn-other-1-abc"
     other.mkdir()
     with temporary_folder(tmp_path) as running:
-        assert not Path(killed).exists()
+        assert not killed.exists()
         write_atomically(tmp_path / "net.safetensors", b"")
         assert running.exists()  # of a process that runs
         assert other.exists()  # of another machine
