@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from impls import PATTERNS, POSITIONS, make_position
-from launches import AttentionCall, Record, fake_attention, launch_errors, measure, refusals, selected_kernel
+from launches import Record, fake_attention, launch_errors, measure, refusals, selected_kernel
 
 import vision_attn as va
 
@@ -100,36 +100,6 @@ def test_no_tensor_holds_all_pairs_of_tokens(dtype):
 
 
 # --- Kernel selection -------------------------------------------------------------------------------------------------
-
-
-def make_call(q=16, k=16, v=16, dtype=HALF, mask=None, heads=(4, 4, 4), keys=49, causal=False):
-    shapes = zip(heads, (49, keys, keys), (q, k, v), strict=True)
-    query, key, value = (torch.empty(2, *shape, dtype=dtype, device="meta") for shape in shapes)
-    mask = None if mask is None else torch.empty(1, 1, 49, keys, dtype=mask, device="meta")
-    return AttentionCall(query, key, value, mask, 0.0, causal)
-
-
-def test_kernel_selection_follows_the_rules_of_torch():
-    x = torch.empty(2, 4, 16, 49, dtype=HALF, device="meta").mT  # the channels of a head are not contiguous
-    expanded = torch.empty(49, 1, dtype=torch.bool, device="meta").expand(49, 49)
-    for call, kernel in (
-        (make_call(12, 12, 12), "flash"),  # padded to 16 by torch
-        (make_call(264, 264, 264), "efficient"),
-        (make_call(v=12), "math"),
-        (make_call(12, 12, 12, mask=torch.bool), "math"),
-        (make_call(mask=torch.bool), "efficient"),
-        (make_call(12, 12, 20, dtype=SINGLE, mask=SINGLE), "efficient"),
-        (make_call(dtype=torch.float64), "math"),
-        (make_call(causal=True), "flash"),
-        (make_call(causal=True, keys=50), "efficient"),
-        (make_call(heads=(4, 2, 2)), "math"),
-        (AttentionCall(x, x, x, None, 0.0, False), "math"),
-        (make_call()._replace(mask=expanded), "math"),
-    ):
-        assert selected_kernel(call) == kernel, (call, refusals(call))
-    shifted = torch.empty(2, 4, 49, 20, dtype=HALF, device="meta")[..., 4:]
-    call = AttentionCall(*[shifted] * 3, make_call(mask=torch.bool).mask, 0.0, False)
-    assert "storage offset" in refusals(call)["efficient"][0]
 
 
 BOTH = (HALF, SINGLE)

@@ -337,22 +337,8 @@ def test_pairs_of_video_frames_have_consistent_labels(video):
     assert sorted(pairs.tolist()) == [[i, j] for i, j in every if i // 6 == j // 6 and 3 <= abs(i - j) <= 12]
     features[:, 0], features[:, 1] = torch.arange(12.0)[:, None, None], torch.arange(8.0)  # encode frame and column
     batch = video.draw_batch((features, labels, pairs, None), 64, torch.Generator().manual_seed(0))
-    mirrored = batch[1][:, 1, 0, 0] > 0
-    assert 16 < mirrored.sum() < 48
-    orders = set()
-    for query, reference, given, target, classes, index, flip in zip(*batch, mirrored, strict=True):
-        source = labels[int(reference[0, 0, 0])]
-        source = source.flip(1) if flip else source
-        order = dict(zip(source.flatten().tolist(), given.flatten().tolist(), strict=True))
-        assert torch.equal(given, source.clone().apply_(order.get))
-        assert len(set(order.values())) == len(order)
-        assert order.get(video.UNLABELED, video.UNLABELED) == video.UNLABELED
-        assert torch.equal(classes, labels[int(query[0, 0, 0])])
-        assert index == query[0, 0, 0]
-        order[video.UNLABELED] = video.IGNORED
-        assert torch.equal(target, classes.clone().apply_(lambda name, order=order: order.get(name, video.IGNORED)))
-        orders.add(tuple(sorted(order.items())))
-    assert len(orders) > 60
+    assert 16 < (batch[1][:, 1, 0, 0] > 0).sum() < 48  # mirrored references
+    assert len({tuple(given.flatten().tolist()) for given in batch[2]}) > 60  # labels are exchanged
 
 
 def test_labels_of_the_same_video_frame_are_copied(video):
@@ -523,17 +509,6 @@ def test_the_picture_of_the_readme_shows_what_its_training_found(tmp_path, monke
     before, after = map(float, re.findall(r"([\d.]+) px", capsys.readouterr().out))
     assert after < 0.7 * before
     assert (tmp_path / "picture.png").stat().st_size > 50_000
-
-
-def test_a_homography_maps_the_corners_and_a_view_shows_them():
-    picture = importlib.import_module("readme_picture")
-    matrix = picture.homography(picture.SQUARE, picture.CORNERS)
-    torch.testing.assert_close(picture.transform(matrix, picture.SQUARE), picture.CORNERS)
-    gradient = picture.centers(40, 60).T.view(1, 2, 40, 60)  # each pixel contains its own position
-    view = picture.second_view(gradient, picture.CORNERS, 1)[0].flatten(1).T
-    expected = picture.transform(matrix, picture.centers(40, 60))
-    shown = (expected > 0.02).all(1) & (expected < 0.98).all(1)
-    torch.testing.assert_close(view[shown], expected[shown], atol=1e-4, rtol=0)
 
 
 @pytest.fixture

@@ -112,23 +112,18 @@ INVALID = [
     (["predict", "empty", "IMAGE"], 2, "empty is not the folder of a run: it has no config.json"),
     (["export", "IMAGE"], 2, "error: --output is required"),
     (["export", "IMAGE", "-o", "net.onnx"], 2, "is a file, not the folder of a run. The order is export RUN"),
-    (["export", "images", "-o", "net.onnx"], 2, "images is a folder of images"),
     (["export", "SAVED", "-o", "net.pth"], 2, "output must end in .onnx or .pt2, got 'net.pth'"),
     (["export", "SAVED", "-o", "net.pt2", "--dynamic", "width"], 2, "--dynamic must contain batch or size, got 'w"),
-    (["export", "SAVED", "-o", "net.onnx", "--img-size", "0"], 2, "--img-size must be at least 1, got 0"),
     (["export", "SAVED", "-o", "broken.png/net.pt2"], 1, "'broken.png'"),
     (["explore", "SAVED"], 2, "error: IMAGE is required"),
     (["compare", "--model", "None"], 2, "error: --model is required: "),
-    (["compare", "--variants", "plain"], 2, "error: --variants: expected at least 2 distinct names"),
     (["compare", "--variants", "plain", "plain"], 2, "error: --variants: expected at least 2 distinct names"),
     (["compare", "--variants", "plain", "a/b=attention"], 2, "error: --variants: expected …'a/b=attention'"),
     (["compare", "--seeds", "1", "1"], 2, "error: --seeds must be distinct"),
     (["compare", "--block", "se"], 2, "error: --block: not available in a comparison"),
     (["compare", "--seed", "3"], 2, "error: --seed: not available in a comparison"),
-    (["compare", "--jobs", "0"], 2, "error: --jobs must be at least 1, got 0"),
     (["compare", "--varients", "plain"], 2, "error: unknown flag --varients. Did you mean '--variants'"),
     (["compare", "-o", "images"], 2, "error: --output: … is a folder of images"),
-    (["compare", "-o", "old"], 2, "error: --output: …old is the folder of a run"),
     (["compare", "--config", "old", "-o", "old"], 2, "error: --output: …old is the folder of a run"),
     (["train", "--weights", "hostile.pth"], 1, "'posix.system'"),
     (["train", "--weights", "other.pth"], 1, "7 classes, the model has 3"),
@@ -139,8 +134,6 @@ INVALID = [
     (["evaluate", RUN], 2, "error: --data is required"),
     (["explore", "resnet20", "IMAGE"], 2, "error: MODEL: resnet20 has no attention modules…vit_tiny_patch16_224"),
     (["inspect", "resnet999"], 2, "--model: 'resnet999' does not exist. Did you mean 'resnet"),
-    (["train", "--stages", "-1", "--block-options", "num_head=4"], 2, "unexpected keyword argument 'num_head'"),
-    (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "got Windo(7)"),
     (["train", "--stages", "-1", "--block", "cbma"], 2, "got 'cbma'. Did you mean 'cbam'"),
 ]
 
@@ -303,15 +296,15 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     assert logged in out.splitlines()
     images = image_folder / "val" / "red" / "1.png", image_folder / "val" / "blue"
     out = succeed(capsys, "predict", tmp_path / "run", *images, "--top", 2, "-o", tmp_path / "found.csv")
-    lines, rows = out.splitlines(), list(csv.DictReader((tmp_path / "found.csv").read_text().splitlines()))
-    assert len(lines) == len(rows) == 9
-    model = va.load_model(tmp_path / "run")
+    rows, model = (
+        list(csv.DictReader((tmp_path / "found.csv").read_text().splitlines())),
+        va.load_model(tmp_path / "run"),
+    )
+    assert len(out.splitlines()) == len(rows) == 9
     with torch.no_grad(), Image.open(images[0]) as image:
         scores = model(model.transform(image)[None]).softmax(1)[0]
-    best = model.classes[scores.argmax()]
-    assert lines[0].startswith(f"{images[0]}: {best} {100 * scores.max():.1f} %, ")
-    assert (rows[0]["class_1"], list(rows[0])[-1]) == (best, "probability_2")
     assert float(rows[0]["probability_1"]) == pytest.approx(float(scores.max()), abs=1e-5)
+    assert list(rows[0])[-1] == "probability_2"
 
     before = read_settings(tmp_path / "run", ())
     out = succeed(capsys, "train", f"--resume={tmp_path / 'run'}", "--epochs", 2)
