@@ -296,11 +296,9 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     assert logged in out.splitlines()
     images = image_folder / "val" / "red" / "1.png", image_folder / "val" / "blue"
     out = succeed(capsys, "predict", tmp_path / "run", *images, "--top", 2, "-o", tmp_path / "found.csv")
-    rows, model = (
-        list(csv.DictReader((tmp_path / "found.csv").read_text().splitlines())),
-        va.load_model(tmp_path / "run"),
-    )
+    rows = list(csv.DictReader((tmp_path / "found.csv").read_text().splitlines()))
     assert len(out.splitlines()) == len(rows) == 9
+    model = va.load_model(tmp_path / "run")
     with torch.no_grad(), Image.open(images[0]) as image:
         scores = model(model.transform(image)[None]).softmax(1)[0]
     assert float(rows[0]["probability_1"]) == pytest.approx(float(scores.max()), abs=1e-5)
