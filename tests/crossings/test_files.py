@@ -105,7 +105,7 @@ def check(kind, dtype, protocol, entry, wrappers, prefix, style, extras, layout,
         torch.testing.assert_close(x, expected[key].to(x.dtype), rtol=0, atol=0)
 
 
-test_read_equals_written = settings(max_examples=150)(given(**CASES)(check))
+test_read_equals_written = settings(max_examples=60)(given(**CASES)(check))
 test_read_equals_written.__name__ = "test_read_equals_written"
 
 

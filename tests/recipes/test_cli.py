@@ -157,11 +157,11 @@ def test_invalid_input_is_a_one_line_error_and_writes_no_files(
     (tmp_path / "broken.png").write_bytes(b"no image")
     (tmp_path / "images").symlink_to(image_folder)
     torch.save({"model": RunsCode()}, "hostile.pth")
-    torch.save(create_model("resnet20", num_classes=7).state_dict(), "other.pth")
+    torch.save(create_model("tiny", num_classes=7).state_dict(), "other.pth")
     paths = {"IMAGE": image_folder / "val" / "red" / "0.png", "SAVED": saved}
     name, *rest = (paths.get(word, word) for word in arguments)
     given = ["--data", image_folder] if name in ("train", "compare") else []
-    given += ["--model", "resnet20", "--epochs", "1", "--device", "cpu", "--output", tmp_path / "run"] if given else []
+    given += ["--model", "tiny", "--epochs", "1", "--device", "cpu", "--output", tmp_path / "run"] if given else []
     found, out, err = run(capsys, name, *given, *rest)
     assert (found, "Traceback" in err, "this ran" in err, "epoch 1/" in out) == (code, False, False, False), err
     assert all(part in err for part in message.split("…"))

@@ -143,13 +143,13 @@ def test_a_network_that_cannot_process_its_images_is_rejected(tmp_path):
 def test_a_network_without_a_configuration_is_exported_with_an_example_input(tmp_path):
     network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()  # a segmentation model
     va.insert_(network, names="0", num_heads=2, gate_init=0.5, example_input=(1, 1, 12, 20))
-    report = va.export_model(network, tmp_path / "net.onnx", example_input=torch.rand(2, 1, 12, 20))
+    report = va.export_model(network, tmp_path / "net.pt2", example_input=torch.rand(2, 1, 12, 20))
     assert "input (batch, 1, 12, 20), pixels in the range of the network" in str(report)
     assert_computes(report.file, network, torch.rand(3, 1, 12, 20), normalize=False)
     found = about(report.file)
     assert (found["classes"], found["mean"], found["inserted"]) == ([], None, ["0"])
     with pytest.raises(ValueError, match=r"normalize requires model\.pretrained_cfg"):
-        va.export_model(network, tmp_path / "net.onnx", example_input=(1, 1, 12, 20), normalize=True)
+        va.export_model(network, tmp_path / "net.pt2", example_input=(1, 1, 12, 20), normalize=True)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
