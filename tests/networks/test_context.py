@@ -104,6 +104,12 @@ def test_other_contexts_are_refused(options, error, message):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_context_that_runs_less_often_than_the_block_is_refused():
+    conv = nn.Conv2d(8, 8, 1)
+    with pytest.raises(va.errors.SiteError, match="context: '0' runs 1× in one pass, and '1' 2×"):
+        va.insert_(nn.Sequential(nn.Conv2d(3, 8, 4, 4), conv, conv), names="1", context="0")
+
+
 def test_the_cost_of_a_block_with_a_context_is_that_of_both_maps():
     model = resnet()
     plain = va.insert_(model, names="layer4", dry_run=True)

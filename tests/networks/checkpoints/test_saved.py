@@ -141,9 +141,75 @@ def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
 
 def test_an_adapter_is_saved_from_an_average_of_weights(model, tmp_path):
     train(model)
-    average, other = torch.optim.swa_utils.AveragedModel(model), small_network()
-    load_adapter_(other, save_adapter(average, tmp_path / "adapter.safetensors"))
-    assert_same(other.state_dict(), model.state_dict())
+    for average in (torch.optim.swa_utils.AveragedModel, timm.utils.ModelEmaV3):
+        other = small_network()
+        load_adapter_(other, save_adapter(average(model), tmp_path / "adapter.safetensors"))
+        assert_same(other.state_dict(), model.state_dict())
+
+
+def compile_layer2(model):
+    model.layer2 = torch.compile(model.layer2, backend="eager")
+    return model
+
+
+def checkpoint_blocks(model):
+    for path, module in [*model.named_modules()]:
+        if path.endswith(("layer2", "inserted")):
+            model.set_submodule(path, checkpoint_wrapper(module))
+    return model
+
+
+#: Changes of the network around a backbone with blocks, each with the backbone.
+CHANGES = {
+    "compiled": lambda outer: compile_layer2(outer[0]),
+    "checkpointed": lambda outer: checkpoint_blocks(outer[0]),
+    "taken out": lambda outer: outer[0],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
+def test_an_adapter_of_a_backbone_that_was_taken_out_or_wrapped_is_loaded(change, tmp_path):
+    outer = nn.Sequential(small_network())
+    va.insert_(outer, names="0.layer3.0", context="0.layer2", num_heads=2, example_input=IMAGES)
+    va.insert_(outer, names="0.bn1", num_heads=2, example_input=IMAGES)
+    va.insert_(outer, va.blocks.LinearAttention2d, names="0.layer4.0", num_heads=2, example_input=IMAGES)
+    train(outer)
+    other, backbone = small_network(), CHANGES[change](outer)
+    load_adapter_(other, save_adapter(backbone, tmp_path / "adapter.safetensors"))
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(other(x), backbone(x))
+    with pytest.raises(ValueError, match=r"the AttentionBlock2d at '0' cannot be saved: .*outside this part"):
+        save_adapter(backbone.layer3, tmp_path / "adapter.safetensors")
+
+
+def quantized(scale=1):
+    """Return a network whose linear layers are quantized, with a block."""
+    model = small_network()
+    model.fc.weight.data *= scale
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:the output of the network does not depend")
+def test_quantized_networks_are_compared_but_not_saved(tmp_path):
+    model = quantized()
+    va.insert_(model, names="layer3.0", num_heads=2, example_input=IMAGES)
+    path = save_adapter(model, tmp_path / "adapter.safetensors")
+    assert not load_adapter_(quantized(), path).changed_tensors
+    with pytest.raises(va.errors.CheckpointError, match=r"1 of .* tensors differ, fc\._packed_params"):
+        load_adapter_(quantized(-3), path)
+    with pytest.raises(ValueError, match=r"fc\._packed_params\..*cannot be saved: quantized.* before quantizing"):
+        va.save_model(model, tmp_path / "network", network=small_network)
+
+
+def test_an_adapter_is_not_saved_from_a_graph_that_runs_a_block(model, tmp_path):
+    traced = torch.fx.symbolic_trace(model)
+    keys = inserted_keys(traced)
+    assert len(keys) == 7
+    va.freeze_backbone_(traced)
+    assert {key for key, p in traced.named_parameters() if p.requires_grad} == keys
+    with pytest.raises(ValueError, match=r"layer3\.0\.inserted cannot be saved: a graph of torch\.fx"):
+        save_adapter(traced, tmp_path / "adapter.safetensors")
 
 
 def test_an_adapter_is_loaded_completely_or_not_at_all(model, tmp_path):

@@ -18,6 +18,7 @@ from reach import anatomy
 from small_networks import NarrowResNet
 from timm.layers import freeze_batch_norm_2d
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.fx.experimental.optimization import fuse as fuse_graph
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -295,6 +296,25 @@ def test_a_traced_layer_at_the_top_level_contains_its_block(names):
     graph = torch.fx.symbolic_trace(model)
     assert torch.equal(graph(IMAGE), before)
     assert keys_of_blocks(graph) == keys_of_blocks(model)
+
+
+@pytest.mark.parametrize("names", ["layer2.1", "layer2.1.bn2"])
+def test_blocks_that_were_removed_from_a_part_of_a_network_are_gone(names):
+    model = resnet()
+    va.insert_(model, names=names, context="conv1", gate_init=0.5)
+    assert va.remove_(model.layer2).blocks
+    assert torch.equal(model(IMAGE), resnet()(IMAGE))
+    assert not va.inserted_blocks(model)
+    assert va.freeze_backbone_(model, also_train="fc.*") == sum(p.numel() for p in model.fc.parameters())
+    with pytest.raises(ValueError, match="no inserted block"):
+        va.remove_(model)
+
+
+def test_a_block_in_a_wrapper_is_removed():
+    model, _ = with_block("layer2.1")
+    model.layer2[1].inserted = checkpoint_wrapper(only_block(model))
+    assert va.remove_(model).blocks
+    assert torch.equal(model(IMAGE), resnet()(IMAGE))
 
 
 def replicate(model):

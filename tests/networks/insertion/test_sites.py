@@ -328,6 +328,10 @@ def test_the_same_number_of_tokens_in_another_grid_is_rejected():
     for name in ("forward", "forward_features", "forward_intermediates", "get_intermediate_layers"):
         with pytest.raises(ValueError, match=r"a grid of 14×14 tokens, got 7×28 for images of 112×448"):
             getattr(copy.deepcopy(model), name)(images)
+    new = copy.deepcopy(model)
+    new.patch_embed.proj = nn.Conv2d(3, new.embed_dim, 16, 16)
+    with pytest.raises(ValueError, match="got 7×28"):
+        new(images)
     model(torch.randn(2, 3, 224, 224))
     va.remove_(model)
     assert torch.equal(model(images), before)

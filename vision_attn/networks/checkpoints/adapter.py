@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import file_format
@@ -15,9 +14,10 @@ from vision_attn.networks.checkpoints.file_format import BlockClasses, Saved, fi
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import copy_all_, refuse_read_only, refuse_without_values
 from vision_attn.networks.insertion import InsertionReport, remove_
-from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, records
+from vision_attn.networks.insertion.registry import graph_blocks, inserted_blocks, inserted_keys, records
+from vision_attn.networks.inspection.example import tree_leaves
 from vision_attn.networks.inspection.selection import select_keys
-from vision_attn.networks.inspection.wrappers import require_modifiable, unwrap_model
+from vision_attn.networks.inspection.wrappers import require_modifiable, unwrap_average
 from vision_attn.networks.safe import read_file
 from vision_attn.text import Report, Table, escape_control_characters, shorten
 
@@ -83,8 +83,10 @@ def save_adapter(
     >>> len(load_adapter_(model, file).loaded)
     7
     """
-    model = unwrap_model(model.module if isinstance(model, AveragedModel) else model)
+    model = unwrap_average(model)
     refuse_without_values(model)
+    if nodes := graph_blocks(model):
+        raise ValueError(f"{shorten(nodes)} cannot be saved: a graph of torch.fx runs the block. Save before tracing")
     blocks = file_format.blocks_to_save(model)
     if not blocks:
         raise ValueError("model has no inserted blocks to save. Call va.insert_ first, or use va.save_model")
@@ -177,8 +179,11 @@ def unwrap_state(model: nn.Module) -> dict[str, Tensor]:
 
 def fingerprint_network(state: Mapping[str, Tensor], exclude: Collection[str]) -> file_format.Fingerprint:
     """Return the fingerprint of a network, without batch counters, which do not affect its output."""
-    names = [key for key in state if key not in exclude and not key.endswith("num_batches_tracked")]
-    return fingerprint({key: state[key] for key in names if isinstance(state[key], Tensor)})
+    tensors: dict[str, Tensor] = {}
+    for key in (key for key in state if key not in exclude and not key.endswith("num_batches_tracked")):
+        leaves = [x for x in tree_leaves(state[key]) if isinstance(x, Tensor)]  # quantized layers store tuples
+        tensors |= {f"{key}.{index}" if index else key: x for index, x in enumerate(leaves)}
+    return fingerprint(tensors)
 
 
 def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, strict: bool) -> tuple[str, ...]:

@@ -104,7 +104,9 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> Fingerprint:
     """
     result = {}
     for name, value in tensors.items():
-        content = gather(value).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        value = gather(value)
+        value = value.dequantize() if is_quantized(value) else value
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         result[name] = tuple(value.shape), str(value.dtype).removeprefix("torch."), digest(content)
     return result
 
@@ -112,6 +114,11 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> Fingerprint:
 def gather(value: Any) -> Tensor:
     """Return the complete tensor, also of a tensor that is sharded by FSDP2."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def is_quantized(value: Tensor) -> bool:
+    """Return True for a quantized tensor of torch, or of a class such as those of torchao."""
+    return value.is_quantized or type(value).dequantize is not Tensor.dequantize
 
 
 def compute_hash(value: object) -> str:
@@ -130,6 +137,10 @@ def write_saved(path: Path, saved: Saved) -> None:
     """Write a file of this format atomically."""
     if path.suffix != ".safetensors":
         raise ValueError(f"file must end in .safetensors, got {path.name!r}")
+    if odd := [name for name, value in saved.tensors.items() if not isinstance(value, Tensor) or is_quantized(value)]:
+        raise ValueError(
+            f"{shorten(odd)} cannot be saved: quantized, or not a tensor. Save before quantizing the network"
+        )
     entry = {**vars(saved), "format": FORMAT, "library": __version__, "blocks": list(map(encode_block, saved.blocks))}
     del entry["tensors"]
     entry["file_hash"] = compute_hash([entry, fingerprint(saved.tensors)])
@@ -213,7 +224,10 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
     """
     blocks, records = registry.inserted_blocks(model), registry.records(model)
     for record in records:
-        if record.block in (*BLOCKS, *TIMM_BLOCKS) and (reason := explain_change(record, blocks[record.site])):
+        reason = explain_change(record, blocks[record.site]) if record.block in (*BLOCKS, *TIMM_BLOCKS) else ""
+        if record.second and registry.context_path(model, record.site) is None:
+            reason = "reads a module outside this part of the network. Save the network that contains both"
+        if reason:
             raise ValueError(f"the {record.block} at {record.site!r} cannot be saved: it {reason}")
     return tuple(relocate(record, unwrap_key) for record in records)
 
@@ -221,7 +235,7 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
 def explain_change(record: InsertedBlock, block: nn.Module) -> str:
     """Return how a block differs from a block built from its options, and a remedy; empty if there is no difference."""
     sizes = replacement_options(replaced_module(block) or block)
-    block = unwrap_exact_block(block)
+    block = unwrap_block(block)
     try:
         rebuilt = make_block(get_block_factory(record.block), record.channels, device="meta", **sizes, **record.options)
     except (TypeError, ValueError):
@@ -233,6 +247,11 @@ def explain_change(record: InsertedBlock, block: nn.Module) -> str:
     keys = f" (keys: {shorten(added)})" if added else ""
     remedy = "Pass the class of the block and its options to va.insert_, and remove parametrizations before saving"
     return f"was built by a function, or changed after it was built{keys}. {remedy}"
+
+
+def unwrap_block(block: nn.Module) -> nn.Module:
+    """Return a block without the wrappers of compilation, activation checkpointing and insertion."""
+    return unwrap_exact_block([module for path, module in block.named_modules() if not unwrap_key(path)][-1])
 
 
 def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:
@@ -247,7 +266,7 @@ def foreign_classes(model: nn.Module) -> dict[str, Callable[..., Any]]:
     blocks, classes = registry.inserted_blocks(model), dict[str, Callable[..., Any]]()
     for record in registry.records(model):
         if record.block not in (*BLOCKS, *TIMM_BLOCKS):
-            classes[record.block] = type(unwrap_exact_block(blocks[record.site]))
+            classes[record.block] = type(unwrap_block(blocks[record.site]))
         classes |= {type(value).__name__: type(value) for value in record.options.values() if is_dataclass(value)}
     return {name: kind for name, kind in classes.items() if name not in CONFIG_CLASSES}
 
@@ -308,8 +327,8 @@ def insert_saved_(model: nn.Module, saved: Saved, classes: Classes) -> None:
 def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlock:
     """Return the record of a block for a network with other module paths, because of added or removed wrappers."""
     owner, _, child = record.block_path.rpartition(".")
-    path = rename(record.site) if record.target.at == "replace" else f"{rename(owner)}.{child}"
-    return record.moved(rename(record.site), path, rename)
+    path = rename(record.site) if record.target.at == "replace" else ".".join(filter(None, (rename(owner), child)))
+    return record.moved(rename(record.site), path, rename(record.second.path) if record.second else None)
 
 
 def limit_shapes(

@@ -40,7 +40,7 @@ from vision_attn.networks.insertion import remove_
 from vision_attn.networks.insertion.registry import inserted_blocks, records
 from vision_attn.networks.inspection.example import float_tensors, make_example, tree_leaves
 from vision_attn.networks.inspection.network import quiet_eval
-from vision_attn.networks.inspection.wrappers import unwrap_model
+from vision_attn.networks.inspection.wrappers import unwrap_average
 from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import read_file, write_atomically
 from vision_attn.networks.safe.write import name_errors, temporary_folder
@@ -120,7 +120,7 @@ def save_model(
     >>> load_model(folder, network=build)[0].out_channels
     8
     """
-    model, target = unwrap_model(model), Path(folder).resolve()
+    model, target = unwrap_average(model), Path(folder).resolve()
     refuse_without_values(model)
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if network is None and not timm.is_model(str(architecture)):

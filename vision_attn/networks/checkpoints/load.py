@@ -208,7 +208,8 @@ def replaced_tensors(model: nn.Module, replaced: Mapping[str, nn.Module]) -> lis
 def refuse_without_values(model: nn.Module) -> None:
     """Raise an error for a model on the meta device or with lazy parameters."""
     if any(isinstance(value, Tensor) and (is_lazy(value) or value.is_meta) for value in model.state_dict().values()):
-        remedy = "Call model.to_empty(device=…), or run a forward pass to initialize lazy modules"
+        remedy = "For a new network, call model.to_empty(device=…), or run a forward pass to initialize lazy modules. "
+        remedy += "For a network on which accelerate's cpu_offload was called, remove its hooks"
         raise ValueError(f"model has tensors without values. {remedy}")
 
 

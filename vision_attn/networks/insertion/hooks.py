@@ -17,7 +17,13 @@ from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.attention.recomputation import backward_pass
 from vision_attn.attention.scopes import scoped_output, scoped_values
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.record import InsertedBlock, get_record, get_substitute, set_substitute_
+from vision_attn.networks.insertion.record import (
+    InsertedBlock,
+    get_record,
+    get_substitute,
+    is_inserted,
+    set_substitute_,
+)
 from vision_attn.networks.inspection.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
 from vision_attn.networks.inspection.network import CONVS, NORMS, hook_dicts
 from vision_attn.networks.inspection.selection import ancestor_paths
@@ -53,6 +59,8 @@ def run_before(module: nn.Module, args: Any, kwargs: dict[str, Any], *, block: n
 
 def keep_context(module: nn.Module, args: tuple[object, ...], output: object, *, block: nn.Module) -> None:
     """Keep the second feature map of a block until the block runs, in a forward hook."""
+    if not is_inserted(block):  # removed from a part of the network
+        return
     second: Any = get_record(block).second
 
     def keep(x: Tensor) -> Tensor:
@@ -142,6 +150,8 @@ def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, c
     If the target was replaced by another norm, such as a frozen batch norm, the block is attached to it. For any other
     replaced or fused module, an error is raised.
     """
+    if not is_inserted(block):  # removed from a part of the network
+        return
     record, inside = get_record(block), child.startswith(f"{target}.")
     module, found = find_module(owner, target), find_module(owner, child)
     if module is None:
@@ -191,6 +201,8 @@ def missing_block_error(record: InsertedBlock, change: str) -> SiteError:
 
 def check_grid(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], *, block: nn.Module) -> None:
     """Raise for images with the same number of tokens in another grid, such as 448×112 instead of 224×224 pixels."""
+    if not is_inserted(block):  # removed from a part of the network
+        return
     record = get_record(block)
     tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     size = next((tuple(x.shape[2:]) for x in tensors if x.dim() == len(record.target.input_shape)), ())
@@ -263,7 +275,9 @@ def hook_(model: nn.Module, block: nn.Module) -> None:
         # Methods such as forward_features do not run the hooks of the network, but run its patch embedding.
         convolutions = (x for x in model.modules() if isinstance(x, CONVS))
         first = next((x for x in convolutions if x.in_channels == record.target.input_shape[1]), model)
-        first.register_forward_pre_hook(partial(check_grid, block=block), with_kwargs=True)
+        # Other code replaces the convolution, so that the module around it checks the images as well.
+        for module in {first, *(x for x in model.modules() if first in x.children())}:
+            module.register_forward_pre_hook(partial(check_grid, block=block), with_kwargs=True)
 
 
 def run_at_(module: nn.Module, block: nn.Module, path: str | None) -> None:

@@ -1,6 +1,6 @@
 """Sites and records of inserted blocks, and the report that prints them as a table."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
@@ -128,9 +128,9 @@ class InsertedBlock:
         channels = self.options.get("context_channels")
         return None if channels is None else (channels, *(self.second.size if self.second else self.map_size))
 
-    def moved(self, site: str, block_path: str, rename: Callable[[str], str]) -> Self:
+    def moved(self, site: str, block_path: str, context: str | None) -> Self:
         """Return the record for another model, which contains the block and its modules under other paths."""
-        second = self.second and replace(self.second, path=rename(self.second.path))
+        second = self.second and replace(self.second, path=context or self.second.path)
         return replace(self, target=replace(self.target, path=site), block_path=block_path, second=second)
 
 
@@ -152,7 +152,7 @@ def get_record(block: nn.Module) -> InsertedBlock:
 
 def set_record_(block: nn.Module, record: InsertedBlock | None) -> nn.Module:
     """Store the record of a block in it, or remove it, and return the block."""
-    delattr(block, RECORD) if record is None else setattr(block, RECORD, record)
+    vars(block).pop(RECORD, None) if record is None else setattr(block, RECORD, record)  # wrappers have no own record
     return block
 
 

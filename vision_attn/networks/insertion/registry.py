@@ -7,8 +7,6 @@ replaces a module becomes a child in its place, and its record contains the modu
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from operator import add
 
 import torch
 from torch import nn
@@ -16,7 +14,16 @@ from torch.fx import GraphModule
 
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.build import rebuild
-from vision_attn.networks.insertion.hooks import block_at, check_blocks, hook_, our_hooks, require_module, unhook_
+from vision_attn.networks.insertion.hooks import (
+    RUNNERS,
+    block_at,
+    check_blocks,
+    hook_,
+    keep_context,
+    our_hooks,
+    require_module,
+    unhook_,
+)
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, replaced_module
 from vision_attn.networks.inspection.selection import own_children
 from vision_attn.networks.inspection.wrappers import unwrap_model
@@ -28,7 +35,7 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
     record = get_record(block)
     path, _, child = record.block_path.rpartition(".")
     target, owner = require_module(model, record.site), require_module(model, path)
-    at, near = record.target.at, record.is_child or f"{record.site}.".startswith(f"{path}.")
+    at, near = record.target.at, record.is_child or not path or record.site.startswith(f"{path}.")
     if at not in ("after", "before", "replace") or not (at == "replace" or (near and child.startswith(CHILD))):
         what = f"at={at!r}, block {record.block_path!r}"
         raise SiteError(f"{record.site!r}: the record of the block is invalid ({what})")
@@ -156,16 +163,19 @@ def blocks_by_site(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def all_blocks(network: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a network, including blocks that other code has removed and that only hooks refer to.
-
-    A block that is a node of a graph of torch.fx is not returned: the graph cannot run without it.
-    """
-    nodes = {x for graph in network.modules() if isinstance(graph, GraphModule) for x in graph.modules()}
-    found = (module for module in network.modules() if is_inserted(module))
-    blocks = {module: None for module in found if module not in nodes or replaced_module(module)}
+    """Return the blocks of a network without :func:`graph_blocks`, including blocks that only hooks refer to."""
+    nodes = {*graph_blocks(network).values()}
+    blocks = {module: None for module in network.modules() if is_inserted(module) and module not in nodes}
     for module in network.modules():
         blocks |= dict.fromkeys(hook.keywords["block"] for hook in our_hooks(module))
-    return list(blocks)
+    return [*filter(is_inserted, blocks)]  # not blocks that were removed from a part of the network
+
+
+def graph_blocks(network: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks that are nodes of graphs of torch.fx by path: the graphs run them and cannot do without."""
+    run_by_hooks = {*blocks_by_site(network).values()}
+    nodes = {x for graph in network.modules() if isinstance(graph, GraphModule) for x in graph.modules()}
+    return {path: x for path, x in network.named_modules() if x in nodes - run_by_hooks and is_inserted(x)}
 
 
 def replaced_modules(network: nn.Module) -> dict[str, nn.Module]:
@@ -194,12 +204,20 @@ def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
 
 
 def current_records(network: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[InsertedBlock]:
-    """Yield the records of blocks with their paths in a network, which may have become part of another network."""
+    """Yield the records of blocks with their paths in a network, which other code may have moved or wrapped."""
     paths = {block: path for path, block in network.named_modules()}
     for site, block in blocks.items():
         record = get_record(block)
-        around = site.removesuffix(record.site)
-        yield record.moved(site, paths.get(block, record.block_path), partial(add, around))
+        yield record.moved(site, paths.get(block, record.block_path), context_path(network, site))
+
+
+def context_path(network: nn.Module, site: str) -> str | None:
+    """Return the path of the module that gives the second feature map of the block at a site; None if there is none."""
+    blocks = {hook.keywords["block"] for hook in our_hooks(network.get_submodule(site), RUNNERS)}
+    for path, module in network.named_modules():
+        if any(hook.keywords["block"] in blocks for hook in our_hooks(module, (keep_context,))):
+            return path
+    return None
 
 
 def inserted_keys(model: nn.Module) -> set[str]:
@@ -227,7 +245,7 @@ def keys_by_site(network: nn.Module) -> dict[str, set[str]]:
     >>> {site: len(keys) for site, keys in keys_by_site(model).items()}
     {'0': 7}
     """
-    sites = {id(block): site for site, block in blocks_by_site(network).items()}
+    sites = {id(block): site for site, block in (graph_blocks(network) | blocks_by_site(network)).items()}
     keys: dict[str, set[str]] = {site: set() for site in sites.values()}
     for name, module in network.named_modules(remove_duplicate=False):
         if id(module) in sites:

@@ -34,6 +34,12 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def unwrap_average(model: nn.Module) -> nn.Module:
+    """Return the network inside an average of weights of torch or timm, whose copy of the network is a network."""
+    is_average = type(model).__name__ in ("AveragedModel", "ModelEmaV2", "ModelEmaV3")
+    return unwrap_model(model.get_submodule("module") if is_average else model)
+
+
 def compiled_module(module: nn.Module) -> nn.Module | None:
     """Return the module inside the wrapper of ``torch.compile``; None for any other module."""
     return getattr(module, COMPILED, None)
