@@ -67,7 +67,7 @@ class ExactBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.scale * run_on_copy(self.block, x, self.copied)
-        for layer in self.block.modules():
+        for layer in self.block.modules() if torch.is_grad_enabled() else ():
             refuse_normalized_zeros(self.block, layer)
         if self.gate is None:
             return to_memory_format_of(x, y.to(x.dtype))
