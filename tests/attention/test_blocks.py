@@ -561,6 +561,15 @@ def test_a_learned_scale(impl, position):
         block(x)
 
 
+@pytest.mark.parametrize("scale", [torch.tensor(3.0), torch.tensor([3.0], requires_grad=True)])
+def test_a_plain_tensor_as_scale_is_part_of_the_configuration(scale):
+    """State dicts do not contain it, so their metadata must."""
+    block = va.Attention2d(8, 2)
+    block.scale = scale
+    assert block.state_dict()._metadata[""]["block"]["scale"] == "3.0"
+    assert "scale=3.0" in repr(block)
+
+
 def test_gradients_in_torch_func_with_a_trained_bias_need_another_implementation_than_sdpa():
     """On a CPU, torch's fused kernel has no derivative for a mask that is a parameter outside the transform."""
     block = va.Attention2d(8, 2, position=va.RelPosTable(4), impl="sdpa")

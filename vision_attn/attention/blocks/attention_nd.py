@@ -301,8 +301,8 @@ class Attention(ConfigurableImpl):
         defaults: dict[str, object] = {"key_dim": width, "value_dim": width, "num_kv_heads": self.num_heads}
         defaults |= {"out_channels": self.channels, "context_channels": None, "groups": 1, "scale": self.default_scale}
         defaults |= {"kv_stride": 1, "causal": False}
-        # A learned scale is part of the state dict.
-        scale = self.default_scale if isinstance(self.scale, Tensor) else self.scale
+        scale = vars(self).get("scale", self.default_scale)  # a parameter or buffer is part of the state dict
+        scale = scale.squeeze().tolist() if isinstance(scale, Tensor) else scale
         values = {name: getattr(self, name) for name in defaults} | {"scale": scale}
         changed = {name: value for name, value in values.items() if value != defaults[name]}
         return {**changed, "qk_norm": "match"} if self.qk_norm == "match" else changed
