@@ -224,3 +224,16 @@ def test_rollout_across_blocks_and_feature_map_sizes():
     assert AttentionMaps({"c": closed}).rollout()["c"].weights[0, 0, :, 0].tolist() == [[1, 0], [0, 1]]
     with pytest.raises(ValueError, match="'a' has 1 of 2"):
         AttentionMaps({"a": seen([[[1, 0]]], (1, 2), [(0, 0)])}).rollout()
+
+
+def test_rollout_starts_anew_at_a_second_call():
+    """The second call may be for another image, as in a Siamese network."""
+    cells = [(0, 0), (0, 1)]
+    first, second = (seen([[row, [1, 0]]], (1, 2), cells) for row in ([0, 1], [1, 0]))
+    found = AttentionMaps({"a": first, "b": second, "a:2": second, "b:2": first, "c": second}).rollout()
+    parts = (
+        AttentionMaps(part).rollout()
+        for part in ({"a": first, "b": second}, {"a:2": second, "b:2": first}, {"c": second})
+    )
+    for path, expected in {name: one for part in parts for name, one in part.items()}.items():
+        assert torch.equal(found[path].weights, expected.weights)

@@ -211,7 +211,8 @@ class AttentionMaps(dict[str, AttentionMap]):
             R_l = A_l R_{l-1}
 
         Between feature maps of different sizes, positions correspond by the area that they cover. Rollout ignores the
-        convolutions between the blocks and the size of the residual branches.
+        convolutions between the blocks and the size of the residual branches. A new rollout starts between maps of
+        first and second calls (``path`` and ``path:2``), which may be for different images.
 
         The maps must contain all positions as queries: capture them without ``queries``.
 
@@ -219,7 +220,7 @@ class AttentionMaps(dict[str, AttentionMap]):
             residual: weight of the shortcut; the attention has the weight ``1 - residual``.
 
         Returns:
-            For each block, the map of its queries over the positions of the first block, with one head.
+            For each block, the map of its queries over the positions of the first block of its rollout, with one head.
 
         Raises:
             ValueError: a map contains only selected queries.
@@ -236,7 +237,10 @@ class AttentionMaps(dict[str, AttentionMap]):
         rolled: Tensor | None = None
         first: tuple[int, ...] = ()
         previous: tuple[int, ...] = ()
+        latest = ""
         for path, attention in self.items():
+            if latest != (latest := path.partition(":")[2]):  # the number of the call
+                rolled, first = None, ()
             size, positions, device = attention.map_size, product(attention.map_size), attention.weights.device
             if len(attention.query_positions) != positions:
                 got = f"{path!r} has {len(attention.query_positions)} of {positions}"
