@@ -499,6 +499,13 @@ def test_reset_parameters_initializes_every_parameter_as_a_new_block(name):
     assert torch.equal(block(x), x) == torch.equal(new(x), x)
 
 
+def test_a_block_is_an_identity_if_its_layers_are_reset_after_it():
+    block, x = va.AttentionBlock2d(8, 2), torch.randn(1, 8, 4, 4)
+    for module in block.modules():
+        getattr(module, "reset_parameters", lambda: None)()
+    assert torch.equal(block(x), x)
+
+
 @pytest.mark.parametrize("kind", [va.AttentionBlock2d, ConvBlock2d])
 def test_an_initialization_of_all_modules_keeps_a_new_block_an_identity(kind):
     block, x = kind(8), torch.randn(2, 8, 4, 4)

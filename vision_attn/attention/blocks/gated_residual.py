@@ -76,7 +76,9 @@ class GatedResidual(FixedOptions):
         families.
         """
         if self.zero_init:
-            for parameter in self.last_projection().parameters():
+            last: Any = self.last_projection()
+            last.zero_init = True  # other code may call its reset_parameters() after that of the block
+            for parameter in last.parameters():
                 nn.init.zeros_(parameter)
 
     def init_weights(self, zero_init_last: bool = True) -> None:

@@ -46,6 +46,14 @@ class Pointwise:
     Convolution libraries may reorder the weights in every call, which can take as long as the product itself.
     """
 
+    #: True for the last layer of a residual branch that is zero at initialization.
+    zero_init: bool = False
+
+    def reset_parameters(self: Any) -> None:
+        super().reset_parameters()  # type: ignore[misc]
+        for parameter in self.parameters() if self.zero_init else ():
+            nn.init.zeros_(parameter)
+
     def forward(self: Any, x: Tensor) -> Tensor:
         if self.groups > 1 or (dim := x.dim()) == 1 + len(self.kernel_size):
             return super().forward(x)  # type: ignore[misc]
