@@ -64,6 +64,27 @@ def test_a_map_from_outside_is_given_by_a_context():
         va.context(model, words)
 
 
+@pytest.mark.filterwarnings("ignore")  # warnings of the exporter
+def test_features_are_an_input_of_an_exported_graph_or_refused():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, images, features):
+            with va.context(self.model, features):
+                return self.model(images)
+
+    torch.manual_seed(0)
+    model, images = nn.Sequential(nn.Conv2d(3, 8, 3)), torch.randn(1, 3, 8, 8)
+    first, second = torch.randn(2, 1, 4, 3, 3)
+    va.insert_(model, names="0", context_channels=4, num_heads=2, gate_init=1.0, example_input=images)
+    program = torch.export.export(both := Both(), (images, first)).module()
+    torch.testing.assert_close(program(images, second), both(images, second))
+    with pytest.raises(va.errors.SiteError, match="constant of the exported graph"), va.context(model, first):
+        torch.export.export(model, (images,))
+
+
 def test_threads_read_their_own_context():
     model = resnet()
     va.insert_(model, names="layer4", context="layer1", gate_init=0.5, example_input=IMAGE)

@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection, Container, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.attention.blocks.gated_residual import GatedResidual
+from vision_attn.attention.graphs import is_symbolic
 from vision_attn.attention.recomputation import backward_pass
 from vision_attn.attention.scopes import scoped_output, scoped_values
 from vision_attn.errors import SiteError
@@ -85,6 +87,9 @@ def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
     (values,) = scoped_values(block, "context")
     if not values:
         raise SiteError(f"the block at {record.site!r} requires a context. Run the model inside va.context(model, …)")
+    if torch.compiler.is_exporting() and not is_symbolic(values[-1]):
+        what = f"the context of the block at {record.site!r} would be a constant of the exported graph"
+        raise SiteError(f"{what}. Export a module whose forward() receives the features and enters va.context")
     return {"context": values[-1]}
 
 
