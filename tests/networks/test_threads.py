@@ -246,6 +246,21 @@ def test_a_model_is_compiled_and_exported_while_another_thread_is_inside(model):
     assert not torch.allclose(expected, run(model, x, "disabled")[0])
 
 
+@pytest.mark.parametrize("others", [(), ("disabled",)])
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_a_context_in_a_compiled_function_is_refused(model, others):
+    @torch.compile(backend="eager")
+    def function(x, enter):
+        with enter(model):
+            return model(x)
+
+    with in_another_thread(model, *others):
+        for enter in (va.disabled, lambda model: va.padded(model, [(12, 12)])):
+            with pytest.raises(RuntimeError, match="cannot run in a compiled function"):
+                function(IMAGES[0], enter)
+    assert SCOPES.get() == ()
+
+
 @pytest.mark.parametrize("name", ["disabled", "use_impl"])
 @pytest.mark.filterwarnings("ignore")  # of torch.jit
 def test_an_export_inside_keeps_the_context(model, name):

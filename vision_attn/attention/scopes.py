@@ -217,8 +217,17 @@ class EagerInScopes(str):
 
     def enter(self) -> None:
         with self.lock:
-            if not self.entered:
-                self.handle = torch.compiler.set_stance(self)  # type: ignore[arg-type]
+            try:  # also if another thread has set the stance, because this is the only test for a compiled function
+                handle: Any = torch.compiler.set_stance(self)  # type: ignore[arg-type]
+            except RuntimeError as error:
+                what = (
+                    "va.context, va.padded, va.disabled, va.use_impl and va.capture cannot run in a compiled function"
+                )
+                raise RuntimeError(f"{what}. Compile the model, and call it in the with block") from error
+            if self.entered:
+                handle.__exit__(None, None, None)
+            else:
+                self.handle = handle
                 if self.handle.stance.stance is not self:
                     raise RuntimeError(f"torch {torch.__version__} does not keep this stance. Use a tested version")
                 self.previous = str(self.handle.prev.stance) or "default"  # this class is an empty string

@@ -66,7 +66,7 @@ def padded(
     return scope(network, "valid", values)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ValidPixels(DependsOnPass):
     """The valid pixels of a batch of padded images, for the size of the images in the running forward pass."""
 
