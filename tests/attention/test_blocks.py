@@ -184,6 +184,13 @@ def test_invalid_inputs_and_masks_raise_an_error_also_for_an_empty_batch(block):
                 block(8, 2)(torch.randn(batch, 8, 3, 5), mask)
 
 
+def test_an_empty_batch_runs_with_a_wrapped_projection():
+    """Wrappers such as LoRA of PEFT do not have the attributes of the convolution."""
+    block = va.Attention2d(8, 2, value_dim=3)
+    block.proj = nn.Sequential(block.proj)
+    assert block(torch.randn(0, 8, 3, 5)).shape == (0, 8, 3, 5)
+
+
 # --- projections ------------------------------------------------------------------------------------------------------
 
 

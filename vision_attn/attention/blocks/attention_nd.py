@@ -142,7 +142,7 @@ class Attention(ConfigurableImpl):
         """
         plan, x, mask, context = self.prepare(x, mask, context)
         if plan is None:  # there are no positions
-            return self.proj(x.new_zeros(x.shape[0], self.proj.in_channels, *x.shape[2:]))
+            return self.proj(x.new_zeros(x.shape[0], self.num_heads * self.value_dim, *x.shape[2:]))
         q, k, v, bias = self.encode(plan, x, context)
         for hook in plan.hooks:
             hook(AttentionInputs(q, k, v, plan.kind.scale, plan.grouping, bias, mask))
