@@ -13,6 +13,7 @@ from timm.optim import create_optimizer_v2
 from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 import vision_attn as va
 import vision_attn.networks.models
@@ -79,9 +80,14 @@ def test_a_frozen_backbone_is_bitwise_unchanged_while_its_blocks_train(name):
     assert torch.equal(model.eval()(x), expected)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: nn.InstanceNorm2d(8, track_running_stats=True), lambda: BatchNormAct2d(8, drop_layer=nn.Dropout)]
-)
+NORMS = [
+    lambda: nn.InstanceNorm2d(8, track_running_stats=True),
+    lambda: BatchNormAct2d(8, drop_layer=nn.Dropout),
+    lambda: nn.BatchNorm2d(8, momentum=None),
+]
+
+
+@pytest.mark.parametrize("make", NORMS)
 def test_every_norm_with_running_statistics_is_frozen(make):
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), make(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
     va.insert_(model, names="0", **SMALL)
@@ -91,6 +97,16 @@ def test_every_norm_with_running_statistics_is_frozen(make):
     assert changed(model, before) == set()
     model.train()(images())
     assert (model[1].training, getattr(model[1], "drop", model[0]).training) == (False, True)
+
+
+def test_update_bn_of_torch_is_refused_because_it_resets_frozen_statistics():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    va.insert_(model, names="0", **SMALL)
+    va.freeze_backbone_(model)
+    with pytest.raises(RuntimeError, match="update_bn"):
+        update_bn([images()], AveragedModel(model))
+    va.freeze_backbone_(model, also_train="1.*")
+    update_bn([images()], AveragedModel(model))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")

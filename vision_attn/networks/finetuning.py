@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -27,8 +27,9 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     """Freeze a model except its inserted blocks, in place: parameters and running statistics keep their values.
 
     A frozen batch norm normalizes with its running statistics and does not update them, even after ``model.train()``.
-    Dropout and stochastic depth follow the mode of the model. A second call replaces the settings of the first.
-    :func:`unfreeze_backbone_` restores every parameter and every norm.
+    A forward pass in torch's ``update_bn``, which resets them, raises an error. Dropout and stochastic depth follow the
+    mode of the model. A second call replaces the settings of the first. :func:`unfreeze_backbone_` restores every
+    parameter and every norm.
 
     Args:
         model: a model with inserted blocks. Copies and pickles of a frozen model are frozen, also with batch norms that
@@ -58,8 +59,8 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     trained = {id(p) for key, p in network.named_parameters(remove_duplicate=False) if key in live}
     refuse_in_wrapper(model, (p for p in frozen_parameters(network) if id(p) in trained), "va.freeze_backbone_")
     unfreeze_(network)
-    #: keys of parameters and paths of norms, by the path of the module whose hook stores them
-    parameters, norms = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    #: keys of parameters, and paths of norms with their momentum, by the path of the module whose hook stores them
+    parameters, norms = defaultdict[str, list[str]](list), defaultdict[str, dict[str, Any]](dict)
     for path, module in network.named_modules():
         around = [outer for outer in ancestor_paths(path) if not isinstance(network.get_submodule(outer), CONTAINERS)]
         owner = max(around, default="", key=len)
@@ -72,10 +73,10 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
         statistics = [name for name, _ in module.named_buffers(recurse=False) if name.startswith("running_")]
         if statistics and live.isdisjoint(f"{path}.{name}" for name in statistics):
             module.training = False
-            norms[owner].append(path[start:])
-            norms[path] += [""] if owner != path else []  # A norm in a list is called without the module around it.
+            norms[owner][path[start:]] = momentum = getattr(module, "momentum", None)
+            norms[path] |= {"": momentum} if owner != path else {}  # Code calls a norm in a list without its owner.
     for owner in parameters.keys() | norms.keys():
-        hook = partial(keep_frozen, parameters=tuple(parameters[owner]), norms=tuple(norms[owner]))
+        hook = partial(keep_frozen, parameters=tuple(parameters[owner]), norms=norms[owner])
         network.get_submodule(owner).register_forward_pre_hook(hook)
     return sum(p.numel() for p in network.parameters() if p.requires_grad)
 
@@ -109,14 +110,19 @@ def unfreeze_backbone_(model: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters() if p.requires_grad)
 
 
-def keep_frozen(module: nn.Module, args: object, *, parameters: Iterable[str], norms: Iterable[str]) -> None:
+def keep_frozen(module: nn.Module, args: object, *, parameters: Iterable[str], norms: Mapping[str, Any]) -> None:
     """Set frozen norms to evaluation mode before a module runs, whatever the mode of the network, in a pre-hook.
 
     The norms are found by path, because other code converts them. The hook also stores the keys of frozen parameters.
     """
-    for path in norms:
+    for path, momentum in norms.items():
         norm = find_module(module, path)
         if norm is not None and hasattr(norm, "running_mean") and norm.training:
+            if momentum is not None and getattr(norm, "momentum", momentum) is None:
+                what = "update_bn has reset the running statistics of frozen norms, which are therefore lost"
+                raise RuntimeError(
+                    f"{what}. Load them again, and skip update_bn or call va.unfreeze_backbone_ before it"
+                )
             norm.training = False
 
 
