@@ -220,9 +220,7 @@ class EagerInScopes(str):
             try:  # also if another thread has set the stance, because this is the only test for a compiled function
                 handle: Any = torch.compiler.set_stance(self)  # type: ignore[arg-type]
             except RuntimeError as error:
-                what = (
-                    "va.context, va.padded, va.disabled, va.use_impl and va.capture cannot run in a compiled function"
-                )
+                what = "the with blocks of vision_attn, such as va.padded, cannot start in a compiled function"
                 raise RuntimeError(f"{what}. Compile the model, and call it in the with block") from error
             if self.entered:
                 handle.__exit__(None, None, None)

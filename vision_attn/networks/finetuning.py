@@ -120,9 +120,8 @@ def keep_frozen(module: nn.Module, args: object, *, parameters: Iterable[str], n
         if norm is not None and hasattr(norm, "running_mean") and norm.training:
             if momentum is not None and getattr(norm, "momentum", momentum) is None:
                 what = "update_bn has reset the running statistics of frozen norms, which are therefore lost"
-                raise RuntimeError(
-                    f"{what}. Load them again, and skip update_bn or call va.unfreeze_backbone_ before it"
-                )
+                remedy = "Load them again, and skip update_bn or call va.unfreeze_backbone_ before it"
+                raise RuntimeError(f"{what}. {remedy}")
             norm.training = False
 
 
