@@ -17,6 +17,7 @@ from small_networks import assert_same, captured, copies
 from stand_ins import diffusers_attention, layer_of, transformers_layer
 from timm.layers import Attention as TimmAttention, AttentionPool2d
 from timm.layers.attention2d import MultiQueryAttention2d
+from timm.layers.bottleneck_attn import BottleneckAttn
 from timm.models.convit import GPSA
 from timm.models.maxxvit import MaxxVit, model_cfgs
 from timm.models.mobilenetv3 import _gen_mobilenet_v4
@@ -159,6 +160,25 @@ def test_the_model_follows_its_mode_type_and_hooks():
     assert (type(attention), attention.training) == (nn.MultiheadAttention, True)
     model(x)
     assert seen == ["before", torch.bfloat16] * 2
+
+
+def test_the_mode_of_each_module_may_be_set_without_a_method():
+    attention, x = TimmAttention(8, 2, attn_drop=0.5).train(), torch.randn(2, 5, 8)
+    va.swap_(attention)
+    for module in attention.modules():
+        module.training = False
+    with calls_counted(attention) as calls:
+        assert torch.equal(attention(x), attention(x))
+    assert len(calls) == 2
+
+
+def test_a_module_that_was_replaced_is_restored_with_its_class():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), BottleneckAttn(8, feat_size=(4, 4), num_heads=2))
+    va.swap_(model)
+    va.replace_(model, names="1", example_input=(1, 3, 4, 4))
+    assert len(va.unswap_(model).swapped) == 1
+    va.remove_(model)
+    assert type(model[1]) is BottleneckAttn
 
 
 def test_a_swapped_model_can_be_compiled_exported_and_traced():

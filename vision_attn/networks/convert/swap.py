@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from vision_attn.networks.convert.conversion import (
 )
 from vision_attn.networks.convert.equivalence import check_equivalence, check_source, class_path, is_hooked
 from vision_attn.networks.convert.swap_report import SWAPPED, VISION_ATTN, SwappedModule, SwapReport
+from vision_attn.networks.insertion.registry import replaced_modules
 from vision_attn.networks.inspection.network import hook_dicts
 from vision_attn.networks.inspection.selection import Names, ancestor_paths, select_inside
 from vision_attn.networks.inspection.wrappers import require_modifiable
@@ -118,8 +120,9 @@ def unswap_(model: nn.Module) -> SwapReport:
     >>> model.self_attn is attention, type(attention).__name__
     (True, 'MultiheadAttention')
     """
-    lines = []
-    for name, module in require_modifiable(model, "va.unswap_").named_modules():
+    lines, network = [], require_modifiable(model, "va.unswap_")
+    replaced = (old.named_modules(prefix=site) for site, old in replaced_modules(network).items())
+    for name, module in chain(network.named_modules(), *replaced):
         if isinstance(module, Swapped):
             swap: Swap = vars(module).pop("swapped")
             module.__class__ = original_class(module)  # type: ignore[assignment]
@@ -214,21 +217,26 @@ class Swap:
         """Run the block with the current weights of the module; several threads can call this at the same time."""
         weights = to_parameters(self.conversion.weights(module), self.block.rank) | tensors
         sizes = tuple(x.shape[2:]), None if context is None else tuple(context.shape[2:])
-        block: Any = copy_with_weights(self.block, weights, {ORIGINAL: self.block, MAP_SIZES: sizes})
+        extra = {ORIGINAL: self.block, MAP_SIZES: sizes}
+        block: Any = copy_with_weights(self.block, weights, extra, module.training)
         return run_on_tokens(block, self.block.rank, x, mask, context)
 
 
 def copy_with_weights(
-    block: nn.Module, weights: Mapping[str, Tensor], extra: Mapping[str, Any], prefix: str = ""
+    block: nn.Module, weights: Mapping[str, Tensor], extra: Mapping[str, Any], training: bool, prefix: str = ""
 ) -> Any:
-    """Return a shallow copy of a block for one call, with weights and extra attributes; the block does not change."""
+    """Return a shallow copy of a block for one call, with weights, extra attributes and mode; it does not change."""
     if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the copy of a module
         return lambda *args: torch.func.functional_call(block, {**weights}, args, tie_weights=False)
     copied = object.__new__(type(block))
-    children = {name: copy_with_weights(x, weights, {}, f"{prefix}{name}.") for name, x in block.named_children()}
+    children = {
+        name: copy_with_weights(x, weights, {}, training, f"{prefix}{name}.") for name, x in block.named_children()
+    }
     start = len(prefix)
     own = {key[start:]: x for key, x in weights.items() if key.startswith(prefix) and "." not in key[start:]}
-    vars(copied).update(vars(block), **extra, **own, **children)  # attributes take precedence over parameters
+    vars(copied).update(
+        vars(block), **extra, **own, **children, training=training
+    )  # attributes take precedence over parameters
     return copied
 
 
