@@ -89,6 +89,9 @@ def test_many_sizes_compile_and_the_public_function_runs_flex():
     block = va.Attention2d(32, 2, impl="flex").eval()
     for side in range(3, 13):
         check_compiled(block, torch.randn(1, 32, side, 4))
+    block = va.Attention2d(32, 2, pattern=va.Neighborhood(3), impl="flex").eval()
+    for rows in (4, 6, 8, 9, 12, 16, 18, 24, 36):  # of the same number of positions
+        check_compiled(block, torch.randn(1, 32, rows, 144 // rows))
     q, mask = torch.randn(1, 2, 10, 16), torch.rand(1, 1, 10, 10) > 0.5
     found, expected = (attend(q, q, q, impl=impl, mask=mask, causal=True) for impl in ("flex", "bmm"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=4e-5)

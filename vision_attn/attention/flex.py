@@ -35,14 +35,15 @@ def attend_pattern_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
     if grouping.pattern_as_mask or grouping.causal:
         block_mask = grouping.cached("block_mask", lambda: pattern_mask(grouping))
     score_mods = []
+    query_size, key_size = grouping.query_layout.group_size, grouping.key_layout.group_size
     if bias is not None:
-        query_size, key_size, add = grouping.query_layout.group_size, grouping.key_layout.group_size, bias.scores()
+        add = bias.scores()
         q, k, scale = bias.fold(q, k, scale)
         if add is not None:
             score_mods.append(lambda s, b, h, i, j: s + add(h, unravel(i, query_size), unravel(j, key_size)))
     if mask is not None:
         score_mods.append(mask_score_mod(broadcast_mask(mask), grouping.key_layout.index()[0]))
-    return run_flex(q, k, v, scale, score_mods, block_mask, dropout)
+    return run_flex(q, k, v, scale, score_mods, block_mask, dropout, query_size, key_size)
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
@@ -56,9 +57,16 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
 
 
 def run_flex(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, score_mods: Sequence[ScoreMod], block_mask: Any, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    score_mods: Sequence[ScoreMod],
+    block_mask: Any,
+    dropout: float,
+    *sizes: Sequence[int],
 ) -> Tensor:
-    """Call compiled FlexAttention; raise if torch does not support the inputs."""
+    """Call FlexAttention, compiled for ``sizes``; raise if torch does not support the inputs."""
     # The import is deferred because it is slow, a third of the time that importing torch takes.
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -73,14 +81,14 @@ def run_flex(
     if q.device.type == "cpu":
         # With heads of width 8 or 16 and 8, 24, 40, … keys, torch 2.14's CPU kernel returns wrong values or NaN.
         q, k, v = (F.pad(x, (0, -x.shape[3] % 32)) for x in (q, k, v))
-    kernel = flex_attention if torch.compiler.is_compiling() else compiled(q.shape, k.shape)
+    kernel = flex_attention if torch.compiler.is_compiling() else compiled(q.shape, k.shape, *sizes)
     options = {"block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     return kernel(q, k, v, score_mod=score_mod if score_mods else None, **options)[..., :e]
 
 
 @cache
 def compiled(*shapes: Sequence[int]) -> Any:
-    """Compile FlexAttention for these shapes on first use, so that it never runs unfused.
+    """Compile FlexAttention for these shapes and sizes on first use, so that it never runs unfused.
 
     Shapes are static, because torch 2.14 generates invalid C++ for a symbolic batch size.
     """

@@ -223,6 +223,9 @@ def replace_(
         if not plain or not (isinstance(old, nn.Conv2d) or x.shape == y.shape):
             what = f"{site!r} cannot be replaced: {type(old).__name__} returns {y.shape} for {x.shape}"
             raise SiteError(f"{what}. Choose a Conv2d, or a module whose output has the shape of its input")
+        if block is None and (count := len(run.calls[site][0]["before"])) > 1:
+            what = f"{site!r} cannot be replaced: it receives {count} tensors, and the block only a feature map"
+            raise SiteError(f"{what}. Pass a block that accepts them, or choose another module")
         inner = any(other.startswith(f"{site}.") for other in sites)
         if inner or any(map(is_inserted, old.modules())):
             what = f"{site!r} cannot be replaced: it is or contains an inserted block or another selected module"
