@@ -170,6 +170,8 @@ def test_the_mode_of_each_module_may_be_set_without_a_method():
     with calls_counted(attention) as calls:
         assert torch.equal(attention(x), attention(x))
     assert len(calls) == 2
+    compiled = torch.compile(attention, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), attention(x))
 
 
 def test_a_module_that_was_replaced_is_restored_with_its_class():

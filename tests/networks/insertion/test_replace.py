@@ -105,9 +105,17 @@ def test_blocks_are_inserted_after_replaced_modules():
     assert torch.equal(model(x), plain)
 
 
+class Scale(nn.Module):
+    def forward(self, x, scale):
+        return x * scale
+
+
 class Scaled(nn.Sequential):
-    def forward(self, x, scale=None):
-        return self[0](x, x.mean()) if scale is None else self[0](x) * scale
+    """A network whose first module is called with a tensor, or with a number by name."""
+
+    def forward(self, x):
+        x = x[..., ::16, ::16]
+        return self[0](x, x.mean()) if len(self) > 1 else self[0](x, scale=2)
 
 
 #: A network, names of modules, and the message of the error.
@@ -115,7 +123,8 @@ NOT_REPLACED = [
     (resnet18, "layer2", r"Sequential returns \(1, 128, 28, 28\)"),
     (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a feature map"),
     (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' cannot be replaced: .* another selected module"),
-    (lambda: Scaled(Scaled(nn.Conv2d(3, 3, 1))), "0", "'0' .*: it receives 2 tensors"),
+    (lambda: Scaled(Scale()), "0", "'0' cannot be replaced: .*unexpected keyword argument 'scale'"),
+    (lambda: Scaled(Scale(), nn.Identity()), "0", "'0' .*: it receives 2 tensors"),
     (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # The feature map is in a list.
 ]
 

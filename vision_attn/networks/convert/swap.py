@@ -227,6 +227,8 @@ def copy_with_weights(
 ) -> Any:
     """Return a shallow copy of a block for one call, with weights, extra attributes and mode; it does not change."""
     if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the copy of a module
+        if block.training != training:
+            block.train(training)
         return lambda *args: torch.func.functional_call(block, {**weights}, args, tie_weights=False)
     copied = object.__new__(type(block))
     children = {

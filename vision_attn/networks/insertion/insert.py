@@ -15,7 +15,7 @@ from torch import nn
 from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
-from vision_attn.networks.block_factories import BlockFactory
+from vision_attn.networks.block_factories import BlockFactory, describe_error
 from vision_attn.networks.insertion.build import FIRST, Attempt, new_block
 from vision_attn.networks.insertion.exact import GATE, WRAPPED, ZEROS
 from vision_attn.networks.insertion.record import InsertionReport, get_record, is_inserted, set_record_
@@ -239,7 +239,12 @@ def replace_(
         return report_costs(run, blocks)
     warn_about(blocks, run.declared.pads_images)
     with attach_blocks_(model, blocks):
-        _, cost = run.measure()
+        try:
+            _, cost = run.measure()
+        except SiteError as error:
+            what = f"{shorten(map(repr, sites))} cannot be replaced: the network does not run with the new modules"
+            remedy = "Pass a block with the arguments of the old ones, or choose other modules"
+            raise SiteError(f"{what} ({describe_error(error.__cause__ or error)}). {remedy}") from error
     report = InsertionReport(tuple(map(get_record, blocks)), "inserted by replacement", run.cost)
     removed = (new + before - after for new, before, after in zip(report.added, run.cost, cost, strict=True))
     return replace(report, replaced_cost=Cost(*removed))
