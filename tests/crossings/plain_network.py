@@ -34,6 +34,9 @@ class Net(nn.Module):
         self.recompute, self.stop = "", ""
 
     def forward(self, x):
+        return checkpoint(self.steps, x, use_reentrant=False) if self.recompute == "one segment" else self.steps(x)
+
+    def steps(self, x):
         x = self.norm(self.stem(x))
         x = x + self.tokens(x.flatten(2).mT).mT.reshape(x.shape)
         for site in SITES:
@@ -43,7 +46,21 @@ class Net(nn.Module):
         return self.call(self.head, x)
 
     def call(self, layer, x):
-        return checkpoint(layer, x, use_reentrant=self.recompute == "reentrant") if self.recompute else layer(x)
+        separate = self.recompute in ("reentrant", "without reentry")
+        return checkpoint(layer, x, use_reentrant=self.recompute == "reentrant") if separate else layer(x)
+
+
+class Siamese(nn.Module):
+    """A network that runs another one on two inputs, and returns the output of the second."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.backbone = net
+
+    def forward(self, x):
+        if self.backbone.training:  # batch normalization would be updated twice
+            return self.backbone(x)
+        return 0 * self.backbone(x.flip(0)) + self.backbone(x)
 
 
 def split_heads(x):
@@ -86,7 +103,8 @@ class Plain:
         if self.valid is None:
             return [self.after_tokens(y, context)]
         parts = [(slice(image, image + 1), slice(None), slice(h), slice(w)) for image, (h, w) in enumerate(self.valid)]
-        return [self.after_tokens(y[part], context[part]) for part in parts]
+        inside = self.context is None  # features from outside are not padded
+        return [self.after_tokens(y[part], context[part if inside else part[0]]) for part in parts]
 
     def after_tokens(self, x, context):
         for site in SITES:
