@@ -20,6 +20,7 @@ from crossings.plain_network import SITES, Net, Plain, Siamese, StoppedError
 from hypothesis import seed, settings, stateful, strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -87,7 +88,7 @@ def plain_key(key):
     if any(part in key for part in ("lora_", "parametrizations", "_mask")):
         return ""
     key = re.sub(r"^inserted_([abc])\b", r"\1.inserted", key)  # inserted through a larger network
-    return re.sub(r"\.base_layer|(?<=weight)_orig", "", key)
+    return re.sub(r"\.base_layer|\._checkpoint_wrapped_module|\._orig_mod|(?<=weight)_orig", "", key)
 
 
 def is_added(key):
@@ -456,6 +457,15 @@ class Networks(stateful.RuleBasedStateMachine):
         self.net.head = head
         self.w |= {f"head.{key}": value.detach().double().clone() for key, value in head.state_dict().items()}
 
+    @precondition(lambda self: not self.scopes)
+    @rule(site=st.sampled_from(["a", "c"]), block=st.booleans(), compiled=st.booleans())
+    def wrap(self, site, block, compiled):
+        """Wrap a layer or its block in place."""
+        self.backward()
+        path, part = self.find_module(f"{site}.inserted" if block and self.blocks else site)
+        compiled = compiled and self.compiles
+        self.net.set_submodule(path, torch.compile(part, backend="eager") if compiled else checkpoint_wrapper(part))
+
     @precondition(lambda self: self.blocks and self.options["a"]["temperature"])
     @rule()
     def replace_position(self):
@@ -564,7 +574,8 @@ class Networks(stateful.RuleBasedStateMachine):
             with torch.no_grad():
                 self.run(torch.func.vmap(lambda x: call(x[None])[0]), (32, 32))
         plain, _ = self.plain()
-        if kind not in ("grad", "jvp") or isinstance(plain.context, str):
+        wrapped = any("_wrapped" in path for path, _ in self.net.named_modules())  # torch refuses it
+        if kind not in ("grad", "jvp") or isinstance(plain.context, str) or wrapped:
             return
         direction, x = torch.randn(2, 3, 32, 32, dtype=torch.float64), self.image((32, 32))
 
