@@ -198,7 +198,7 @@ def test_quantized_networks_are_compared_but_not_saved(tmp_path):
     assert not load_adapter_(quantized(), path).changed_tensors
     with pytest.raises(va.errors.CheckpointError, match=r"1 of .* tensors differ, fc\._packed_params"):
         load_adapter_(quantized(-3), path)
-    with pytest.raises(ValueError, match=r"fc\._packed_params\..*cannot be saved: quantized.* before quantizing"):
+    with pytest.raises(ValueError, match=r"fc\._packed_params\..*cannot be saved: quantized.* before quantizing it"):
         va.save_model(model, tmp_path / "network", network=small_network)
 
 

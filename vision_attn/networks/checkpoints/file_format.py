@@ -138,9 +138,8 @@ def write_saved(path: Path, saved: Saved) -> None:
     if path.suffix != ".safetensors":
         raise ValueError(f"file must end in .safetensors, got {path.name!r}")
     if odd := [name for name, value in saved.tensors.items() if not isinstance(value, Tensor) or is_quantized(value)]:
-        raise ValueError(
-            f"{shorten(odd)} cannot be saved: quantized, or not a tensor. Save before quantizing the network"
-        )
+        what = f"{shorten(odd)} cannot be saved: quantized, or not a tensor"
+        raise ValueError(f"{what}. Save the network before quantizing it")
     entry = {**vars(saved), "format": FORMAT, "library": __version__, "blocks": list(map(encode_block, saved.blocks))}
     del entry["tensors"]
     entry["file_hash"] = compute_hash([entry, fingerprint(saved.tensors)])

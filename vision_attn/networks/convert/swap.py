@@ -225,20 +225,21 @@ class Swap:
 def copy_with_weights(
     block: nn.Module, weights: Mapping[str, Tensor], extra: Mapping[str, Any], training: bool, prefix: str = ""
 ) -> Any:
-    """Return a shallow copy of a block for one call, with weights, extra attributes and mode; it does not change."""
+    """Return a shallow copy of a block for one call, with weights, extra attributes and mode.
+
+    The block does not change, except that its mode follows ``training`` in a compiled graph.
+    """
     if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the copy of a module
         if block.training != training:
             block.train(training)
         return lambda *args: torch.func.functional_call(block, {**weights}, args, tie_weights=False)
     copied = object.__new__(type(block))
-    children = {
-        name: copy_with_weights(x, weights, {}, training, f"{prefix}{name}.") for name, x in block.named_children()
-    }
+    parts = dict(block.named_children())
+    children = {name: copy_with_weights(x, weights, {}, training, f"{prefix}{name}.") for name, x in parts.items()}
     start = len(prefix)
     own = {key[start:]: x for key, x in weights.items() if key.startswith(prefix) and "." not in key[start:]}
-    vars(copied).update(
-        vars(block), **extra, **own, **children, training=training
-    )  # attributes take precedence over parameters
+    # Attributes take precedence over parameters.
+    vars(copied).update(vars(block), **extra, **own, **children, training=training)
     return copied
 
 
