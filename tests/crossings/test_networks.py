@@ -28,7 +28,8 @@ import vision_attn as va
 
 HAS_PEFT = find_spec("peft") is not None
 PACKAGE = str(Path(va.__file__).parent)
-KINDS = ["disabled", "capture", "padded", "context", "use_impl"]
+#: Kinds of with blocks, and the fraction of forward passes that enter another one.
+KINDS = {"disabled": 0.1, "capture": 0.2, "padded": 0.5, "context": 0.8, "use_impl": 0.2}
 RECOMPUTE = ["", "one segment", "reentrant", "without reentry"]
 SIZES = [(32, 32), (32, 48), (40, 32)]
 #: Valid sizes of the two padded images in pixels: multiples of the stride of the network, and of its pooled keys.
@@ -221,8 +222,8 @@ class Networks(stateful.RuleBasedStateMachine):
     def forward_after_each_step(self):
         self.whole = self.whole if self.whole.backbone is self.net else Siamese(self.net)
         recompute = RECOMPUTE[:2] if self.blocks and not self.from_outside else RECOMPUTE  # the context is outside
-        inside = [kind for kind in KINDS if self.chance.random() < (0.8 if kind == "context" else 0.2)]
-        choices = [inside], SIZES, recompute, [True, False], [self.net, self.whole]
+        inside = [kind for kind, often in KINDS.items() if self.chance.random() < often]
+        choices = [inside], SIZES, recompute, [True, True, False], [self.net, self.whole]
         self.forward(*map(self.chance.choice, choices))
 
     def forward(self, inside, size, recompute, grad, network):
@@ -313,7 +314,7 @@ class Networks(stateful.RuleBasedStateMachine):
 
     # --- with blocks
 
-    @rule(kind=st.sampled_from(KINDS))
+    @rule(kind=st.sampled_from(sorted(KINDS)))
     def enter_block(self, kind):
         features = torch.randn(2, 8, 8, 8, dtype=torch.float64, requires_grad=True)
         features.given = features.detach().to(self.net.stem.bias.dtype).requires_grad_()
