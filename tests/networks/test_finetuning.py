@@ -12,6 +12,7 @@ from timm.layers import BatchNormAct2d
 from timm.optim import create_optimizer_v2
 from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, update_bn
 
@@ -57,6 +58,19 @@ def changed(model, before, blocks=False):
     """Return the keys of the backbone, or of the blocks, whose values have changed."""
     now, own = model.state_dict(), inserted_keys(model)
     return {key for key, value in before.items() if (key in own) == blocks and not torch.equal(now[key], value)}
+
+
+def test_blocks_and_heads_in_wrappers_are_trained():
+    model = network()
+    expected = {id(p) for key, p in model.named_parameters() if "inserted" in key or key.startswith("fc.")}
+    for path, module in [*model.named_modules()]:
+        if path == "fc" or path.endswith(".inserted"):
+            model.set_submodule(path, checkpoint_wrapper(module))
+    va.freeze_backbone_(model, also_train="fc.*")
+    assert {id(p) for p in model.parameters() if p.requires_grad} == expected
+    groups = va.parameter_groups(model, 0.1, attention_lr=0.2)
+    blocks = {id(p) for block in va.inserted_blocks(model).values() for p in block.parameters()}
+    assert {id(p) for group in groups if group["lr"] == 0.2 for p in group["params"]} == blocks
 
 
 @pytest.mark.parametrize("name", ["resnet20", "regnetx_002"])

@@ -17,7 +17,7 @@ from vision_attn.networks.insertion.record import replaced_module
 from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, replaced_modules
 from vision_attn.networks.inspection.network import NORMS
 from vision_attn.networks.inspection.selection import ancestor_paths, select_keys
-from vision_attn.networks.inspection.wrappers import synchronizer, unwrap_model
+from vision_attn.networks.inspection.wrappers import synchronizer, unwrap_key, unwrap_model
 
 #: Keys of parameters without weight decay, in addition to all parameters with one axis.
 NO_DECAY = re.compile(r"(.*\.)?(bias|gate|logit_scale|(gamma|layer_scale)[^.]*)")
@@ -52,11 +52,13 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     True
     """
     network = unwrap_model(model)
+    # Wrappers of activation checkpointing leave their part of a path out of the keys of a state dict.
     live = inserted_keys(network) | select_keys("also_train", also_train, network, network.state_dict())
+    live = set(map(unwrap_key, live))
     if not live:
         raise ValueError('model has nothing to train when frozen. Insert a block, or pass also_train="head"')
     # A tensor that is shared with a block is trained under each of its names.
-    trained = {id(p) for key, p in network.named_parameters(remove_duplicate=False) if key in live}
+    trained = {id(p) for key, p in network.named_parameters(remove_duplicate=False) if unwrap_key(key) in live}
     refuse_in_wrapper(model, (p for p in frozen_parameters(network) if id(p) in trained), "va.freeze_backbone_")
     unfreeze_(network)
     #: keys of parameters, and paths of norms with their momentum, by the path of the module whose hook stores them
@@ -71,7 +73,7 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
                 parameters[owner].append(f"{path}.{name}"[start:].lstrip("."))
         # Batch and instance norms of torch and timm have running_mean and running_var.
         statistics = [name for name, _ in module.named_buffers(recurse=False) if name.startswith("running_")]
-        if statistics and live.isdisjoint(f"{path}.{name}" for name in statistics):
+        if statistics and live.isdisjoint(unwrap_key(f"{path}.{name}") for name in statistics):
             module.training = False
             norms[owner][path[start:]] = momentum = getattr(module, "momentum", None)
             norms[path] |= {"": momentum} if owner != path else {}  # Code calls a norm in a list without its owner.
@@ -241,7 +243,8 @@ def parameter_groups(
     """
     check_above(0, lr=lr, attention_lr=attention_lr, layer_decay=layer_decay)
     model = unwrap_model(model)
-    blocks = inserted_keys(model)
+    found = set(map(unwrap_key, inserted_keys(model)))
+    blocks = {key for key, _ in model.named_parameters() if unwrap_key(key) in found}
     trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
     if attention_lr is not None and not blocks & trained.keys():
         what = "attention_lr applies to inserted blocks, but the model has no trainable block"

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import file_format
-from vision_attn.networks.checkpoints.file_format import BlockClasses, Saved, fingerprint, gather, unwrap_key
+from vision_attn.networks.checkpoints.file_format import BlockClasses, Saved, fingerprint, gather
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import copy_all_, refuse_read_only, refuse_without_values
 from vision_attn.networks.insertion import InsertionReport, remove_
 from vision_attn.networks.insertion.registry import graph_blocks, inserted_blocks, inserted_keys, records
 from vision_attn.networks.inspection.example import tree_leaves
 from vision_attn.networks.inspection.selection import select_keys
-from vision_attn.networks.inspection.wrappers import require_modifiable, unwrap_average
+from vision_attn.networks.inspection.wrappers import require_modifiable, unwrap_average, unwrap_key
 from vision_attn.networks.safe import read_file
 from vision_attn.text import Report, Table, escape_control_characters, shorten
 

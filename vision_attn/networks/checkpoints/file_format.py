@@ -18,7 +18,6 @@ Files with another format version are rejected.
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -47,7 +46,7 @@ from vision_attn.networks.insertion import registry
 from vision_attn.networks.insertion.build import replacement_options
 from vision_attn.networks.insertion.exact import unwrap_exact_block
 from vision_attn.networks.insertion.record import InsertedBlock, Measured, SecondMap, Site, replaced_module
-from vision_attn.networks.inspection.wrappers import COMPILED
+from vision_attn.networks.inspection.wrappers import unwrap_key
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
 from vision_attn.text import shorten
@@ -58,8 +57,6 @@ ENTRY = "vision_attn"
 #: The supported version of the format.
 FORMAT = 5
 
-#: A part that torch.compile, activation checkpointing or FSDP adds to the path of a wrapped layer.
-WRAPPER = re.compile(rf"{COMPILED}|_[a-z]+_wrapped_module")
 #: A class or function, several of them, or classes by name.
 BlockClasses = Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]]
 #: name -> (shape, dtype, first digits of the SHA-256 hash of the values)
@@ -85,15 +82,6 @@ class Saved:
     also: tuple[str, ...] = ()
     arguments: Arguments = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-
-
-def unwrap_key(key: str, wrappers: Collection[str] = ()) -> str:
-    """Return the path of a module or tensor in the network without wrappers; ``wrappers`` are further parts.
-
-    >>> unwrap_key("layer3._orig_mod.0.conv1.weight")
-    'layer3.0.conv1.weight'
-    """
-    return ".".join(part for part in key.split(".") if part not in wrappers and not WRAPPER.fullmatch(part))
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> Fingerprint:

@@ -32,7 +32,7 @@ from torchvision.transforms.v2 import RGB, Grayscale
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import file_format
-from vision_attn.networks.checkpoints.file_format import BlockClasses, gather, unwrap_key
+from vision_attn.networks.checkpoints.file_format import BlockClasses, gather
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
@@ -40,7 +40,7 @@ from vision_attn.networks.insertion import remove_
 from vision_attn.networks.insertion.registry import inserted_blocks, records
 from vision_attn.networks.inspection.example import float_tensors, make_example, tree_leaves
 from vision_attn.networks.inspection.network import quiet_eval
-from vision_attn.networks.inspection.wrappers import unwrap_average
+from vision_attn.networks.inspection.wrappers import unwrap_average, unwrap_key
 from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import read_file, write_atomically
 from vision_attn.networks.safe.write import name_errors, temporary_folder

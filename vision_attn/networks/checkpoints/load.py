@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import as_list
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.file_format import unwrap_key
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, find_input_conv, remedies
 from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
@@ -24,7 +23,7 @@ from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weigh
 from vision_attn.networks.insertion.hooks import check_blocks
 from vision_attn.networks.insertion.registry import keys_by_site, replaced_modules
 from vision_attn.networks.inspection.selection import match_keys
-from vision_attn.networks.inspection.wrappers import unwrap_model
+from vision_attn.networks.inspection.wrappers import unwrap_key, unwrap_model
 from vision_attn.networks.safe import CheckpointFile, read_file
 from vision_attn.text import shorten
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from vision_attn.checks import check_choice
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.file_format import read_saved, unwrap_key
+from vision_attn.networks.checkpoints.file_format import read_saved
 from vision_attn.networks.checkpoints.load_report import EMA_ENTRIES
 from vision_attn.networks.checkpoints.option_code import Arguments, get_arguments
+from vision_attn.networks.inspection.wrappers import unwrap_key
 from vision_attn.networks.safe import SAVE_STATE_DICT, CheckpointFile, Placeholder
 from vision_attn.text import shorten
 

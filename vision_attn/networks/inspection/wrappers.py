@@ -1,7 +1,8 @@
 """Find the network inside wrappers, such as those of ``torch.compile`` and of data parallelism."""
 
 import gc
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Any
 
@@ -12,6 +13,9 @@ from vision_attn.errors import SiteError
 
 #: The child of the wrapper of ``torch.compile``.
 COMPILED = "_orig_mod"
+
+#: A part that torch.compile, activation checkpointing or FSDP adds to the path of a wrapped layer.
+WRAPPER = re.compile(rf"{COMPILED}|_[a-z]+_wrapped_module")
 
 #: Class names of wrappers that register the parameters when they are created. Importing the classes would be slow.
 SYNCHRONIZED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -38,6 +42,15 @@ def unwrap_average(model: nn.Module) -> nn.Module:
     """Return the network inside an average of weights of torch or timm, whose copy of the network is a network."""
     is_average = type(model).__name__ in ("AveragedModel", "ModelEmaV2", "ModelEmaV3")
     return unwrap_model(model.get_submodule("module") if is_average else model)
+
+
+def unwrap_key(key: str, wrappers: Collection[str] = ()) -> str:
+    """Return the path of a module or tensor in the network without wrappers; ``wrappers`` are further parts.
+
+    >>> unwrap_key("layer3._orig_mod.0.conv1.weight")
+    'layer3.0.conv1.weight'
+    """
+    return ".".join(part for part in key.split(".") if part not in wrappers and not WRAPPER.fullmatch(part))
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
