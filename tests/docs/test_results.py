@@ -50,7 +50,7 @@ def format_mean(scores, decimals):
 
 
 class Numbers:
-    """Numbers of recorded runs as the page prints them; intervals are those of any difference, with either sign."""
+    """Numbers of recorded runs as the page prints them; intervals are of all differences, in both directions."""
 
     def __init__(self, files):
         self.means, self.seeds, self.intervals = set(), set(), set()

@@ -27,9 +27,9 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     """Freeze a model except its inserted blocks, in place: parameters and running statistics keep their values.
 
     A frozen batch norm normalizes with its running statistics and does not update them, even after ``model.train()``.
-    A forward pass in torch's ``update_bn``, which resets them, raises an error. Dropout and stochastic depth follow the
-    mode of the model. A second call replaces the settings of the first. :func:`unfreeze_backbone_` restores every
-    parameter and every norm.
+    The function ``update_bn`` of torch, which resets running statistics, raises an error. Dropout and stochastic depth
+    follow the mode of the model. A second call replaces the settings of the first. :func:`unfreeze_backbone_` restores
+    every parameter and every norm.
 
     Args:
         model: a model with inserted blocks. Copies and pickles of a frozen model are frozen, also with batch norms that

@@ -105,7 +105,7 @@ def gather(value: Any) -> Tensor:
 
 
 def is_quantized(value: Tensor) -> bool:
-    """Return True for a quantized tensor of torch, or of a class such as those of torchao."""
+    """Return True for a quantized tensor of torch or of another library, such as torchao."""
     return value.is_quantized or type(value).dequantize is not Tensor.dequantize
 
 

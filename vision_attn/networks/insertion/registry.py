@@ -172,7 +172,7 @@ def all_blocks(network: nn.Module) -> list[nn.Module]:
 
 
 def graph_blocks(network: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks that are nodes of graphs of torch.fx by path: the graphs run them and cannot do without."""
+    """Return the blocks that run as nodes of torch.fx graphs, by path; a graph does not run without them."""
     run_by_hooks = {*blocks_by_site(network).values()}
     nodes = {x for graph in network.modules() if isinstance(graph, GraphModule) for x in graph.modules()}
     return {path: x for path, x in network.named_modules() if x in nodes - run_by_hooks and is_inserted(x)}

@@ -39,7 +39,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def unwrap_average(model: nn.Module) -> nn.Module:
-    """Return the network inside an average of weights of torch or timm, whose copy of the network is a network."""
+    """Return the network inside a weight average of torch or timm, without wrappers."""
     is_average = type(model).__name__ in ("AveragedModel", "ModelEmaV2", "ModelEmaV3")
     return unwrap_model(model.get_submodule("module") if is_average else model)
 
