@@ -108,7 +108,7 @@ def attend_einx(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
     logits = einx.dot("b n i d, b n j d -> b n i j", scale * upcast(q), upcast(k))
     logits = add_mask(logits, mask, causal)
     weights = einx.softmax("b n i [j]", logits)
-    weights = drop(weights, dropout).to(v.dtype)
+    weights = drop(weights, dropout, v.dtype)
     return einx.dot("b n i j, b n j e -> b n i e", weights, v)
 
 
@@ -152,7 +152,7 @@ def attend_bmm(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, cau
     logits = torch.bmm(scale * q, k.transpose(1, 2)).view(b, n, i, j)
     logits = add_mask(logits, mask, causal)
     weights = torch.softmax(logits, dim=-1)
-    weights = drop(weights, dropout).to(v.dtype)
+    weights = drop(weights, dropout, v.dtype)
     return torch.bmm(weights.view(b * n, i, j), v.reshape(b * n, j, e)).view(b, n, i, e)
 
 
@@ -166,9 +166,13 @@ def reverse_torch(y: Tensor, bound: BoundRearrangement) -> Tensor:
     return y.reshape(-1, *bound.size, n * e).permute(*TO_FIRST[2 + len(bound.size)])
 
 
-def drop(weights: Tensor, dropout: float) -> Tensor:
-    """Apply dropout to attention weights; with probability zero, no operation is added to graphs."""
-    return F.dropout(weights, dropout) if dropout else weights
+def drop(weights: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
+    """Apply dropout to attention weights, and return them in the dtype of the values.
+
+    Without dropout, and in the same dtype, there is no operation.
+    """
+    weights = F.dropout(weights, dropout) if dropout else weights
+    return weights if weights.dtype == dtype else weights.to(dtype)
 
 
 EINX = Kernel(partition_einx, split_heads_einx, attend_einx, merge_heads_einx, reverse_einx)
@@ -182,7 +186,7 @@ def attend_einsum(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, 
     logits = torch.einsum("bnid,bnjd->bnij", scale * upcast(q), upcast(k))
     logits = add_mask(logits, mask, causal)
     weights = torch.softmax(logits, dim=-1)
-    weights = drop(weights, dropout).to(v.dtype)
+    weights = drop(weights, dropout, v.dtype)
     return torch.einsum("bnij,bnje->bnie", weights, v)
 
 
@@ -202,7 +206,7 @@ def attend_sdpa(
 ) -> Tensor:
     """Call torch's fused kernel. For inputs that it cannot differentiate, call another function.
 
-    It has no derivative in forward mode. On a CPU, it has none inside a transform of ``torch.func`` if a mask from
+    It has no derivative in forward mode, and no second derivative, for which torch raises an error. On a CPU, it has none inside a transform of ``torch.func`` if a mask from
     outside of the transform requires gradients.
     """
     e, on_cpu, inputs = v.shape[3], q.is_cpu, (q, k, v, scale, mask)
@@ -232,21 +236,7 @@ def attend_sdpa(
         return without_derivative(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
     if mask is not None and y.shape[1] != inputs[0].shape[1]:  # groups became heads
         y = y.reshape(*inputs[0].shape[:3], y.shape[3])
-    node = y.grad_fn if y.requires_grad and not torch.compiler.is_dynamo_compiling() else None
-    if node is not None and "ScaledDotProduct" in node.name():
-        node.register_hook(name_missing_derivative)
     return y if y.shape[3] == e else y[..., :e]
-
-
-def name_missing_derivative(gradients: Sequence[Tensor | None], _: Any) -> None:
-    """Make second derivatives of the fused kernel raise an error that recommends ``impl="bmm"``."""
-    for gradient in gradients:
-        if gradient is not None and gradient.requires_grad:  # as with create_graph=True
-            gradient.register_hook(refuse_second_derivative)
-
-
-def refuse_second_derivative(gradient: Tensor) -> None:
-    raise NotImplementedError("torch's fused attention has no second derivative. Use va.use_impl(model, 'bmm')")
 
 
 def sdpa_on_gpu(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Mask, **options: Any) -> Tensor:

@@ -29,9 +29,10 @@ def add_mask(logits: Tensor, mask: Mask, causal: bool) -> Tensor:
     if mask is None:
         return logits
     mask = mask if mask.shape[4] in (1, logits.shape[3]) else mask[..., : logits.shape[3]]
-    logits = split_groups(logits, mask)
+    is_shared = mask.shape[0] == mask.shape[1] == 1  # by all images and groups
+    logits, mask = (logits, mask[0]) if is_shared else (split_groups(logits, mask), mask)
     logits = torch.where(mask, logits, -torch.inf) if mask.dtype == torch.bool else logits + mask
-    return logits.flatten(0, 1)
+    return logits if is_shared else logits.flatten(0, 1)
 
 
 def split_groups(x: Tensor, mask: Tensor) -> Tensor:
