@@ -206,8 +206,8 @@ def attend_sdpa(
 ) -> Tensor:
     """Call torch's fused kernel. For inputs that it cannot differentiate, call another function.
 
-    It has no derivative in forward mode, and no second derivative, for which torch raises an error. On a CPU, it has none inside a transform of ``torch.func`` if a mask from
-    outside of the transform requires gradients.
+    It has no derivative in forward mode, and no second derivative, for which torch raises an error. On a CPU, it has
+    none inside a transform of ``torch.func`` if a mask from outside of the transform requires gradients.
     """
     e, on_cpu, inputs = v.shape[3], q.is_cpu, (q, k, v, scale, mask)
     if scale <= 0:  # cuDNN, flash attention and the causal CPU kernel multiply their -inf by the scale
