@@ -1,5 +1,7 @@
 """``impl="flex"``: cost, errors and compiled kernels (slow). ``test_reference.py`` tests the uncompiled functions."""
 
+import copy
+
 import pytest
 import torch
 from impls import uncompile_flex
@@ -49,8 +51,12 @@ def test_errors_for_unsupported_inputs_recommend_another_implementation():
             block = va.Attention2d(32, **{"num_heads": 2, **options}, impl="flex")
             block(torch.empty(1, 32, 4, 4, dtype=options.get("dtype"), device=options.get("device")))
     block, x = va.Attention2d(32, 2, impl="flex"), torch.randn(1, 32, 4, 4)
-    with pytest.raises(ValueError, match=r"impl='flex'.*gradients.*impl='sdpa'"):
-        block(x)
+    masked = copy.deepcopy(block).requires_grad_(False)
+    table = va.Attention2d(32, 2, impl="flex", pattern=va.Window(2), position=va.RelPosTable())
+    table.qkv.requires_grad_(False)
+    for trained in (lambda: block(x), lambda: table(x), lambda: masked(x, torch.zeros(16, 16, requires_grad=True))):
+        with pytest.raises(ValueError, match=r"impl='flex'.*gradients.*impl='sdpa'"):
+            trained()
     for run in (lambda: torch.jit.trace(block, x), lambda: torch.func.vmap(block)(x[None])):
         with torch.no_grad(), pytest.raises(ValueError, match=r"impl='flex'.*torch.jit.trace.*torch.func.*impl='sdpa'"):
             run()

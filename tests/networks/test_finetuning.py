@@ -113,6 +113,21 @@ def test_every_norm_with_running_statistics_is_frozen(make):
     assert (model[1].training, getattr(model[1], "drop", model[0]).training) == (False, True)
 
 
+def test_replaced_modules_are_frozen_when_they_are_restored():
+    model = timm.create_model("resnet20", num_classes=5)
+    va.replace_(model, names=["layer2.1", "layer3.*.conv2"], example_input=(1, 3, 32, 32))
+    va.freeze_backbone_(model, also_train="layer3.1.*")
+    va.remove_(model)
+    assert {key for key, p in model.named_parameters() if p.requires_grad} == {
+        key for key in dict(model.named_parameters()) if key.startswith("layer3.1.")
+    }
+    before = copy.deepcopy(model.state_dict())
+    model.train()(images())
+    assert all(key.startswith("layer3.1.") for key in changed(model, before))
+    va.unfreeze_backbone_(model)
+    assert all(p.requires_grad for p in model.parameters())
+
+
 def test_update_bn_of_torch_is_refused_because_it_resets_frozen_statistics():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     va.insert_(model, names="0", **SMALL)

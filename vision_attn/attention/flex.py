@@ -7,7 +7,7 @@ folded into queries and keys. A pattern that is a plain reshape runs in groups, 
 other pattern runs on the complete feature map without copying tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -31,9 +31,6 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 def attend_pattern_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
     """Compute attention in the groups of a pattern, ``(b·groups, n, i, e)``."""
     q, k, v, scale, grouping, bias, mask = inputs
-    block_mask = None
-    if grouping.pattern_as_mask or grouping.causal:
-        block_mask = grouping.cached("block_mask", lambda: pattern_mask(grouping))
     score_mods = []
     query_size, key_size = grouping.query_layout.group_size, grouping.key_layout.group_size
     if bias is not None:
@@ -41,19 +38,24 @@ def attend_pattern_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
         q, k, scale = bias.fold(q, k, scale)
         if add is not None:
             score_mods.append(lambda s, b, h, i, j: s + add(h, unravel(i, query_size), unravel(j, key_size)))
+    check_flex(q, v, dropout, trained=[q, k, v, mask, getattr(bias, "table", None)])
+    block_mask = None
+    if grouping.pattern_as_mask or grouping.causal:
+        block_mask = grouping.cached("block_mask", lambda: pattern_mask(grouping))
     if mask is not None:
         score_mods.append(mask_score_mod(broadcast_mask(mask), grouping.key_layout.index()[0]))
-    return run_flex(q, k, v, scale, score_mods, block_mask, dropout, query_size, key_size)
+    return run_flex(q, k, v, scale, score_mods, block_mask, query_size, key_size)
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
     """Compute attention between tokens; the mask has five axes and one group."""
+    check_flex(q, v, dropout, trained=[q, k, v, mask])
     score_mods = []
     if mask is not None:
         score_mods.append(mask_score_mod(mask[:, 0], torch.arange(k.shape[2], device=k.device)))
     if causal:
         score_mods.append(lambda score, b, h, i, j: torch.where(j <= i, score, -torch.inf))
-    return run_flex(q, k, v, scale, score_mods, None, dropout)
+    return run_flex(q, k, v, scale, score_mods, None)
 
 
 def run_flex(
@@ -63,14 +65,11 @@ def run_flex(
     scale: float,
     score_mods: Sequence[ScoreMod],
     block_mask: Any,
-    dropout: float,
     *sizes: Sequence[int],
 ) -> Tensor:
-    """Call FlexAttention, compiled for ``sizes``; raise if torch does not support the inputs."""
+    """Call FlexAttention, compiled for ``sizes``."""
     # The import is deferred because it is slow, a third of the time that importing torch takes.
     from torch.nn.attention.flex_attention import flex_attention
-
-    check_flex(q, k, v, dropout)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         for modify in score_mods:
@@ -101,17 +100,20 @@ def compiled(*shapes: Sequence[int]) -> Any:
     return partial(outside_scopes, torch.compile(attend, fullgraph=True, dynamic=False))
 
 
-def check_flex(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
-    """Raise if FlexAttention does not support the inputs, and recommend another implementation."""
+def check_flex(q: Tensor, v: Tensor, dropout: float, trained: Iterable[Tensor | None]) -> None:
+    """Raise if FlexAttention does not support the inputs, and recommend another implementation.
+
+    ``trained`` are all tensors that may require gradients.
+    """
     device, width = q.device.type, min(q.shape[3], v.shape[3])
-    trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trained)
     graph = torch.compiler.is_compiling()
     transformed = not graph and (in_graph(q) or active_transform() is not None)
     for is_refused, what in (
         (dropout > 0, f"does not support dropout: attn_drop must be 0 in training, got {dropout}"),
         (device not in DEVICES, f"requires a device of {', '.join(DEVICES)}, got a tensor on {device}"),
         (q.dtype == torch.float64, "requires float32, float16 or bfloat16, got float64"),
-        (device == "cpu" and trained, "does not support gradients on a CPU"),
+        (device == "cpu" and needs_grad, "does not support gradients on a CPU"),
         (device == "cuda" and width < 16, f"requires heads of width 16 or more on CUDA, got {width}"),
         (transformed, "does not support torch.jit.trace and transforms of torch.func"),
     ):

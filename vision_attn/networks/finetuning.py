@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Set
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -52,20 +52,36 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     True
     """
     network = unwrap_model(model)
+    roots = {"": network, **replaced_modules(network)}  # va.remove_ restores replaced modules
+    keys = [f"{site}.{key}".lstrip(".") for site, root in roots.items() for key in root.state_dict()]
     # Wrappers of activation checkpointing leave their part of a path out of the keys of a state dict.
-    live = inserted_keys(network) | select_keys("also_train", also_train, network, network.state_dict())
-    live = set(map(unwrap_key, live))
+    live = set(map(unwrap_key, inserted_keys(network) | select_keys("also_train", also_train, network, keys)))
     if not live:
         raise ValueError('model has nothing to train when frozen. Insert a block, or pass also_train="head"')
     # A tensor that is shared with a block is trained under each of its names.
-    trained = {id(p) for key, p in network.named_parameters(remove_duplicate=False) if unwrap_key(key) in live}
+    named = [pair for site, root in roots.items() for pair in root.named_parameters(site, remove_duplicate=False)]
+    trained = {id(p) for key, p in named if unwrap_key(key) in live}
     refuse_in_wrapper(model, (p for p in frozen_parameters(network) if id(p) in trained), "va.freeze_backbone_")
     unfreeze_(network)
+    for site, root in roots.items():
+        freeze_(dict(root.named_modules(prefix=site)), site, trained, live)
+    return sum(p.numel() for p in network.parameters() if p.requires_grad)
+
+
+def freeze_(modules: Mapping[str, nn.Module], root: str, trained: Container[int], live: Set[str]) -> None:
+    """Freeze the parameters and norms among modules, and store which in hooks.
+
+    Args:
+        modules: a module and all modules inside, by path.
+        root: path of the module.
+        trained: identities of parameters that stay trainable.
+        live: keys whose statistics are updated.
+    """
     #: keys of parameters, and paths of norms with their momentum, by the path of the module whose hook stores them
     parameters, norms = defaultdict[str, list[str]](list), defaultdict[str, dict[str, Any]](dict)
-    for path, module in network.named_modules():
-        around = [outer for outer in ancestor_paths(path) if not isinstance(network.get_submodule(outer), CONTAINERS)]
-        owner = max(around, default="", key=len)
+    for path, module in modules.items():
+        around = [x for x in ancestor_paths(path) if x in modules and not isinstance(modules[x], CONTAINERS)]
+        owner = max(around, default=root, key=len)
         start = len(owner) + bool(owner)
         for name, p in module.named_parameters(recurse=False):
             if p.requires_grad and id(p) not in trained:
@@ -79,8 +95,7 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
             norms[path] |= {"": momentum} if owner != path else {}  # Code calls a norm in a list without its owner.
     for owner in parameters.keys() | norms.keys():
         hook = partial(keep_frozen, parameters=tuple(parameters[owner]), norms=norms[owner])
-        network.get_submodule(owner).register_forward_pre_hook(hook)
-    return sum(p.numel() for p in network.parameters() if p.requires_grad)
+        modules[owner].register_forward_pre_hook(hook)
 
 
 def unfreeze_backbone_(model: nn.Module) -> int:

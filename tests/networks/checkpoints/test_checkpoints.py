@@ -240,6 +240,8 @@ def test_the_report_separates_new_missing_unexpected_and_mismatched_keys(state, 
     assert report.mismatched == {"1.weight": ((8,), (5,))}
     assert set(report.loaded) == set(state) - {"0.bias", "1.weight"}
     assert torch.equal(model[0].bias, before["0.bias"])
+    remedy = r"Call va.insert_\(model, names=\['1'\]\) first \(--names '1' on the command line\)"
+    assert_rejected(remedy, small_network(), save(model.state_dict(), tmp_path))
 
 
 #: Content of a file, and the message of the error.

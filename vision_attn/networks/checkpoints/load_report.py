@@ -97,7 +97,9 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
         yield "Insert the blocks with the options in the checkpoint, or load the weights anyway with strict=False."
     elif sites or replaced:
         if sites:
-            yield f"The checkpoint has blocks inserted at {sites}. Call va.insert_(model, names=[{sites}]) first."
+            call = f"va.insert_(model, names=[{sites}])"
+            flag = f"--names {sites.replace(',', '')} on the command line"
+            yield f"The checkpoint has blocks inserted at {sites}. Call {call} first ({flag})."
         if replaced:
             call = f"va.replace_(model, names=[{replaced}])"
             yield f"The checkpoint has attention instead of {replaced}. Call {call} first."
