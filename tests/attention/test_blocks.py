@@ -434,6 +434,9 @@ INVALID = [
     (va.blocks.LinearAttention2d, {"feature_map": "gelu"}, "feature_map must"),
     (va.blocks.LinearAttention2d, {"impl": "sdpa"}, "impl must"),
     (va.blocks.AugmentedConv2d, {"key_channels": 7}, "num_heads must divide key_channels"),
+    (va.blocks.AugmentedConv2d, {"kernel_size": 4}, "kernel_size must be odd, got 4"),
+    (va.blocks.AugmentedConv2d, {"out_channels": 4}, "value_channels must be less than out_channels=4"),
+    (va.blocks.AugmentedConv2d, {"context_channels": 4}, "context_channels must be None"),
     *((va.Attention2d, {name: 0}, f"{name} must be an integer above 0") for name in ("num_heads", "kv_stride")),
     *((va.Attention2d, {name: "4"}, f"{name} must be an integer above 0, got '4'") for name in ("channels", "key_dim")),
 ]
@@ -570,6 +573,8 @@ def test_a_learned_scale(impl, position):
     torch.testing.assert_close(gradients[0], slope, rtol=1e-4, atol=1e-6)
     assert "scale" in block.state_dict()
     assert "scale" not in block.get_config()
+    block.bfloat16().scale = torch.nn.Parameter(torch.tensor([0.7]))
+    torch.testing.assert_close(block(x.bfloat16()).double(), expected, rtol=0.05, atol=0.05)
     block.scale = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match="one element"):
         block(x)

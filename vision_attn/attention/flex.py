@@ -38,10 +38,9 @@ def attend_pattern_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
         q, k, scale = bias.fold(q, k, scale)
         if add is not None:
             score_mods.append(lambda s, b, h, i, j: s + add(h, unravel(i, query_size), unravel(j, key_size)))
-    check_flex(q, v, dropout, trained=[q, k, v, mask, getattr(bias, "table", None)])
-    block_mask = None
-    if grouping.pattern_as_mask or grouping.causal:
-        block_mask = grouping.cached("block_mask", lambda: pattern_mask(grouping))
+    is_masked, trained = grouping.pattern_as_mask or grouping.causal, [q, k, v, mask, getattr(bias, "table", None)]
+    check_flex(q, v, dropout, trained=trained, is_masked=is_masked)
+    block_mask = grouping.cached("block_mask", lambda: pattern_mask(grouping)) if is_masked else None
     if mask is not None:
         score_mods.append(mask_score_mod(broadcast_mask(mask), grouping.key_layout.index()[0]))
     return run_flex(q, k, v, scale, score_mods, block_mask, query_size, key_size)
@@ -100,10 +99,12 @@ def compiled(*shapes: Sequence[int]) -> Any:
     return partial(outside_scopes, torch.compile(attend, fullgraph=True, dynamic=False))
 
 
-def check_flex(q: Tensor, v: Tensor, dropout: float, trained: Iterable[Tensor | None]) -> None:
+def check_flex(
+    q: Tensor, v: Tensor, dropout: float, *, trained: Iterable[Tensor | None], is_masked: bool = False
+) -> None:
     """Raise if FlexAttention does not support the inputs, and recommend another implementation.
 
-    ``trained`` are all tensors that may require gradients.
+    ``trained`` are all tensors that may require gradients; ``is_masked`` is True with a ``BlockMask``.
     """
     device, width = q.device.type, min(q.shape[3], v.shape[3])
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trained)
@@ -115,6 +116,10 @@ def check_flex(q: Tensor, v: Tensor, dropout: float, trained: Iterable[Tensor | 
         (q.dtype == torch.float64, "requires float32, float16 or bfloat16, got float64"),
         (device == "cpu" and needs_grad, "does not support gradients on a CPU"),
         (device == "cuda" and width < 16, f"requires heads of width 16 or more on CUDA, got {width}"),
+        (
+            is_masked and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling(),
+            "exports patterns and causal=True only with torch.export.export(…, strict=True)",
+        ),
         (transformed, "does not support torch.jit.trace and transforms of torch.func"),
     ):
         if is_refused:

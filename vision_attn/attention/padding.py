@@ -72,10 +72,7 @@ def resize_valid(pixels: Tensor, size: Sequence[int]) -> Tensor:
     A position is valid if the pixel at its corner is.
     """
     lengths = pixels.shape[1:]
-    # A feature map that is computed with one stride s along all axes has from (length / s) - 1 to (length / s) + 1
-    # positions. Other feature maps show something else, such as the tokens of a text.
-    least = max(length / (n + 1) for length, n in zip(lengths, size, strict=True))
-    if least > min(length / max(n - 1, 0.5) for length, n in zip(lengths, size, strict=True)):
+    if not can_show(size, lengths):
         what = f"a feature map of {tuple(size)} is not one of images of {tuple(lengths)}"
         raise ValueError(
             f"valid must have the size of the images, (batch, height, width): {what}. Pass a mask of that size"
@@ -84,3 +81,13 @@ def resize_valid(pixels: Tensor, size: Sequence[int]) -> Tensor:
         corners = torch.arange(length, device=pixels.device) * pixels.shape[axis] // length
         pixels = pixels.index_select(axis, corners)
     return pixels
+
+
+def can_show(size: Sequence[int], image_size: Sequence[int]) -> bool:
+    """Return False for a feature map that shows something else than the image, such as the tokens of a text.
+
+    A feature map that is computed with one stride s along all axes has from (length / s) - 1 to (length / s) + 1
+    positions.
+    """
+    least = max(length / (n + 1) for length, n in zip(image_size, size, strict=True))
+    return least <= min(length / max(n - 1, 0.5) for length, n in zip(image_size, size, strict=True))

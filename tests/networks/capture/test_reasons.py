@@ -235,3 +235,15 @@ def test_a_class_that_computes_something_else_is_not_swapped(change, reason):
     change(layer)
     (line,) = va.swap_(layer).skipped
     assert reason in line.reason
+
+
+def test_words_as_context_have_no_map_on_the_image():
+    model = timm.create_model("resnet18", num_classes=2).eval()
+    va.insert_(model, names="layer3", example_input=(1, 3, 64, 64))
+    va.insert_(model, names="layer2", context_channels=6, example_input=(1, 3, 64, 64))
+    x = torch.rand(1, 3, 64, 64)
+    for features, shown in ((torch.randn(1, 6, 12, 1), False), (torch.randn(1, 6, 12, 12), True)):
+        with torch.no_grad(), va.context(model, features), va.capture(model) as maps:
+            model(x)
+        assert ("layer2.1.inserted.attn" in maps, "layer3.1.inserted.attn" in maps) == (shown, True), list(maps)
+        assert ("12, 1" in maps.reasons.get("layer2.1.inserted.attn", "")) != shown

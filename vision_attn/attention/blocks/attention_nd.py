@@ -209,7 +209,9 @@ class Attention(ConfigurableImpl):
             # Under autocast, normalization returns float32; the kernel expects the dtype of the values.
             q, k = self.q_norm(q).to(v.dtype), plan.grouping.zero_padding(self.k_norm(k).to(v.dtype))
         q, k, bias = (q, k, None) if position is None else position(q, k, plan.grouping)
-        return q, k * self.scale if isinstance(self.scale, Tensor) else k, v, bias
+        if isinstance(self.scale, Tensor):
+            k = (k * self.scale).to(k.dtype)  # a scale with one axis would change the dtype
+        return q, k, v, bias
 
     def project(self, plan: Plan, x: Tensor, context: Tensor | None) -> list[Tensor]:
         """Project to queries ``(b·groups, n, i, d)``, keys ``(…, m, j, d)`` and values ``(…, m, j, e)``."""

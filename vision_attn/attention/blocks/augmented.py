@@ -62,6 +62,12 @@ class AugmentedConv2d(Configurable):
         super().__init__()
         check_divides("num_heads", num_heads, "key_channels", key_channels)
         check_divides("num_heads", num_heads, "value_channels", value_channels)
+        if kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd, got {kernel_size}")
+        if value_channels >= out_channels:
+            raise ValueError(f"value_channels must be less than out_channels={out_channels}, got {value_channels}")
+        if attention.get("context_channels") is not None:
+            raise ValueError(f"context_channels must be None in AugmentedConv2d, got {attention['context_channels']}")
         self.stride = stride
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv_channels, padding = out_channels - value_channels, kernel_size // 2

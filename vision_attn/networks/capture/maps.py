@@ -211,8 +211,9 @@ class AttentionMaps(dict[str, AttentionMap]):
             R_l = A_l R_{l-1}
 
         Between feature maps of different sizes, positions correspond by the area that they cover. Rollout ignores the
-        convolutions between the blocks and the size of the residual branches. A new rollout starts between maps of
-        first and second calls (``path`` and ``path:2``), which may be for different images.
+        convolutions between the blocks and the size of the residual branches, and assumes that the features of
+        :func:`vision_attn.context` show the same image. A new rollout starts between maps of first and second calls
+        (``path`` and ``path:2``), which may be for different images.
 
         The maps must contain all positions as queries: capture them without ``queries``.
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks import Attention, attention_modules
 from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.inputs import AttentionInputs
+from vision_attn.attention.padding import can_show
 from vision_attn.attention.recomputation import backward_pass
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list, check_choice, product
@@ -36,6 +37,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": torch.add, 
 Point = Sequence[float]
 #: Reason why attention of another library is not captured.
 NOT_CONVERTED = "it belongs to another library. va.swap_(model) converts supported layers; its report lists the others"
+WEIGHTS_OF_WORDS = "The method attention_weights(x, context=…) of the block returns their weights"
 #: Reason why other attention is not captured.
 NOT_SELECTED = "names= and where= do not select it"
 #: Coordinates of a point by the number of axes of the image.
@@ -186,7 +188,8 @@ class Recording:
             return
         calls = self.running_calls()
         own = inputs.grouping
-        location: TokenPositions | str = TokenPositions(own.query_layout.size, own.key_layout.size)
+        queries, keys = own.query_layout.size, own.key_layout.size
+        location: TokenPositions | str = TokenPositions(queries, keys)
         if swap is not None:
             sizes = vars(calls[0][0])[MAP_SIZES]
             location = locate_tokens(swap, inputs, sizes, parents, calls, self.images, self.image_size)
@@ -194,6 +197,8 @@ class Recording:
             _, args, kwargs = calls[0]
             unpadded = tuple((args[0] if args else kwargs["x"]).shape[-module.rank :])
             location = TokenPositions(unpadded, unpadded)
+        elif can_show(queries, self.image_size) and not can_show(keys, self.image_size):  # words of va.context
+            location = f"its keys are no feature map of the image, but {tuple(keys)} positions. {WEIGHTS_OF_WORDS}"
         if isinstance(location, str):
             self.maps.reasons[path] = location
             return
