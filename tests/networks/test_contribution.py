@@ -152,6 +152,17 @@ def test_blocks_of_the_network_count_and_replacements_do_not(batch):
         va.contribution(model, batch[0])
 
 
+def test_copies_of_a_block_in_a_wrapper_are_one_block(model, batch):
+    peft = pytest.importorskip("peft")
+    sites = list(va.inserted_blocks(model))
+    config = peft.LoraConfig(target_modules=["conv1"], modules_to_save=["inserted"], r=2)
+    tuned = peft.get_peft_model(copy.deepcopy(model), config)
+    measured = va.measure_blocks(tuned, batch[0])
+    assert [site.removeprefix("base_model.model.") for site in measured] == sites
+    assert all("entropy" in values for values in measured.values())
+    assert len(va.contribution(tuned, batch).blocks) == len(sites)
+
+
 def test_scores_can_be_feature_maps():
     images, labels = torch.randn(2, 3, 64, 64), torch.randint(4, (2, 64, 64))
     segmenter = torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights_backbone=None, num_classes=4)

@@ -88,6 +88,7 @@ INVALID = [
     ({"model": "vit_tiny_patch16_224", "names": (), "img_size": 64}, "64×64.* needs --img-size 224"),
     ({"block_options": ("pos=Rope()",)}, "--block-options do not match --block attention: .*'pos'"),
     ({"block_options": ("num_heads=4", "num_heads=2")}, "--block-options .*'num_heads=2'"),
+    ({"block_options": ("context_channels=4",)}, "--block-options must not contain context_channels"),
     ({"block": "vision_attn:Nothing"}, "--block .*MODULE:CLASS, got 'vision_attn:Nothing'"),
     ({"names": ("layer9",)}, "^names: no module matches 'layer9'"),
     ({"pattern": "row"}, "pattern .*got 'row'. Did you mean 'rows'"),

@@ -215,10 +215,9 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks with a residual branch by site or path: inserted blocks, and gated blocks of the network."""
     replaced = replaced_modules(unwrap_model(model))
     blocks = {site: block for site, block in inserted_blocks(model).items() if site not in replaced}
-    for path, module in unwrap_model(model).named_modules():
-        if isinstance(module, GatedResidual) and module not in blocks.values():
-            blocks[path] = module
-    return blocks
+    inside = {module for block in blocks.values() for module in block.modules()}  # a wrapper may have several copies
+    gated = {path: x for path, x in unwrap_model(model).named_modules() if isinstance(x, GatedResidual)}
+    return blocks | {path: x for path, x in gated.items() if x not in inside}
 
 
 def disabled(

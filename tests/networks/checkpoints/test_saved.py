@@ -699,6 +699,9 @@ def test_networks_that_timm_does_not_build_are_not_written(saved, tmp_path):
     with pytest.raises(ValueError, match=r"classes .* 3 .*got 2"):
         va.save_model(model, tmp_path / "net", classes=["a", "b"])
     assert list(tmp_path.iterdir()) == []
+    features = timm.create_model("test_resnet", features_only=True)
+    with pytest.raises(ValueError, match="model must be a classifier of timm, got FeatureListNet.*network="):
+        va.save_model(features, tmp_path / "net")
 
 
 class TwoHeads(nn.Module):
@@ -712,6 +715,20 @@ class TwoHeads(nn.Module):
 
     def forward(self, x):
         return {f"head {i}": head(self.conv(x).flatten(1)) for i, head in enumerate(self.heads)}
+
+
+def test_a_network_with_a_context_from_outside_is_saved(tmp_path):
+    model = timm.create_model("resnet20", num_classes=3).eval()
+    va.insert_(model, names="layer3", context_channels=6, num_heads=2, gate_init=0.5, example_input=(1, 3, 32, 32))
+    x, features = torch.rand(1, 3, 32, 32), torch.randn(1, 6, 7, 1)
+    va.save_model(model, tmp_path / "outside")
+    with va.context(model, features):
+        expected = model(x)
+        va.save_model(model, tmp_path / "inside")
+    for folder in ("outside", "inside"):
+        loaded = va.load_model(tmp_path / folder)
+        with va.context(loaded, features):
+            assert torch.equal(loaded(x), expected)
 
 
 def test_a_network_of_any_class_is_saved_with_its_arguments(tmp_path):

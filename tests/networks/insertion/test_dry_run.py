@@ -182,3 +182,13 @@ def test_stages_counted_from_the_end_have_an_effect():
         ([0, -1], ["blocks.0", "blocks.1"]),
     ):
         assert [block.site for block in va.insert_(make(), stages=stages, num_heads=3).blocks] == sites
+
+
+def test_networks_with_flex_blocks_are_inspected():
+    """torch's counter of operations does not support FlexAttention."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU())
+    x = torch.rand(1, 3, 16, 16)
+    va.insert_(model, names="0", impl="flex", num_heads=1, example_input=x)
+    report = va.insert_(model, names="2", num_heads=1, example_input=x)
+    assert report.verified == "verified in evaluation and training mode"
+    assert va.inserted_blocks(model)["0"].attn.impl == "flex"

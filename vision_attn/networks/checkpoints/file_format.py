@@ -232,7 +232,7 @@ def explain_change(record: InsertedBlock, block: nn.Module) -> str:
     if not added and describe_modules(block) == describe_modules(rebuilt):
         return ""
     keys = f" (keys: {shorten(added)})" if added else ""
-    remedy = "Pass the class of the block and its options to va.insert_, and remove parametrizations before saving"
+    remedy = "Pass the class of the block and its options to va.insert_, and remove parametrizations and adapters first"
     return f"was built by a function, or changed after it was built{keys}. {remedy}"
 
 

@@ -26,7 +26,7 @@ import torch
 from timm.data import create_transform, resolve_data_config
 from timm.models import filter_pretrained_cfg
 from timm.models._hub import save_config_for_hf
-from torch import nn
+from torch import Tensor, nn
 from torchvision.transforms import Compose
 from torchvision.transforms.v2 import RGB, Grayscale
 
@@ -38,6 +38,7 @@ from vision_attn.networks.checkpoints.load import load_file_, refuse_without_val
 from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.insertion import remove_
 from vision_attn.networks.insertion.registry import inserted_blocks, records
+from vision_attn.networks.insertion.second_map import random_contexts
 from vision_attn.networks.inspection.example import float_tensors, make_example, tree_leaves
 from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.networks.inspection.wrappers import unwrap_average, unwrap_key
@@ -123,9 +124,11 @@ def save_model(
     model, target = unwrap_average(model), Path(folder).resolve()
     refuse_without_values(model)
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+    remedy = "For another network, pass its class or function as network= and its arguments as model_args="
     if network is None and not timm.is_model(str(architecture)):
-        remedy = "For another network, pass its class or function as network= and its arguments as model_args="
         raise ValueError(f"architecture must be a model name of timm, got {architecture!r}. {remedy}")
+    if network is None and not hasattr(model, "num_classes"):  # such as the networks of features_only=True
+        raise ValueError(f"model must be a classifier of timm, got {type(model).__name__}. {remedy}")
     count, known_classes = getattr(model, "num_classes", None), get_classes(model)
     if classes is None and count in (None, len(known_classes)):
         classes = known_classes
@@ -318,13 +321,19 @@ def verify(
     example = make_example(model, example_input)
     try:
         copy = load_model(folder, block=file_format.foreign_classes(model), network=network)
+        copy = copy.to(example.image.device)
+
+        def run(network: nn.Module) -> list[Tensor]:
+            with random_contexts(network, inserted_blocks(network).values(), example.shape[0]):
+                return float_tensors(network(*example.args, **example.kwargs))
+
         with quiet_eval(model):
             try:
-                expected = float_tensors(model(*example.args, **example.kwargs))
+                expected = run(model)
             except Exception as error:  # another input can cause any exception
                 failed = f"the forward pass of the network with inputs {example} failed ({error})"
                 raise ValueError(f"{failed}. Pass the arguments of a forward pass as example_input") from error
-            output = float_tensors(copy.to(example.image.device)(*example.args, **example.kwargs))
+            output = run(copy)
         if not expected or not all(y.isfinite().all() for y in expected):
             cause = "Training may have diverged. The saved network was not verified."
             warnings.warn(f"The output of the network is not finite. {cause}", stacklevel=3)

@@ -86,7 +86,8 @@ def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
         return {}
     (values,) = scoped_values(block, "context")
     if not values:
-        raise SiteError(f"the block at {record.site!r} requires a context. Run the model inside va.context(model, …)")
+        remedy = "Run the model inside va.context(model, …); to export it, enter va.context in the forward of a module"
+        raise SiteError(f"the block at {record.site!r} requires a context. {remedy}")
     if torch.compiler.is_exporting() and not is_symbolic(values[-1]):
         what = f"the context of the block at {record.site!r} would be a constant of the exported graph"
         raise SiteError(f"{what}. Export a module whose forward() receives the features and enters va.context")

@@ -1,10 +1,13 @@
 """A second feature map from outside a network, from which inserted blocks compute keys and values."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.scopes import scope
+from vision_attn.networks.insertion.build import like_parameters
 from vision_attn.networks.insertion.record import get_record
 from vision_attn.networks.insertion.registry import inserted_blocks
 from vision_attn.networks.inspection.wrappers import unwrap_model
@@ -43,5 +46,19 @@ def context(model: nn.Module, features: Tensor) -> AbstractContextManager[None]:
 
 def blocks_with_context(model: nn.Module) -> list[nn.Module]:
     """Return the inserted blocks whose second feature map comes from outside the model."""
-    records = ((block, get_record(block)) for block in inserted_blocks(model).values())
-    return [block for block, record in records if record.context_shape is not None and record.second is None]
+    return [*filter(needs_context, inserted_blocks(model).values())]
+
+
+def needs_context(block: nn.Module) -> bool:
+    """Return True if the second feature map of an inserted block comes from outside the model."""
+    record = get_record(block)
+    return record.context_shape is not None and record.second is None
+
+
+def random_contexts(network: nn.Module, blocks: Iterable[nn.Module], batch: int) -> AbstractContextManager[None]:
+    """Return a ``with`` block in which blocks that need a context have random features, the same in each call."""
+    generator, maps = torch.Generator().manual_seed(0), {}
+    for block in filter(needs_context, blocks):
+        features = torch.rand(batch, *(get_record(block).context_shape or ()), generator=generator)
+        maps[block] = features.to(like_parameters(block, network))
+    return scope(network, "context", maps)

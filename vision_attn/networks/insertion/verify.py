@@ -2,18 +2,16 @@
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.scopes import scope
 from vision_attn.checks import get_version
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.build import like_parameters
 from vision_attn.networks.insertion.record import get_record
 from vision_attn.networks.insertion.registry import attach_blocks_
+from vision_attn.networks.insertion.second_map import random_contexts
 from vision_attn.networks.inspection.dry_run import DryRun, bitwise_equal, get_tensors, has_no_values
 
 
@@ -146,7 +144,7 @@ def run_with(
 
     paths = [get_record(block).block_path for block in blocks]
     try:
-        with random_contexts(dry_run, blocks):
+        with random_contexts(dry_run.model, blocks, dry_run.example.shape[0]):
             output = dry_run.run([(path, replace_output) for path in paths], training=training)
     except SiteError as error:
         if copies is None:
@@ -155,16 +153,6 @@ def run_with(
     if wrong := [x for x in blocks if calls.count(x) != len(dry_run.calls[get_record(x).site])]:
         raise child_error(wrong)
     return output
-
-
-def random_contexts(dry_run: DryRun, blocks: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Return a context with random feature maps for blocks whose second feature map is from outside the network."""
-    maps = {}
-    for block in blocks:
-        record, like = get_record(block), like_parameters(block, dry_run.model)
-        if record.context_shape is not None and record.second is None:
-            maps[block] = torch.rand(dry_run.example.shape[0], *record.context_shape).to(like)
-    return scope(dry_run.model, "context", maps)
 
 
 def relative_change(before: object, after: object) -> float:

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vision_attn.attention.blocks.config import blocks_with_impl
 from vision_attn.attention.graphs import is_symbolic
+from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.networks.inspection.example import Example, tree_leaves, tree_map_only
@@ -117,6 +119,9 @@ class DryRun:
                 for module, hook in (*((model.get_submodule(path), hook) for path, hook in hooks), *inside):
                     register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
                     stack.callback(register(hook, with_kwargs=True, prepend=True).remove)
+                # torch's counter does not support FlexAttention, whose blocks therefore run as matrix products.
+                if flex := {x: "bmm" for x in blocks_with_impl(model).values() if x.impl == "flex"}:
+                    stack.enter_context(scope(model, "impl", flex))
                 # A forward method may normalize an image in place, assign to a list or pop from a dictionary.
                 inputs = self.example.args, dict(self.example.kwargs)
                 args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), inputs)
