@@ -125,6 +125,10 @@ def test_folders_are_read_complete_or_in_shards(name, wrap, state, tmp_path):
     (save_file if name.endswith("safetensors") else torch.save)(averaged(state), tmp_path / name)
     assert va.load_checkpoint_(model, tmp_path).file == str(tmp_path / name)
     assert_same(model.state_dict(), averaged(state))
+    run = tmp_path / "run"  # a folder of vision-attn train
+    (run / "model").mkdir(parents=True)
+    save_file(state, run / "model" / "model.safetensors")
+    assert va.load_checkpoint_(model, run).file == str(run / "model" / "model.safetensors")
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper])

@@ -23,8 +23,11 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks.safe.pickled import NotAllowedError, PickleReader, Placeholder, check
 from vision_attn.text import escape_control_characters, shorten
 
-#: File names in folders of transformers, accelerate, timm and diffusers, with safer formats first.
-FILE_NAMES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin", "adapter.safetensors")
+#: File names in folders of transformers, accelerate, timm, diffusers and training runs, with safer formats first.
+FILE_NAMES = (
+    "model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin", "adapter.safetensors",
+    "model/model.safetensors",
+)  # fmt: skip
 #: Suffix of an index of shards.
 INDEX = ".index.json"
 
