@@ -700,7 +700,7 @@ def test_networks_that_timm_does_not_build_are_not_written(saved, tmp_path):
         va.save_model(model, tmp_path / "net", classes=["a", "b"])
     assert list(tmp_path.iterdir()) == []
     features = timm.create_model("test_resnet", features_only=True)
-    with pytest.raises(ValueError, match="model must be a classifier of timm, got FeatureListNet.*network="):
+    with pytest.raises(ValueError, match=r"model must be a classifier of timm, got FeatureListNet.*network="):
         va.save_model(features, tmp_path / "net")
 
 
