@@ -27,8 +27,9 @@ class RelPosDecomposed(RelativePosition):
 
         logits[i, j] = scale · q_i · k_j + q_i · R_h[y_j - y_i] + q_i · R_w[x_j - x_i]
 
-    The tables ``position.height_rel (2h - 1, d)`` and ``position.width_rel (2w - 1, d)`` are shared by all heads. For a
-    feature map of another size, they are interpolated linearly.
+    ``q_i`` are the queries after ``qk_norm``, which scales the position terms as well. The tables
+    ``position.height_rel (2h - 1, d)`` and ``position.width_rel (2w - 1, d)`` are shared by all heads. For a feature
+    map of another size, they are interpolated linearly.
 
     Memory is linear in the number of tokens. On a CPU, the bias is computed for one chunk of queries at a time. On
     other devices, it is folded into the dot product of queries and keys, so that fused kernels support it: each query
