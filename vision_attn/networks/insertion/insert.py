@@ -31,10 +31,8 @@ from vision_attn.networks.insertion.sites import find_stages, find_targets, sele
 from vision_attn.networks.insertion.verify import ChangedOutputError, ChildError, attach_verified
 from vision_attn.networks.inspection.costs import propose
 from vision_attn.networks.inspection.dry_run import DryRun
-from vision_attn.networks.inspection.example import make_example
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.macs import Cost
-from vision_attn.networks.inspection.metadata import read_metadata
 from vision_attn.networks.inspection.selection import Names, end_of_sequential, match_names
 from vision_attn.networks.inspection.wrappers import require_modifiable
 from vision_attn.text import shorten
@@ -123,8 +121,7 @@ def insert_(
     if isinstance(block, int) or (isinstance(block, str) and block in dict(model.named_modules())):
         remedy = f"Pass {'stages' if isinstance(block, int) else 'names'}={block!r}"
         raise TypeError(f"block must be a class, a function or the name of one, got {block!r}. {remedy}")
-    example, declared = make_example(model, example_input), read_metadata(model)
-    run = DryRun(model, example, declared, layout)
+    run = DryRun(model, example_input, layout)
     overview = dry_run and not selected
     sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude, block_options)
     maps = run.select_maps(find_targets(run, sites, at), at)
@@ -144,7 +141,7 @@ def insert_(
         attempt, *attempts = attempts
         blocks = build(attempt)
         if attempt == FIRST:
-            warn_about(blocks, declared.pads_images)
+            warn_about(blocks, run.declared.pads_images)
         may_change = not exact or attempt.method == GATE or all(isinstance(x, GatedResidual) for x in blocks)
         try:
             changed, verified = attach_verified(run, blocks, may_change)
@@ -213,7 +210,7 @@ def replace_(
     [('layer4.0.conv2', '14×14'), ('layer4.1.conv2', '7×7'), ('layer4.2.conv2', '7×7')]
     """
     model = require_modifiable(model, "va.replace_")
-    run = DryRun(model, make_example(model, example_input), read_metadata(model))
+    run = DryRun(model, example_input)
     sites = select_sites(run, stages, names, where, exclude, block_options)
     inputs, outputs = run.select_maps(sites, "before"), run.select_maps(sites, "after")
     blocks: list[nn.Module] = []

@@ -11,9 +11,7 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.build import CONTAINERS
 from vision_attn.networks.insertion.registry import inserted_blocks
 from vision_attn.networks.inspection.dry_run import DryRun
-from vision_attn.networks.inspection.example import make_example
 from vision_attn.networks.inspection.layout import FeatureMap
-from vision_attn.networks.inspection.metadata import read_metadata
 from vision_attn.networks.inspection.selection import (
     Globs,
     ancestor_paths,
@@ -116,8 +114,7 @@ def stage_names(model: nn.Module, example_input: Any = None) -> list[str]:
     >>> stage_names(resnet18(), (1, 3, 64, 64))
     ['relu', 'layer1', 'layer2', 'layer3', 'layer4']
     """
-    model = unwrap_model(model)
-    return find_stages(DryRun(model, make_example(model, example_input), read_metadata(model)))
+    return find_stages(DryRun(unwrap_model(model), example_input))
 
 
 def find_stages(dry_run: DryRun) -> list[str]:

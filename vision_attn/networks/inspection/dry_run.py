@@ -20,7 +20,7 @@ from vision_attn.attention.graphs import is_symbolic
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.networks.inspection.example import Example, tree_leaves, tree_map_only
+from vision_attn.networks.inspection.example import make_example, tree_leaves, tree_map_only
 from vision_attn.networks.inspection.layout import (
     Element,
     FeatureMap,
@@ -31,7 +31,7 @@ from vision_attn.networks.inspection.layout import (
     token_grid,
 )
 from vision_attn.networks.inspection.macs import Cost, count_flops
-from vision_attn.networks.inspection.metadata import NetworkMetadata
+from vision_attn.networks.inspection.metadata import read_metadata
 from vision_attn.networks.inspection.network import fixed_seed, hook_dicts, kept_tensors, quiet_eval, without_hooks
 
 #: Values of the argument ``layout``.
@@ -53,18 +53,15 @@ class DryRun:
 
     Args:
         model: the network.
-        example: input of the network.
-        declared: metadata of the network.
+        example_input: input of the network, as in :func:`vision_attn.insert_`.
         layout: layout of all feature maps; inferred from shapes and metadata when None.
     """
 
-    def __init__(
-        self, model: nn.Module, example: Example, declared: NetworkMetadata, layout: str | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, example_input: Any = None, layout: str | None = None) -> None:
         if layout is not None and not LAYOUT.fullmatch(layout):
             raise ValueError(f"layout must be of the form 'b c h w', 'b h w c' or 'b (1 + h w) c', got {layout!r}")
-        self.model = model
-        self.example, self.declared, self.layout = example, declared, layout
+        self.model, self.layout = model, layout
+        self.example, self.declared = make_example(model, example_input), read_metadata(model)
         #: inputs (``"before"``) and outputs (``"after"``) of each call, by path, in the order in which the calls return
         self.calls: dict[str, list[dict[str, dict[Element, TensorSpec]]]] = {}
         #: output and cost of the model
