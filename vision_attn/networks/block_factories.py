@@ -49,8 +49,7 @@ def get_block_factory(block: BlockFactory | str | None, axes: int = 2) -> BlockF
     if isinstance(block, str) and block in TIMM_BLOCKS:
         from timm.layers import get_attn
 
-        maker: BlockFactory = get_attn(block)
-        return maker
+        return get_attn(block)
     if isinstance(block, str):
         names = ("attention", *BLOCKS, *TIMM_BLOCKS)
         expected = f"a class or function that returns a module, or one of {', '.join(names)}"

@@ -16,7 +16,7 @@ from vision_attn.errors import SiteError
 from vision_attn.networks import block_factories
 from vision_attn.networks.block_factories import BlockFactory, describe_error, make_block
 from vision_attn.networks.insertion.exact import ZEROS, init_identity_, wrap_exactly
-from vision_attn.networks.insertion.hooks import is_fusible, require_module
+from vision_attn.networks.insertion.hooks import FUSED, is_norm, require_module
 from vision_attn.networks.insertion.record import (
     CHILD,
     InsertedBlock,
@@ -160,7 +160,7 @@ def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> st
     ('1.inserted', '0.conv.inserted_0')
     """
     module, paths = model.get_submodule(target), []
-    if is_fusible(module) and not inside:
+    if (is_norm(module) or isinstance(module, FUSED)) and not inside:
         # The network itself is not considered: it may run its children in sequence.
         for path in reversed(ancestor_paths(target)):
             paths.append((path, f"{CHILD}_{target[len(path) + 1 :].replace('.', '_')}"))

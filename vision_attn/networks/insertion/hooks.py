@@ -49,14 +49,14 @@ CONTEXTS = Contexts()
 
 def run_after(module: nn.Module, args: object, output: object, *, block: nn.Module, path: str | None) -> object:
     """Run a block on the output of its target, in a forward hook."""
-    return run_block(current_block(module, block, path), output, block)
+    return run_block(module, output, block, path)
 
 
 def run_before(module: nn.Module, args: Any, kwargs: dict[str, Any], *, block: nn.Module, path: str | None) -> Any:
     """Run a block on the input of its target, in a forward pre-hook."""
     if isinstance(get_record(block).target.element, str):
-        return args, run_block(current_block(module, block, path), kwargs, block)
-    return run_block(current_block(module, block, path), args, block), kwargs
+        return args, run_block(module, kwargs, block, path)
+    return run_block(module, args, block, path), kwargs
 
 
 def keep_context(module: nn.Module, args: tuple[object, ...], output: object, *, block: nn.Module) -> None:
@@ -104,15 +104,10 @@ def find_block(module: nn.Module, block: nn.Module, path: str | None) -> nn.Modu
     return get_substitute(module, block) if path is None else find_module(module, path)
 
 
-def current_block(module: nn.Module, block: nn.Module, path: str | None) -> nn.Module:
-    """Return the module that runs at a target; raise if other code has removed it."""
-    if (found := find_block(module, block, path)) is None:
-        raise missing_block_error(get_record(block), "replaced")
-    return found
-
-
-def run_block(block: nn.Module, value: Any, original: nn.Module) -> Any:
+def run_block(module: nn.Module, value: Any, original: nn.Module, path: str | None) -> Any:
     """Return the value with the block applied to the feature map in it. A replica has the hooks of the original."""
+    if (block := find_block(module, original, path)) is None:
+        raise missing_block_error(get_record(original), "replaced")
     record, context = get_record(block), find_context(block, original)
     layout, size = record.target.layout, record.map_size
 
@@ -226,10 +221,6 @@ def grid_error(record: InsertedBlock, got: str) -> ValueError:
 
 def is_norm(module: nn.Module) -> bool:
     return isinstance(module, NORMS) or "Norm" in type(module).__name__
-
-
-def is_fusible(module: nn.Module) -> bool:
-    return is_norm(module) or isinstance(module, FUSED)
 
 
 #: Hooks that run a block.

@@ -146,8 +146,7 @@ SUBSTITUTE = "substitute_of_block"
 
 def get_record(block: nn.Module) -> InsertedBlock:
     """Return the record of an inserted block."""
-    record: InsertedBlock = getattr(block, RECORD)
-    return record
+    return getattr(block, RECORD)
 
 
 def set_record_(block: nn.Module, record: InsertedBlock | None) -> nn.Module:
@@ -168,8 +167,7 @@ def replaced_module(block: nn.Module) -> nn.Module | None:
 
 def get_substitute(target: nn.Module, block: nn.Module) -> nn.Module:
     """Return the module that runs in place of a block outside its target, by default the block."""
-    substitute: nn.Module = getattr(target, SUBSTITUTE, (block,))[0]
-    return substitute
+    return getattr(target, SUBSTITUTE, (block,))[0]
 
 
 def set_substitute_(target: nn.Module, substitute: nn.Module | None, block: nn.Module) -> None:

@@ -90,7 +90,7 @@ def attach_blocks_(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[No
         for block in blocks:
             attach_(model, block)
             stack.callback(detach_, model, [block])
-        reset_compiled_graphs()
+        torch.compiler.reset()  # compiled graphs have no guards on hooks
         yield
         stack.pop_all()
     warn_if_untrained(model, {get_record(block).site: block for block in blocks})
@@ -109,7 +109,7 @@ def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         unhook_(module, blocks)
         for name in [name for name, child in module.named_children() if child in blocks]:
             delattr(module, name)
-    reset_compiled_graphs()
+    torch.compiler.reset()
 
 
 def match_state_(module: nn.Module, block: nn.Module, model: nn.Module) -> None:
@@ -251,8 +251,3 @@ def keys_by_site(network: nn.Module) -> dict[str, set[str]]:
         if id(module) in sites:
             keys[sites[id(module)]] |= {".".join(filter(None, (name, key))) for key in module.state_dict()}
     return keys
-
-
-def reset_compiled_graphs() -> None:
-    """Force compiled models to recompile, because their graphs have no guards on hooks."""
-    torch.compiler.reset()

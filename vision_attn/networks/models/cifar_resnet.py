@@ -49,8 +49,7 @@ def basic_block(in_channels: int, channels: int, stride: int, option: str, drop_
     elif stride != 1:
         conv = nn.Conv2d(in_channels, channels, 1, stride, bias=False)
         shortcut = nn.Sequential(conv, nn.BatchNorm2d(channels))
-    block: nn.Module = BasicBlock(in_channels, channels, stride, shortcut, drop_path=drop_path)
-    return block
+    return BasicBlock(in_channels, channels, stride, shortcut, drop_path=drop_path)
 
 
 class CifarResNet(StagedNetwork):
