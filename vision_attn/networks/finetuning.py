@@ -55,7 +55,7 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     roots = {"": network, **replaced_modules(network)}  # va.remove_ restores replaced modules
     keys = [f"{site}.{key}".lstrip(".") for site, root in roots.items() for key in root.state_dict()]
     # Wrappers of activation checkpointing leave their part of a path out of the keys of a state dict.
-    live = set(map(unwrap_key, inserted_keys(network) | select_keys("also_train", also_train, network, keys)))
+    live = inserted_keys(network) | set(map(unwrap_key, select_keys("also_train", also_train, network, keys)))
     if not live:
         raise ValueError('model has nothing to train when frozen. Insert a block, or pass also_train="head"')
     # A tensor that is shared with a block is trained under each of its names.
@@ -258,8 +258,8 @@ def parameter_groups(
     """
     check_above(0, lr=lr, attention_lr=attention_lr, layer_decay=layer_decay)
     model = unwrap_model(model)
-    found = set(map(unwrap_key, inserted_keys(model)))
-    blocks = {key for key, _ in model.named_parameters() if unwrap_key(key) in found}
+    inserted = inserted_keys(model)
+    blocks = {key for key, _ in model.named_parameters() if unwrap_key(key) in inserted}
     trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
     if attention_lr is not None and not blocks & trained.keys():
         what = "attention_lr applies to inserted blocks, but the model has no trainable block"

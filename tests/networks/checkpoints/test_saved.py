@@ -30,6 +30,7 @@ import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.networks.checkpoints import load_adapter_, save_adapter
+from vision_attn.networks.checkpoints.adapter import unwrap_state
 from vision_attn.networks.checkpoints.option_code import from_code, to_code
 from vision_attn.networks.insertion.registry import inserted_keys, records
 
@@ -49,7 +50,7 @@ def small_network(classes=3):
 def train(model, also=()):
     """Set random values for all tensors of the blocks, and for additional keys."""
     torch.manual_seed(1)
-    state = model.state_dict()
+    state = unwrap_state(model)
     for key in [*sorted(inserted_keys(model)), *also]:
         if state[key].is_floating_point():
             nn.init.normal_(state[key], std=0.3)

@@ -90,7 +90,7 @@ def save_adapter(
     blocks = file_format.blocks_to_save(model)
     if not blocks:
         raise ValueError("model has no inserted blocks to save. Call va.insert_ first, or use va.save_model")
-    state, block_keys = unwrap_state(model), set(map(unwrap_key, inserted_keys(model)))
+    state, block_keys = unwrap_state(model), inserted_keys(model)
     extra = select_keys("also", also, model, [key for key in state if key not in block_keys])
     tensors = {key: gather(state[key]) for key in state if key in block_keys or key in extra}
     base = fingerprint_network(state, exclude=block_keys | extra)
@@ -147,7 +147,7 @@ def load_adapter_(
         with torch.random.fork_rng(devices=[]):  # random initial values are replaced, so they must not advance the RNG
             file_format.insert_saved_(model, adapter, classes)
         state = unwrap_state(model)
-        shapes = {(unwrap_key(key), state[unwrap_key(key)].shape) for key in inserted_keys(model)}
+        shapes = {(key, state[key].shape) for key in inserted_keys(model)}
         if wrong := shapes ^ {(key, value.shape) for key, value in adapter.tensors.items() if key not in adapter.also}:
             raise CheckpointError(f"created and saved blocks differ in {shorten(sorted(dict(wrong)))}")
         refuse_read_only({key: state[key] for key in adapter.tensors})

@@ -167,8 +167,7 @@ class Target:
 
     def __init__(self, model: nn.Module, skip: str | Iterable[str]) -> None:
         check_blocks(model)
-        keys_of_blocks, replaced = keys_by_site(model), replaced_modules(model)
-        state_dict, removed = model.state_dict(), replaced_tensors(model, replaced)
+        state_dict, removed = model.state_dict(), replaced_tensors(model)
         #: paths of the modules in the network
         self.paths: list[str] = list(map(unwrap_key, dict(model.named_modules())))
         self.arguments: dict[str, Mapping[str, str]] = {
@@ -184,7 +183,7 @@ class Target:
         self.identities: dict[str, int] = {
             unwrap_key(key): id(parameter) for key, parameter in model.named_parameters(remove_duplicate=False)
         }
-        blocks = [set(map(unwrap_key, keys)) for keys in keys_of_blocks.values()]
+        blocks = keys_by_site(model).values()
         self.block_keys: set[str] = set[str]().union(*blocks)
         # Checkpoints from torch before 0.4.1 have no batch counters.
         counters = [{key} for key in self.tensors if key.endswith("num_batches_tracked")]
@@ -197,9 +196,9 @@ class Target:
         self.required: dict[str, Any] = {key: value for key, value in self.tensors.items() if key not in optional}
 
 
-def replaced_tensors(model: nn.Module, replaced: Mapping[str, nn.Module]) -> list[dict[str, Tensor]]:
+def replaced_tensors(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return the tensors of each module that was replaced by ``replace_``, by all of their original keys."""
-    kept = {model.get_submodule(site): old.state_dict() for site, old in replaced.items()}
+    kept = {model.get_submodule(site): old.state_dict() for site, old in replaced_modules(model).items()}
     paths = [(path, kept[x]) for path, x in model.named_modules(remove_duplicate=False) if x in kept]
     return [{unwrap_key(f"{path}.{key}"): value for key, value in old.items()} for path, old in paths]
 

@@ -26,7 +26,7 @@ from vision_attn.networks.insertion.hooks import (
 )
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, replaced_module
 from vision_attn.networks.inspection.selection import own_children
-from vision_attn.networks.inspection.wrappers import unwrap_model
+from vision_attn.networks.inspection.wrappers import unwrap_key, unwrap_model
 from vision_attn.networks.untrained import warn_if_untrained
 
 
@@ -221,7 +221,7 @@ def context_path(network: nn.Module, site: str) -> str | None:
 
 
 def inserted_keys(model: nn.Module) -> set[str]:
-    """Return the keys of a model's state dict that belong to inserted blocks.
+    """Return the keys of a model's state dict that belong to inserted blocks, without the parts of wrappers.
 
     >>> from vision_attn.networks.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
@@ -235,9 +235,10 @@ def inserted_keys(model: nn.Module) -> set[str]:
 
 
 def keys_by_site(network: nn.Module) -> dict[str, set[str]]:
-    """Return the keys of the state dict of a network without wrappers that belong to the block of each site.
+    """Return the keys of the state dict of a network that belong to the block of each site.
 
-    A block that a network contains under several names has keys under each name.
+    The keys do not contain the parts that wrappers add. A block that a network contains under several names has keys
+    under each name.
 
     >>> from vision_attn.networks.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
@@ -249,5 +250,5 @@ def keys_by_site(network: nn.Module) -> dict[str, set[str]]:
     keys: dict[str, set[str]] = {site: set() for site in sites.values()}
     for name, module in network.named_modules(remove_duplicate=False):
         if id(module) in sites:
-            keys[sites[id(module)]] |= {".".join(filter(None, (name, key))) for key in module.state_dict()}
+            keys[sites[id(module)]] |= {unwrap_key(f"{name}.{key}").removeprefix(".") for key in module.state_dict()}
     return keys

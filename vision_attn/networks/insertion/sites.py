@@ -1,6 +1,6 @@
 """Sites: modules of a network that the user selects by stage, name or function; their targets; and stages."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
@@ -14,6 +14,7 @@ from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.selection import (
     Globs,
+    Where,
     ancestor_paths,
     check_list,
     check_where,
@@ -24,9 +25,8 @@ from vision_attn.networks.inspection.selection import (
 from vision_attn.networks.inspection.wrappers import unwrap_model
 from vision_attn.text import did_you_mean, shorten
 
-#: Types of the arguments of :func:`vision_attn.insert_`.
+#: Type of the argument ``stages`` of :func:`vision_attn.insert_`.
 Stages = int | str | Iterable[int | str] | None
-Where = Callable[[str, nn.Module], bool] | None
 
 
 def select_sites(

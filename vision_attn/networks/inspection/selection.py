@@ -18,9 +18,9 @@ from vision_attn.text import shorten
 
 #: A glob or regular expression for module paths.
 Names = str | re.Pattern[str]
-
-
+#: Types of the arguments ``names`` and ``where`` of :func:`vision_attn.insert_`.
 Globs = Names | Iterable[Names] | None
+Where = Callable[[str, nn.Module], bool] | None
 
 
 def first_names(model: nn.Module, names: Iterable[str]) -> list[str]:
@@ -29,7 +29,7 @@ def first_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(first[id(model.get_submodule(name))] for name in names))
 
 
-def check_where(where: Callable[[str, nn.Module], bool] | None) -> None:
+def check_where(where: Where) -> None:
     """Raise unless a function accepts the path of a module and the module."""
     try:
         if where is not None:
@@ -48,9 +48,7 @@ def check_list(argument: str, value: Any, kinds: tuple[type, ...]) -> list[Any]:
     return items
 
 
-def match_names(
-    modules: Mapping[str, nn.Module], patterns: Names | Iterable[Names], argument: str = "names"
-) -> list[str]:
+def match_names(modules: Mapping[str, nn.Module], patterns: Globs, argument: str = "names") -> list[str]:
     """Return the paths of the modules that match the patterns, in the order of the patterns."""
     chosen = []
     for pattern in dict.fromkeys(check_list(argument, patterns, (str, re.Pattern))):
@@ -64,12 +62,7 @@ def match_names(
     return chosen
 
 
-def select_inside(
-    modules: Mapping[str, nn.Module],
-    paths: Iterable[str],
-    names: Names | Iterable[Names] | None,
-    where: Callable[[str, nn.Module], bool] | None,
-) -> list[str]:
+def select_inside(modules: Mapping[str, nn.Module], paths: Iterable[str], names: Globs, where: Where) -> list[str]:
     """Return the paths at or in the modules that ``names`` and ``where`` select; all paths without either."""
     if names is None and where is None:
         return list(paths)
