@@ -17,8 +17,8 @@ weight                              used by                                   fu
 ``(c, n, d)``                       Keras: queries, keys, values, gate        :func:`.keras_layers.read_dense`
 ==================================  ========================================  =================================
 
-Weights are not detached before :func:`load_weights` copies them, because a parameter of the block requires a gradient
-if the tensor that it is copied from does.
+Weights are not detached before :meth:`LayerConversion.make_block` copies them, because a parameter of the block
+requires a gradient if the tensor that it is copied from does.
 """
 
 from __future__ import annotations
@@ -131,15 +131,6 @@ def to_parameters(weights: dict[str, Any], rank: int) -> dict[str, Tensor]:
     return {name: x for name, x in tensors.items() if x is not None}
 
 
-def load_weights(block: Any, tensors: Mapping[str, Tensor], *, training: bool) -> Any:
-    """Load copies of tensors into a block on the meta device; ``requires_grad`` is kept."""
-    copies = {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
-    block.load_state_dict(copies, assign=True)
-    for name, parameter in block.named_parameters():
-        parameter.requires_grad_(tensors[name].requires_grad)
-    return block.train(training)
-
-
 def run_on_tokens(block: Any, rank: int, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Any:
     """Call a block on feature maps; a block of rank 1 receives the positions as a sequence of tokens."""
     if rank > 1:
@@ -232,10 +223,15 @@ class LayerConversion:
         return block.train(self.call_options.get("training", layer.training))
 
     def make_block(self, layer: Any, **options: Any) -> Any:
-        """Create the block with copies of the weights."""
+        """Create the block with copies of the weights; ``requires_grad`` is kept."""
         weights = self.weights(layer)
         block = self.empty_block(layer, weights, **options)
-        return load_weights(block, to_parameters(weights, block.rank), training=block.training)
+        tensors = to_parameters(weights, block.rank)
+        copies = {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+        block.load_state_dict(copies, assign=True)
+        for name, parameter in block.named_parameters():
+            parameter.requires_grad_(tensors[name].requires_grad)
+        return block
 
     def forward(self, layer: Any, attend: Attend, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the layer through a block, and return the output or :data:`FALLBACK`."""

@@ -8,7 +8,7 @@ which reveal a different ``eps`` of a norm.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -111,29 +111,24 @@ def randomized_copy(source: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module
     yield copied
 
 
-def check_equivalence(
-    source: nn.Module,
-    compute: Callable[..., Any],
-    example: Callable[[Any], tuple[Any, ...]],
-    make_copy: Callable[[Any, torch.dtype], AbstractContextManager[Any]] = randomized_copy,
-    dtype: torch.dtype = torch.float64,
-    **options: bool,
-) -> float:
-    """Return the largest difference between ``compute(copy, *arguments)`` and ``copy(*arguments, **options)``.
+def check_equivalence(source: nn.Module, compute: Callable[..., Any], conversion: Any) -> float:
+    """Return the largest difference between ``compute(copy, *arguments)`` and the output of a copy of a layer.
 
-    The difference is relative to the largest value. A difference above :data:`TOLERANCE` raises an error. Exceptions
-    are converted to :class:`ConversionError`, except for a ``ValueError`` of ``compute``, whose message is kept.
+    Its :class:`.LayerConversion` makes the copy and the arguments. The difference is relative to the largest value. A
+    difference above :data:`TOLERANCE` raises an error. Exceptions are converted to :class:`ConversionError`, except for
+    a ``ValueError`` of ``compute``, whose message is kept.
     """
+    dtype = conversion.dtype
     worst, step = 0.0, f"copied in {dtype}"
     try:
-        with torch.inference_mode(False), torch.enable_grad(), make_copy(source, dtype) as copied:
+        with torch.inference_mode(False), torch.enable_grad(), conversion.make_copy(source, dtype) as copied:
             for scale in SCALES:
                 step = f"run in {dtype} with the arguments of its class"
-                inputs = example(copied)
+                inputs = conversion.arguments(copied)
                 # The same tensor can be passed as several arguments.
                 scaled = {id(x): scale * x.to(dtype) for x in inputs if isinstance(x, Tensor)}
                 arguments = [scaled.get(id(x), x) for x in inputs]
-                expected = get_output(copied(*arguments, **options))
+                expected = get_output(copied(*arguments, **conversion.call_options))
                 step = BLOCK_STEP
                 worst = max(worst, compare(source, expected, get_output(compute(copied, *arguments))))
     except Exception as error:

@@ -68,8 +68,6 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
         attend = partial(run_on_tokens, block, block.rank)
         return conversion.forward(copied, lambda x, _=None, context=None: attend(x, None, context), x, *args)
 
-    check_equivalence(
-        module, compute, conversion.arguments, conversion.make_copy, conversion.dtype, **conversion.call_options
-    )
+    check_equivalence(module, compute, conversion)
     with torch.inference_mode(False), torch.enable_grad():  # weights keep requires_grad
         return conversion.make_block(module, **options)

@@ -174,7 +174,7 @@ def make_swap(module: nn.Module) -> "Swap":
     def compute(copied: Any, *args: Any) -> Any:
         return conversion.forward(copied, partial(swap.attend, copied), *args)
 
-    swap.difference = check_equivalence(bare, compute, conversion.arguments, conversion.make_copy, conversion.dtype)
+    swap.difference = check_equivalence(bare, compute, conversion)
     block.train(module.training)
     return swap
 
