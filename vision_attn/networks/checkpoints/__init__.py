@@ -3,5 +3,3 @@
 from vision_attn.networks.checkpoints.adapter import AdapterReport, load_adapter_, save_adapter
 from vision_attn.networks.checkpoints.load import load_checkpoint_
 from vision_attn.networks.checkpoints.load_report import LoadReport
-
-__all__ = ["AdapterReport", "LoadReport", "load_adapter_", "load_checkpoint_", "save_adapter"]

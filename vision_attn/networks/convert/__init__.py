@@ -5,7 +5,5 @@ use the same table of layers. Unsupported options raise an error that names the 
 with its layer on random weights.
 """
 
-from vision_attn.networks.convert import keras_layers, other_layers, timm_layers, window_layers  # noqa: F401 - they fill the table
+from vision_attn.networks.convert import keras_layers, other_layers, timm_layers, window_layers  # these fill the table
 from vision_attn.networks.convert.layers import from_layer
-
-__all__ = ["from_layer"]

@@ -90,13 +90,7 @@ def unwrap_exact_block(block: nn.Module) -> nn.Module:
 
 
 def init_identity_(
-    block: nn.Module,
-    site: str,
-    shape: tuple[int, ...],
-    like: Any,
-    exact: bool,
-    method: str = ZEROS,
-    shared: bool = False,
+    block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact: bool, method: str, shared: bool
 ) -> tuple[str, dict[str, Any]]:
     """Run a block on random feature maps, and make it an identity at initialization if ``exact`` is set.
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch.nn.functional as F
 from timm.layers import DropPath, calculate_drop_path_rates
 from timm.models import generate_default_cfgs
-from timm.models.resnet import BasicBlock
+from timm.models.resnet import BasicBlock, downsample_conv
 from torch import Tensor, nn
 
 from vision_attn.networks.models.registry import StagedNetwork, make_cfg, register_network
@@ -47,8 +47,7 @@ def basic_block(in_channels: int, channels: int, stride: int, option: str, drop_
     if stride != 1 and option == "A":
         shortcut = PadShortcut(channels - in_channels)
     elif stride != 1:
-        conv = nn.Conv2d(in_channels, channels, 1, stride, bias=False)
-        shortcut = nn.Sequential(conv, nn.BatchNorm2d(channels))
+        shortcut = downsample_conv(in_channels, channels, 1, stride)
     return BasicBlock(in_channels, channels, stride, shortcut, drop_path=drop_path)
 
 
@@ -94,9 +93,8 @@ class CifarResNet(StagedNetwork):
         self.bn1: nn.BatchNorm2d = nn.BatchNorm2d(16)
         self.relu: nn.ReLU = nn.ReLU(inplace=True)
         blocks = (depth - 2) // 6
-        drops = iter(
-            [DropPath(rate) if rate else None for rate in calculate_drop_path_rates(drop_path_rate, 3 * blocks)]
-        )
+        rates = calculate_drop_path_rates(drop_path_rate, 3 * blocks)
+        drops = (DropPath(rate) if rate else None for rate in rates)
         for stage, (before, after) in enumerate([(16, 16), (16, 32), (32, 64)], start=1):
             shapes = [(before, after, 1 if stage == 1 else 2), *[(after, after, 1)] * (blocks - 1)]
             layers = [basic_block(*shape, option, next(drops)) for shape in shapes]

@@ -3,8 +3,3 @@
 from vision_attn.networks.safe.pickled import Placeholder
 from vision_attn.networks.safe.read import SAVE_STATE_DICT, CheckpointFile, read_file
 from vision_attn.networks.safe.write import check_writable, write_atomically
-
-__all__ = [
-    "SAVE_STATE_DICT", "CheckpointFile", "Placeholder", "check_writable", "read_file",
-    "write_atomically",
-]  # fmt: skip

@@ -44,8 +44,10 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         target = Path(os.path.realpath(path))
         with temporary_folder(target.parent) as folder:
             partial = folder / target.name
-            partial.write_bytes(content)  # with default permissions, unlike a file of tempfile
-            sync(partial)
+            with open(partial, "wb") as file:  # with default permissions, unlike a file of tempfile
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # wait until the content is on disk
             if target.exists():
                 partial.chmod(target.stat().st_mode)
             os.replace(partial, target)
@@ -88,12 +90,6 @@ def name_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-
-
-def sync(path: Path) -> None:
-    """Wait until the content of a file is on disk."""
-    with open(path, "r+b") as file:  # Windows requires write access
-        os.fsync(file.fileno())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
