@@ -168,8 +168,6 @@ class Target:
     def __init__(self, model: nn.Module, skip: str | Iterable[str]) -> None:
         check_blocks(model)
         state_dict, removed = model.state_dict(), replaced_tensors(model)
-        #: paths of the modules in the network
-        self.paths: list[str] = list(map(unwrap_key, dict(model.named_modules())))
         self.arguments: dict[str, Mapping[str, str]] = {
             unwrap_key(path): arguments for path, arguments in get_arguments(state_dict).items()
         }
@@ -278,7 +276,7 @@ def explain_refusal(report: LoadReport, model: nn.Module, target: Target, saved:
         hint = hint or 'If the checkpoint contains the network under a prefix, pass it, as in prefix="backbone."'
         return CheckpointError(f"{report.file} is for another architecture: {keys}. {hint}")
     what = f"{report.file} does not fit the model {type(model).__name__}. Nothing was loaded."
-    remedy = [hint] if hint else remedies(report, target.paths)
+    remedy = [hint] if hint else remedies(report, map(unwrap_key, dict(model.named_modules())))
     return CheckpointError(what, *str(report).split("\n")[1:], *remedy)
 
 
