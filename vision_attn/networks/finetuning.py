@@ -12,11 +12,11 @@ from torch import nn
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import check_above
 from vision_attn.networks.insertion.build import CONTAINERS
-from vision_attn.networks.insertion.hooks import check_blocks, find_module, our_hooks, remove_hooks_
+from vision_attn.networks.insertion.hooks import check_blocks, our_hooks, remove_hooks_
 from vision_attn.networks.insertion.record import replaced_module
 from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, replaced_modules
 from vision_attn.networks.inspection.network import NORMS
-from vision_attn.networks.inspection.selection import ancestor_paths, select_keys
+from vision_attn.networks.inspection.selection import ancestor_paths, find_module, select_keys
 from vision_attn.networks.inspection.wrappers import synchronizer, unwrap_key, unwrap_model
 
 #: Keys of parameters without weight decay, in addition to all parameters with one axis.

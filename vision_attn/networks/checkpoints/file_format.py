@@ -45,6 +45,7 @@ from vision_attn.networks.checkpoints.option_code import (
 from vision_attn.networks.insertion import registry
 from vision_attn.networks.insertion.build import replacement_options
 from vision_attn.networks.insertion.exact import unwrap_exact_block
+from vision_attn.networks.insertion.hooks import context_path
 from vision_attn.networks.insertion.record import InsertedBlock, Measured, SecondMap, Site, replaced_module
 from vision_attn.networks.inspection.wrappers import unwrap_key
 from vision_attn.networks.safe import CheckpointFile
@@ -212,7 +213,7 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
     blocks, records = registry.inserted_blocks(model), registry.records(model)
     for record in records:
         reason = explain_change(record, blocks[record.site]) if record.block in (*BLOCKS, *TIMM_BLOCKS) else ""
-        if record.second and registry.context_path(model, record.site) is None:
+        if record.second and context_path(model, record.site) is None:
             reason = "reads a module outside this part of the network. Save the network that contains both"
         if reason:
             raise ValueError(f"the {record.block} at {record.site!r} cannot be saved: it {reason}")

@@ -16,7 +16,7 @@ from vision_attn.errors import SiteError
 from vision_attn.networks import block_factories
 from vision_attn.networks.block_factories import BlockFactory, describe_error, make_block
 from vision_attn.networks.insertion.exact import ZEROS, init_identity_, wrap_exactly
-from vision_attn.networks.insertion.hooks import FUSED, is_norm, require_module
+from vision_attn.networks.insertion.hooks import FUSED, is_norm
 from vision_attn.networks.insertion.record import (
     CHILD,
     InsertedBlock,
@@ -31,7 +31,7 @@ from vision_attn.networks.inspection.costs import count_saved_bytes, measure_cos
 from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.macs import count_attention_pairs
-from vision_attn.networks.inspection.selection import ancestor_paths
+from vision_attn.networks.inspection.selection import ancestor_paths, require_module
 from vision_attn.text import did_you_mean
 
 #: Modules that contain other modules and may loop over them.

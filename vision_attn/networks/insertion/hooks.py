@@ -19,16 +19,10 @@ from vision_attn.attention.graphs import is_symbolic
 from vision_attn.attention.recomputation import backward_pass
 from vision_attn.attention.scopes import scoped_output, scoped_values
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.record import (
-    InsertedBlock,
-    get_record,
-    get_substitute,
-    is_inserted,
-    set_substitute_,
-)
+from vision_attn.networks.insertion.record import SUBSTITUTE, InsertedBlock, get_record, is_inserted
 from vision_attn.networks.inspection.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
 from vision_attn.networks.inspection.network import CONVS, NORMS, hook_dicts
-from vision_attn.networks.inspection.selection import ancestor_paths
+from vision_attn.networks.inspection.selection import ancestor_paths, find_module, require_module
 
 #: Layers other than norms that graph transformations fuse or remove.
 FUSED = (*CONVS, nn.Linear, nn.Dropout)
@@ -101,7 +95,9 @@ def drop_context(model: nn.Module, args: object, output: object, *, block: nn.Mo
 
 def find_block(module: nn.Module, block: nn.Module, path: str | None) -> nn.Module | None:
     """Return the module that runs at a target: the one at a path inside the target, or else the block outside."""
-    return get_substitute(module, block) if path is None else find_module(module, path)
+    if path is not None:
+        return find_module(module, path)
+    return getattr(module, SUBSTITUTE, (block,))[0]
 
 
 def run_block(module: nn.Module, value: Any, original: nn.Module, path: str | None) -> Any:
@@ -163,8 +159,8 @@ def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, c
         if (copied := block_at(module)) is not None:
             unhook_(module, [copied])
         run_at_(module, block, inside)
-    if found is not None and inside is None:
-        set_substitute_(module, found, block)
+    if found is not None and inside is None and found is not find_block(module, block, None):
+        setattr(module, SUBSTITUTE, (found,))
     tracers: list[Any] = [x.tracer for x in args if isinstance(x, Proxy)]
     if inside is None and any(tracer.is_leaf_module(module, target) for tracer in tracers):
         why = f"fusing or removing the {type(module).__name__} would remove the block"
@@ -177,21 +173,6 @@ def check_blocks(network: nn.Module) -> None:
     for owner in network.modules():
         for hook in our_hooks(owner, (check_block,)):
             hook(owner, ())
-
-
-def find_module(model: nn.Module, path: str) -> nn.Module | None:
-    """Return a module of a model, or None if there is none, in half the time of ``get_submodule``."""
-    found: Any = model
-    for name in path.split(".") if path else ():
-        found = getattr(found, name, None)
-    return found if isinstance(found, nn.Module) else None
-
-
-def require_module(model: nn.Module, path: str) -> nn.Module:
-    """Return a module of a model; raise if there is none, for example for a record of another network."""
-    if (module := find_module(model, path)) is None:
-        raise SiteError(f"the model has no module {path!r} for a block")
-    return module
 
 
 def missing_block_error(record: InsertedBlock, change: str) -> SiteError:
@@ -287,13 +268,21 @@ def run_at_(module: nn.Module, block: nn.Module, path: str | None) -> None:
 
 def unhook_(module: nn.Module, blocks: Collection[nn.Module]) -> None:
     """Remove the hooks of some blocks from a module."""
-    found = {hook.keywords["block"] for hook in our_hooks(module, RUNNERS)}
+    if any(hook.keywords["block"] in blocks for hook in our_hooks(module, RUNNERS)):
+        vars(module).pop(SUBSTITUTE, None)
     remove_hooks_(module, lambda hook: hook.func in HOOKS and hook.keywords["block"] in blocks)
-    for block in found.intersection(blocks):
-        set_substitute_(module, None, block)
 
 
 def block_at(module: nn.Module) -> nn.Module | None:
     """Return the block that runs at a module, or None."""
     hook = next(our_hooks(module, RUNNERS), None)
     return None if hook is None else find_block(module, **hook.keywords)
+
+
+def context_path(network: nn.Module, site: str) -> str | None:
+    """Return the path of the module that gives the second feature map of the block at a site; None if there is none."""
+    blocks = {hook.keywords["block"] for hook in our_hooks(network.get_submodule(site), RUNNERS)}
+    for path, module in network.named_modules():
+        if any(hook.keywords["block"] in blocks for hook in our_hooks(module, (keep_context,))):
+            return path
+    return None

@@ -22,7 +22,6 @@ from vision_attn.networks.insertion.record import InsertionReport, get_record, i
 from vision_attn.networks.insertion.registry import (
     all_blocks,
     attach_blocks_,
-    blocks_by_site,
     current_records,
     detach_,
     inserted_blocks,
@@ -273,7 +272,7 @@ def remove_(model: nn.Module) -> InsertionReport:
     blocks = all_blocks(model)
     if not blocks:
         raise ValueError("model has no inserted block to remove")
-    report = InsertionReport(tuple(current_records(model, blocks_by_site(model))), verb="removed")
+    report = InsertionReport(tuple(current_records(model)), verb="removed")
     detach_(model, blocks)
     for block in blocks:
         set_record_(block, None)

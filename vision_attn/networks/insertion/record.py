@@ -165,19 +165,6 @@ def replaced_module(block: nn.Module) -> nn.Module | None:
     return next(iter(get_record(block).replaced), None) if is_inserted(block) else None
 
 
-def get_substitute(target: nn.Module, block: nn.Module) -> nn.Module:
-    """Return the module that runs in place of a block outside its target, by default the block."""
-    return getattr(target, SUBSTITUTE, (block,))[0]
-
-
-def set_substitute_(target: nn.Module, substitute: nn.Module | None, block: nn.Module) -> None:
-    """Store the module that runs in place of a block outside its target; the block itself or None is not stored."""
-    if substitute is not None and substitute is not get_substitute(target, block):
-        setattr(target, SUBSTITUTE, (substitute,))
-    elif substitute is None and hasattr(target, SUBSTITUTE):
-        delattr(target, SUBSTITUTE)
-
-
 # --- reports ----------------------------------------------------------------------------------------------------------
 
 

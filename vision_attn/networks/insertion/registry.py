@@ -14,18 +14,9 @@ from torch.fx import GraphModule
 
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.build import rebuild
-from vision_attn.networks.insertion.hooks import (
-    RUNNERS,
-    block_at,
-    check_blocks,
-    hook_,
-    keep_context,
-    our_hooks,
-    require_module,
-    unhook_,
-)
+from vision_attn.networks.insertion.hooks import block_at, check_blocks, context_path, hook_, our_hooks, unhook_
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, replaced_module
-from vision_attn.networks.inspection.selection import own_children
+from vision_attn.networks.inspection.selection import own_children, require_module
 from vision_attn.networks.inspection.wrappers import unwrap_key, unwrap_model
 from vision_attn.networks.untrained import warn_if_untrained
 
@@ -200,24 +191,17 @@ def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
     >>> [(record.site, record.block, record.tokens) for record in records(model)]
     [('0', 'AttentionBlock2d', 256)]
     """
-    return tuple(current_records(unwrap_model(model), inserted_blocks(model)))
+    network = unwrap_model(model)
+    check_blocks(network)
+    return tuple(current_records(network))
 
 
-def current_records(network: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[InsertedBlock]:
+def current_records(network: nn.Module) -> Iterator[InsertedBlock]:
     """Yield the records of blocks with their paths in a network, which other code may have moved or wrapped."""
     paths = {block: path for path, block in network.named_modules()}
-    for site, block in blocks.items():
+    for site, block in blocks_by_site(network).items():
         record = get_record(block)
         yield record.moved(site, paths.get(block, record.block_path), context_path(network, site))
-
-
-def context_path(network: nn.Module, site: str) -> str | None:
-    """Return the path of the module that gives the second feature map of the block at a site; None if there is none."""
-    blocks = {hook.keywords["block"] for hook in our_hooks(network.get_submodule(site), RUNNERS)}
-    for path, module in network.named_modules():
-        if any(hook.keywords["block"] in blocks for hook in our_hooks(module, (keep_context,))):
-            return path
-    return None
 
 
 def inserted_keys(model: nn.Module) -> set[str]:
