@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks import use_impl
 from vision_attn.attention.blocks.config import blocks_with_impl
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.block_factories import BLOCKS, TIMM_BLOCKS, get_block_factory, make_block
+from vision_attn.networks.block_factories import BLOCKS, TIMM_BLOCKS, BlockFactory, get_block_factory, make_block
 from vision_attn.networks.checkpoints.option_code import (
     CONFIG_CLASSES,
     Arguments,
@@ -319,9 +319,7 @@ def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlo
     return record.moved(rename(record.site), path, rename(record.second.path) if record.second else None)
 
 
-def limit_shapes(
-    make: Callable[..., nn.Module], shapes: Collection[tuple[str, tuple[int, ...]]]
-) -> Callable[..., nn.Module]:
+def limit_shapes(make: BlockFactory, shapes: Collection[tuple[str, tuple[int, ...]]]) -> BlockFactory:
     """Return a ``make`` that builds a block only if the file has tensors of its names and shapes.
 
     Otherwise the options in a file could cause allocations of any size.

@@ -109,11 +109,10 @@ def named_weights(qkv: str, proj: str) -> Callable[[Any], dict[str, Any]]:
     >>> list(read(nn.ModuleDict({name: nn.Linear(4, 4) for name in ("q", "k", "v", "out")})))
     ['qkv', 'proj']
     """
+    inputs_and_context = [names.split() for names in qkv.split("|")]
 
     def read(layer: Any) -> dict[str, Any]:
-        inputs, *context = (
-            [Projection.read(layer.get_submodule(name)) for name in names.split()] for names in qkv.split("|")
-        )
+        inputs, *context = ([Projection.read(layer.get_submodule(x)) for x in names] for names in inputs_and_context)
         weights = {"q": inputs[0], "kv": Projection.concat(*context[0])} if context else input_weights(*inputs)
         return {**weights, "proj": Projection.read(layer.get_submodule(proj))}
 

@@ -33,7 +33,7 @@ from vision_attn.networks.convert.conversion import (
     to_parameters,
 )
 from vision_attn.networks.convert.equivalence import check_equivalence, check_source, class_path, is_hooked
-from vision_attn.networks.convert.swap_report import SWAPPED, VISION_ATTN, SwappedModule, SwapReport
+from vision_attn.networks.convert.swap_report import SwappedModule, SwapReport
 from vision_attn.networks.insertion.registry import replaced_modules
 from vision_attn.networks.inspection.network import hook_dicts
 from vision_attn.networks.inspection.selection import Names, ancestor_paths, select_inside
@@ -157,7 +157,7 @@ def outer_paths(name: str) -> list[str]:
 def make_swap(module: nn.Module) -> "Swap":
     """Create the block for a module and compare both; raise an error for an unsupported module."""
     if isinstance(module, (Swapped, Attention)):
-        raise ValueError(SWAPPED if isinstance(module, Swapped) else VISION_ATTN)
+        raise ValueError("already swapped" if isinstance(module, Swapped) else "already a vision_attn block")
     path, kind, conversion = find_conversion(module)
     if "..." in conversion.axes:
         raise ValueError(f"{path} is supported only by va.convert.from_layer")

@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 from vision_attn.text import Report, Table, shorten
 
-#: Reasons for modules that need no swap.
-SWAPPED, VISION_ATTN = "already swapped", "already a vision_attn block"
-
 
 @dataclass(frozen=True)
 class SwappedModule:
@@ -72,8 +69,7 @@ class SwapReport(Report):
             headline += f"; {count or 'no'} attention module{'s' * (count != 1)} found"
             hint = ["See docs/convert.md for the supported layers, or call va.insert_ to add attention blocks."]
         for kind, reason in dict.fromkeys((layer.kind, layer.reason) for layer in self.skipped):
-            paths = [
-                module.site or "the model" for module in self.skipped if (module.kind, module.reason) == (kind, reason)
-            ]
-            parts.append(f"not swapped: {len(paths)} {kind} ({shorten(paths)}): {reason}")
+            layers = [layer for layer in self.skipped if (layer.kind, layer.reason) == (kind, reason)]
+            paths = shorten(layer.site or "the model" for layer in layers)
+            parts.append(f"not swapped: {len(layers)} {kind} ({paths}): {reason}")
         return [headline, *parts, *hint]

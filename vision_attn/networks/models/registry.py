@@ -63,9 +63,7 @@ class StagedNetwork(nn.Module):
             global_pool = str(self.global_pool.pool_type)
         weight = next(self.parameters())
         self.num_classes = num_classes
-        pool, classifier = create_classifier(
-            self.num_features, num_classes, pool_type=global_pool, use_conv=not global_pool
-        )
+        pool, classifier = create_classifier(self.num_features, num_classes, global_pool, use_conv=not global_pool)
         self.global_pool = pool.train(self.training)
         self.add_module(self.classifier_name, classifier.to(weight).train(self.training))
         self.head_hidden_size: int = self.num_features * pool.feat_mult()
