@@ -33,5 +33,5 @@ class TinyAttention(Tiny):
 
 cfg = {"num_classes": 3, "input_size": (3, 32, 32), "first_conv": "layer1.0", "classifier": "fc"}
 default_cfgs = generate_default_cfgs({"tiny": cfg, "tiny_attention": cfg})
-tiny = register_network(__name__, "tiny", "Network with two stages.", Tiny, (0, 1))
-tiny_attention = register_network(__name__, "tiny_attention", "Network with a block.", TinyAttention, (0, 1))
+tiny = register_network("tiny", "Network with two stages.", Tiny, (0, 1))
+tiny_attention = register_network("tiny_attention", "Network with a block.", TinyAttention, (0, 1))

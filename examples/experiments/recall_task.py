@@ -152,5 +152,5 @@ class RecallAttentionNet(RecallNet):
 
 PLAIN = "Network for the recall task without attention, which stays at chance."
 ATTENTION = "Network for the recall task with an attention block; ``pretrained=True`` loads weights of the library."
-recall = register_network(__name__, "recall", PLAIN, RecallNet)
-recall_attention = register_network(__name__, "recall_attention", ATTENTION, RecallAttentionNet)
+recall = register_network("recall", PLAIN, RecallNet)
+recall_attention = register_network("recall_attention", ATTENTION, RecallAttentionNet)

@@ -6,26 +6,22 @@ there is none, it is a grid of patches with the aspect ratio of the image, after
 parent module declares, whether its forward runs or not.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, resolve_pattern
 from vision_attn.checks import product
+from vision_attn.networks.convert.swap import Swap
 from vision_attn.networks.inspection.example import tree_leaves
 from vision_attn.networks.inspection.layout import token_grid
 from vision_attn.networks.inspection.network import Call
-
-if TYPE_CHECKING:
-    from vision_attn.networks.convert.swap import Swap
 
 
 class TokenPositions(NamedTuple):

@@ -51,7 +51,7 @@ class CifarAttentionNet(CifarResNet):
 
 _DOC = "ResNet-20 for CIFAR with three attention blocks; ``pretrained=True`` loads weights for CIFAR-100."
 resnet20_attention: Callable[..., CifarAttentionNet] = register_network(
-    __name__, "resnet20_attention", _DOC, CifarAttentionNet, depth=20
+    "resnet20_attention", _DOC, CifarAttentionNet, depth=20
 )
 
 #: Function of a 3×3 convolution and the (height, width) of its input.

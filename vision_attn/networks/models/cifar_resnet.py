@@ -118,21 +118,17 @@ cifar_cfg = partial(make_cfg, input_size=(3, 32, 32), reduction=4, first_conv="c
 CIFAR10 = cifar_cfg(10, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
 CIFAR100 = cifar_cfg(100, mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
 CIFAR10_A = cifar_cfg(10, classifier="linear")
+CONFIGURATIONS = {"resnet{}_a.cifar10": CIFAR10_A, "resnet{}.cifar10": CIFAR10, "resnet{}.cifar100": CIFAR100}
 
 default_cfgs: dict[str, Any] = generate_default_cfgs(
-    {f"{name}.cifar10": CIFAR10_A for name in ("resnet20_a", "resnet32_a", "resnet44_a", "resnet56_a")}
-    | {
-        f"{name}.{tag}": cfg
-        for name in ("resnet20", "resnet32", "resnet44", "resnet56")
-        for tag, cfg in (("cifar10", CIFAR10), ("cifar100", CIFAR100))
-    }
+    {name.format(depth): cfg for depth in (20, 32, 44, 56) for name, cfg in CONFIGURATIONS.items()}
 )
 
 
 def register_resnet(depth: int, option: str, millions: str) -> Callable[..., CifarResNet]:
     name = f"resnet{depth}{'_a' * (option == 'A')}"
     doc = f"ResNet-{depth} for CIFAR with shortcuts of option {option}, {millions} M parameters."
-    return register_network(__name__, name, doc, CifarResNet, depth=depth, option=option)
+    return register_network(name, doc, CifarResNet, depth=depth, option=option)
 
 
 resnet20: Callable[..., CifarResNet] = register_resnet(20, "B", "0.27")

@@ -137,22 +137,16 @@ def create_model(
 
 
 def register_network(
-    module: str,
-    name: str,
-    doc: str,
-    network: Callable[..., Model],
-    out_indices: Sequence[int] = (0, 1, 2),
-    **options: Any,
+    name: str, doc: str, network: type[Model], out_indices: Sequence[int] = (0, 1, 2), **options: Any
 ) -> Callable[..., Model]:
     """Register a network with timm, and return the function that creates it.
 
     The function accepts ``device`` and ``dtype``, and moves the created network to them.
 
     Args:
-        module: ``__name__`` of the calling module, whose ``default_cfgs`` contains the configurations of the network.
         name: name of the network and of the function.
         doc: docstring of the function.
-        network: class of the network.
+        network: class of the network, in a module whose ``default_cfgs`` contains the configurations of the network.
         out_indices: the stages that ``features_only=True`` returns.
         **options: arguments of ``network`` or of timm's ``build_model_with_cfg``.
     """
@@ -163,7 +157,7 @@ def register_network(
         model: Model = build_model_with_cfg(network, name, pretrained, **merged)
         return model.to(**target)
 
-    create.__module__, create.__name__, create.__qualname__, create.__doc__ = module, name, name, doc
+    create.__module__, create.__name__, create.__qualname__, create.__doc__ = network.__module__, name, name, doc
     return register_model(create)
 
 
