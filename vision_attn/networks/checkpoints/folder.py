@@ -299,8 +299,7 @@ def create(config: Mapping[str, Any]) -> nn.Module:
     """Create the network of a configuration, with random weights."""
     arguments = {"num_classes": config["num_classes"], **(config.get("model_args") or {})}
     classes = {"label_names": config.get("label_names"), "num_classes": arguments["num_classes"]}
-    cfg = config["pretrained_cfg"] | classes
-    kept = filter_pretrained_cfg(cfg, remove_source=True)
+    kept = filter_pretrained_cfg(config["pretrained_cfg"] | classes, remove_source=True)
     kept = {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
     channels = arguments.get("in_chans", kept["input_size"][0])
     kept["input_size"] = (channels, *kept["input_size"][1:])

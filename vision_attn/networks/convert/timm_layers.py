@@ -158,7 +158,7 @@ VIT = LayerConversion(weights=vit_weights)
 NORMED = replace(
     VIT,
     weights=lambda layer: vit_weights(layer) | norm_weights("proj.norm", getattr(layer, "norm", None)),
-    options={"kind": lambda layer: normed_attention(layer)},
+    options={"kind": normed_attention},
     swap_only=("norm",),
 )
 ROTARY = replace(

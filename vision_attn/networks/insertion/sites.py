@@ -19,7 +19,6 @@ from vision_attn.networks.inspection.selection import (
     check_list,
     check_where,
     end_of_sequential,
-    first_names,
     match_names,
 )
 from vision_attn.networks.inspection.wrappers import unwrap_model
@@ -91,6 +90,12 @@ def find_targets(dry_run: DryRun, sites: Iterable[str], at: str) -> list[str]:
     check_choice("at", at, ("after", "before"))
     index = 0 if at == "before" else -1
     return first_names(dry_run.model, [end_of_sequential(dry_run.model, site, index) for site in sites])
+
+
+def first_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the first path of each module, without duplicates."""
+    first = {id(module): name for name, module in model.named_modules()}
+    return list(dict.fromkeys(first[id(model.get_submodule(name))] for name in names))
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------

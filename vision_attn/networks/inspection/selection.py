@@ -23,12 +23,6 @@ Globs = Names | Iterable[Names] | None
 Where = Callable[[str, nn.Module], bool] | None
 
 
-def first_names(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return the first path of each module, without duplicates."""
-    first = {id(module): name for name, module in model.named_modules()}
-    return list(dict.fromkeys(first[id(model.get_submodule(name))] for name in names))
-
-
 def check_where(where: Where) -> None:
     """Raise unless a function accepts the path of a module and the module."""
     try:
