@@ -151,39 +151,37 @@ TRANSFORMERS = LayerConversion(
     call=attend_transformers,
 )
 CLIP = replace(TRANSFORMERS, weights=named_weights("q_proj k_proj v_proj", "out_proj"), dropouts=("dropout", ""))
-SEGFORMER = replace(
-    TRANSFORMERS,
-    weights=named_weights("q_proj|k_proj v_proj", "o_proj"),
-    swap_only=("sequence_reduction",),
-    call=attend_segformer,
-    example=example_segformer,
-)
-MASKFORMER_SWIN = replace(
+#: Modules and class prefixes of transformers; the paths of the classes follow one scheme.
+TRANSFORMERS_LAYERS = {
+    "vit.ViT vit_mae.ViTMAE vit_msn.ViTMSN deit.DeiT beit.Beit swin.Swin": TRANSFORMERS,
+    "ijepa.IJepa dinov2.Dinov2 dinov2_with_registers.Dinov2WithRegisters": TRANSFORMERS,
+    "clip.CLIP clipseg.CLIPSeg siglip.Siglip siglip2.Siglip2": CLIP,
+    "segformer.Segformer": replace(
+        TRANSFORMERS,
+        weights=named_weights("q_proj|k_proj v_proj", "o_proj"),
+        swap_only=("sequence_reduction",),
+        call=attend_segformer,
+        example=example_segformer,
+    ),
+    "dinov3_vit.DINOv3ViT": replace(
+        TRANSFORMERS,
+        dropouts=("dropout", ""),
+        options={**TRANSFORMERS.options, "position": CallRotation(halves=True)},
+        call=attend_dinov3,
+        example=example_dinov3,
+        only_swap=IN_CALLS,
+    ),
+}
+for names, row in TRANSFORMERS_LAYERS.items():
+    for name, kind in (path.split(".") for path in names.split()):
+        CONVERSIONS[f"transformers.models.{name}.modeling_{name}.{kind}Attention"] = row
+CONVERSIONS["transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinAttention"] = replace(
     TRANSFORMERS,
     weights=named_weights("self.query self.key self.value", "output.dense"),
     options={"num_heads": lambda layer: layer.self.num_attention_heads},
     dropouts=("self.dropout", "output.dropout"),
     swap_only=("self.relative_position_bias_table",),
 )
-#: Modules and class prefixes of transformers; the paths of the classes follow one scheme.
-TRANSFORMERS_LAYERS = {
-    "vit.ViT vit_mae.ViTMAE vit_msn.ViTMSN deit.DeiT beit.Beit swin.Swin": TRANSFORMERS,
-    "ijepa.IJepa dinov2.Dinov2 dinov2_with_registers.Dinov2WithRegisters": TRANSFORMERS,
-    "clip.CLIP clipseg.CLIPSeg siglip.Siglip siglip2.Siglip2": CLIP,
-    "segformer.Segformer": SEGFORMER,
-}
-TRANSFORMERS_LAYERS["dinov3_vit.DINOv3ViT"] = replace(
-    TRANSFORMERS,
-    dropouts=("dropout", ""),
-    options={**TRANSFORMERS.options, "position": CallRotation(halves=True)},
-    call=attend_dinov3,
-    example=example_dinov3,
-    only_swap=IN_CALLS,
-)
-for names, row in TRANSFORMERS_LAYERS.items():
-    for name, kind in (path.split(".") for path in names.split()):
-        CONVERSIONS[f"transformers.models.{name}.modeling_{name}.{kind}Attention"] = row
-CONVERSIONS["transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinAttention"] = MASKFORMER_SWIN
 
 # --- vit-pytorch, MONAI and YOLO --------------------------------------------------------------------------------------
 

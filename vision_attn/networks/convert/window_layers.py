@@ -130,42 +130,37 @@ TIMM_SWIN = replace(
     example=lambda layer: (random_map(4, math.prod(layer.window_size), layer.qkv.in_features),),
     groups=lambda layer: {"kind": ShiftFirstAttention2d, "pattern": Window(tuple(layer.window_size))},
 )
-TORCHVISION_SWIN3D = replace(
-    TORCHVISION_SWIN,
-    options={**TORCHVISION_SWIN.options, "kind": lambda layer: PaddedAttention3d},
-    axes="b t h w c",
-    call=attend_volume,
-    size=lambda layer: tuple(side + 1 for side in layer.window_size),
-)
-#: Windows with two or three axes.
-MONAI_SWIN = replace(
-    TIMM_SWIN,
-    options={**TIMM_SWIN.options, "rank": lambda layer: len(layer.window_size)},
-    example=lambda layer: (random_map(4, math.prod(layer.window_size), layer.qkv.in_features), None),
-    groups=lambda layer: {},
-)
-TWINS = replace(
-    CHANNELS_LAST,  # the layer pads and partitions the feature map of its tokens
-    options={"kind": lambda layer: PaddedAttention2d, "pattern": lambda layer: Window(layer.ws)},
-    call=lambda layer, attend, x, size: attend(x.mT.unflatten(2, tuple(size))).flatten(2).mT,
-    example=lambda layer: (random_map(2, 3 * (layer.ws + 1), layer.dim), (3, layer.ws + 1)),
-)
-TORCHVISION_MAXVIT = replace(
-    TIMM_SWIN,
-    weights=lambda layer: named_weights("to_qkv", "merge")(layer) | {BIASES: layer.relative_position_bias_table},
-    options={**TIMM_SWIN.options, "num_heads": "n_heads", "scale": "scale_factor"},
-    example=lambda layer: (random_map(2, 3, layer.size**2, layer.to_qkv.in_features),),
-    groups=lambda layer: {},
-)
 CONVERSIONS |= {
     "timm.models.maxxvit.Attention2d": MAXXVIT,
     "timm.models.maxxvit.AttentionCl": replace(MAXXVIT, axes="b h w c"),
     "timm.models.swin_transformer.WindowAttention": TIMM_SWIN,
     "timm.models.swin_transformer_v2.WindowAttention": TIMM_SWIN,
-    "timm.models.twins.LocallyGroupedAttn": TWINS,
-    "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": TORCHVISION_MAXVIT,
+    "timm.models.twins.LocallyGroupedAttn": replace(
+        CHANNELS_LAST,  # the layer pads and partitions the feature map of its tokens
+        options={"kind": lambda layer: PaddedAttention2d, "pattern": lambda layer: Window(layer.ws)},
+        call=lambda layer, attend, x, size: attend(x.mT.unflatten(2, tuple(size))).flatten(2).mT,
+        example=lambda layer: (random_map(2, 3 * (layer.ws + 1), layer.dim), (3, layer.ws + 1)),
+    ),
+    "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": replace(
+        TIMM_SWIN,
+        weights=lambda layer: named_weights("to_qkv", "merge")(layer) | {BIASES: layer.relative_position_bias_table},
+        options={**TIMM_SWIN.options, "num_heads": "n_heads", "scale": "scale_factor"},
+        example=lambda layer: (random_map(2, 3, layer.size**2, layer.to_qkv.in_features),),
+        groups=lambda layer: {},
+    ),
     "torchvision.models.swin_transformer.ShiftedWindowAttention": TORCHVISION_SWIN,
     "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": TORCHVISION_SWIN,
-    "torchvision.models.video.swin_transformer.ShiftedWindowAttention3d": TORCHVISION_SWIN3D,
-    "monai.networks.nets.swin_unetr.WindowAttention": MONAI_SWIN,
+    "torchvision.models.video.swin_transformer.ShiftedWindowAttention3d": replace(
+        TORCHVISION_SWIN,
+        options={**TORCHVISION_SWIN.options, "kind": lambda layer: PaddedAttention3d},
+        axes="b t h w c",
+        call=attend_volume,
+        size=lambda layer: tuple(side + 1 for side in layer.window_size),
+    ),
+    "monai.networks.nets.swin_unetr.WindowAttention": replace(
+        TIMM_SWIN,  # windows have two or three axes
+        options={**TIMM_SWIN.options, "rank": lambda layer: len(layer.window_size)},
+        example=lambda layer: (random_map(4, math.prod(layer.window_size), layer.qkv.in_features), None),
+        groups=lambda layer: {},
+    ),
 }
