@@ -1,6 +1,6 @@
 """Contribution of the blocks of a network: the size of their branches, and the effect of disabling them."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.capture.maps import AttentionMap
 from vision_attn.networks.insertion.registry import inserted_blocks, replaced_modules
 from vision_attn.networks.inspection.network import quiet_eval
-from vision_attn.networks.inspection.selection import Names, select_inside
+from vision_attn.networks.inspection.selection import Globs, Where, select_inside
 from vision_attn.networks.inspection.wrappers import unwrap_model
 from vision_attn.text import Report, Table
 
@@ -220,12 +220,7 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
     return blocks | {path: x for path, x in gated.items() if x not in inside}
 
 
-def disabled(
-    model: nn.Module,
-    names: Names | Iterable[Names] | None = None,
-    *,
-    where: Callable[[str, nn.Module], bool] | None = None,
-) -> AbstractContextManager[None]:
+def disabled(model: nn.Module, names: Globs = None, *, where: Where = None) -> AbstractContextManager[None]:
     """Disable blocks inside a ``with`` block: they return their input unchanged, in this thread or task only.
 
     The model is not changed: other threads, including threads that are started inside the ``with`` block, and copies of

@@ -25,7 +25,7 @@ from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention,
 from vision_attn.networks.convert.window_layers import PaddedAttention
 from vision_attn.networks.inspection.example import Example
 from vision_attn.networks.inspection.network import CONVS, Call, running_calls
-from vision_attn.networks.inspection.selection import Names, select_inside
+from vision_attn.networks.inspection.selection import Globs, Where, select_inside
 from vision_attn.networks.inspection.wrappers import unwrap_model
 from vision_attn.text import shorten
 
@@ -49,8 +49,8 @@ def capture(
     model: nn.Module,
     queries: Iterable[Point] | str | None = None,
     *,
-    names: Names | Iterable[Names] | None = None,
-    where: Callable[[str, nn.Module], bool] | None = None,
+    names: Globs = None,
+    where: Where = None,
     heads: int | Iterable[int] | None = None,
     reduction: str | None = None,
     allow_large: bool = False,

@@ -7,7 +7,7 @@ that the block does not support run the original forward.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -36,20 +36,14 @@ from vision_attn.networks.convert.equivalence import check_equivalence, check_so
 from vision_attn.networks.convert.swap_report import SwappedModule, SwapReport
 from vision_attn.networks.insertion.registry import replaced_modules
 from vision_attn.networks.inspection.network import hook_dicts
-from vision_attn.networks.inspection.selection import Names, ancestor_paths, select_inside
+from vision_attn.networks.inspection.selection import Globs, Where, ancestor_paths, select_inside
 from vision_attn.networks.inspection.wrappers import require_modifiable
 from vision_attn.text import shorten
 
 # --- swapping ---------------------------------------------------------------------------------------------------------
 
 
-def swap_(
-    model: nn.Module,
-    *,
-    names: Names | Iterable[Names] | None = None,
-    where: Callable[[str, nn.Module], bool] | None = None,
-    dry_run: bool = False,
-) -> SwapReport:
+def swap_(model: nn.Module, *, names: Globs = None, where: Where = None, dry_run: bool = False) -> SwapReport:
     """Run the attention modules of a model through vision_attn blocks, in place, with the model's weights.
 
     ``docs/convert.md`` lists the supported layers. The outputs stay the same, and so do modules, parameters and

@@ -5,7 +5,7 @@ once more. If its output is not bitwise identical, the blocks are detached again
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from vision_attn.networks.inspection.costs import propose
 from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.macs import Cost
-from vision_attn.networks.inspection.selection import Names, end_of_sequential, match_names
+from vision_attn.networks.inspection.selection import Globs, Where, end_of_sequential, match_names
 from vision_attn.networks.inspection.wrappers import require_modifiable
 from vision_attn.text import shorten
 
@@ -43,9 +43,9 @@ def insert_(
     block: BlockFactory | str | None = None,
     *,
     stages: int | str | Iterable[int | str] | None = None,
-    names: Names | Iterable[Names] | None = None,
-    where: Callable[[str, nn.Module], bool] | None = None,
-    exclude: Names | Iterable[Names] | None = None,
+    names: Globs = None,
+    where: Where = None,
+    exclude: Globs = None,
     at: str = "after",
     layout: str | None = None,
     example_input: Any = None,
@@ -161,9 +161,9 @@ def replace_(
     block: BlockFactory | str | None = None,
     *,
     stages: int | str | Iterable[int | str] | None = None,
-    names: Names | Iterable[Names] | None = None,
-    where: Callable[[str, nn.Module], bool] | None = None,
-    exclude: Names | Iterable[Names] | None = None,
+    names: Globs = None,
+    where: Where = None,
+    exclude: Globs = None,
     example_input: Any = None,
     dry_run: bool = False,
     **block_options: Any,
