@@ -14,5 +14,4 @@ from vision_attn.networks.models.cifar_resnet import *  # noqa: F403
 from vision_attn.networks.models.registry import create_model
 
 # Classes, create_model, and the functions that timm adds when a network is registered.
-__all__ = ["create_model"]
-__all__ += attention_networks.__all__ + cifar_resnet.__all__
+__all__ = ["create_model", *attention_networks.__all__, *cifar_resnet.__all__]
