@@ -12,7 +12,7 @@ from torch import nn
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import check_above
 from vision_attn.networks.insertion.build import CONTAINERS
-from vision_attn.networks.insertion.hooks import check_blocks, our_hooks, remove_hooks_
+from vision_attn.networks.insertion.hooks import checked_network, our_hooks, remove_hooks_
 from vision_attn.networks.insertion.record import replaced_module
 from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, replaced_modules
 from vision_attn.networks.inspection.network import NORMS
@@ -119,8 +119,7 @@ def unfreeze_backbone_(model: nn.Module) -> int:
     >>> unfreeze_backbone_(model) == sum(p.numel() for p in model.parameters())
     True
     """
-    network = unwrap_model(model)
-    check_blocks(network)
+    network = checked_network(model)
     frozen = (p for p in frozen_parameters(network) if not p.requires_grad)
     refuse_in_wrapper(model, frozen, "va.unfreeze_backbone_")
     unfreeze_(network)

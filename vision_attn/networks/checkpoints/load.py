@@ -20,7 +20,7 @@ from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, find_input_conv, remedies
 from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
 from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
-from vision_attn.networks.insertion.hooks import check_blocks
+from vision_attn.networks.insertion.hooks import checked_network
 from vision_attn.networks.insertion.registry import keys_by_site, replaced_modules
 from vision_attn.networks.inspection.selection import match_keys
 from vision_attn.networks.inspection.wrappers import unwrap_key, unwrap_model
@@ -166,7 +166,7 @@ class Target:
     """
 
     def __init__(self, model: nn.Module, skip: str | Iterable[str]) -> None:
-        check_blocks(model)
+        model = checked_network(model)
         state_dict, removed = model.state_dict(), replaced_tensors(model)
         self.arguments: dict[str, Mapping[str, str]] = {
             unwrap_key(path): arguments for path, arguments in get_arguments(state_dict).items()

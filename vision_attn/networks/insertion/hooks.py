@@ -23,6 +23,7 @@ from vision_attn.networks.insertion.record import SUBSTITUTE, InsertedBlock, get
 from vision_attn.networks.inspection.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
 from vision_attn.networks.inspection.network import CONVS, NORMS, hook_dicts
 from vision_attn.networks.inspection.selection import ancestor_paths, find_module, require_module
+from vision_attn.networks.inspection.wrappers import unwrap_model
 
 #: Layers other than norms that graph transformations fuse or remove.
 FUSED = (*CONVS, nn.Linear, nn.Dropout)
@@ -168,11 +169,13 @@ def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, c
         raise SiteError(f"the block at {record.site!r} cannot be traced by torch.fx: {why}. {remedy}")
 
 
-def check_blocks(network: nn.Module) -> None:
-    """Call :func:`check_block` for each block of a network, as its forward pass does."""
+def checked_network(model: nn.Module) -> nn.Module:
+    """Return the network inside wrappers, after :func:`check_block` for each block, as in a forward pass."""
+    network = unwrap_model(model)
     for owner in network.modules():
         for hook in our_hooks(owner, (check_block,)):
             hook(owner, ())
+    return network
 
 
 def missing_block_error(record: InsertedBlock, change: str) -> SiteError:

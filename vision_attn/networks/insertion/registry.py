@@ -14,10 +14,10 @@ from torch.fx import GraphModule
 
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.build import rebuild
-from vision_attn.networks.insertion.hooks import block_at, check_blocks, context_path, hook_, our_hooks, unhook_
+from vision_attn.networks.insertion.hooks import block_at, checked_network, context_path, hook_, our_hooks, unhook_
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, replaced_module
 from vision_attn.networks.inspection.selection import own_children, require_module
-from vision_attn.networks.inspection.wrappers import unwrap_key, unwrap_model
+from vision_attn.networks.inspection.wrappers import unwrap_key
 from vision_attn.networks.untrained import warn_if_untrained
 
 
@@ -142,9 +142,7 @@ def inserted_blocks(model: nn.Module) -> dict[str, nn.Module]:
     >>> list(inserted_blocks(model))
     ['0']
     """
-    network = unwrap_model(model)
-    check_blocks(network)
-    return blocks_by_site(network)
+    return blocks_by_site(checked_network(model))
 
 
 def blocks_by_site(network: nn.Module) -> dict[str, nn.Module]:
@@ -191,9 +189,7 @@ def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
     >>> [(record.site, record.block, record.tokens) for record in records(model)]
     [('0', 'AttentionBlock2d', 256)]
     """
-    network = unwrap_model(model)
-    check_blocks(network)
-    return tuple(current_records(network))
+    return tuple(current_records(checked_network(model)))
 
 
 def current_records(network: nn.Module) -> Iterator[InsertedBlock]:
@@ -213,9 +209,7 @@ def inserted_keys(model: nn.Module) -> set[str]:
     >>> sorted(inserted_keys(model))[0]
     '0.inserted.attn.proj.bias'
     """
-    network = unwrap_model(model)
-    check_blocks(network)
-    return set().union(*keys_by_site(network).values())
+    return set().union(*keys_by_site(checked_network(model)).values())
 
 
 def keys_by_site(network: nn.Module) -> dict[str, set[str]]:
