@@ -160,12 +160,12 @@ class Networks(stateful.RuleBasedStateMachine):
     def attempt(self, function, *args, refusal=""):
         """Return the result of a step in a list; an empty list if it was refused by an error of the package.
 
-        The message of the error must contain ``refusal``.
+        The message of the error must match ``refusal``.
         """
         try:
             return [function(*args)]
         except Exception as error:
-            if not is_ours(error) or refusal not in str(error):
+            if not is_ours(error) or not re.search(refusal, str(error)):
                 raise
             return []
 
@@ -184,7 +184,9 @@ class Networks(stateful.RuleBasedStateMachine):
         statistics = {key: self.net.state_dict().get(key) for key in ("norm.running_mean", "norm.running_var")}
         before = {key: value.clone() for key, value in statistics.items()}
         missing = isinstance(plain.context, str)
-        found = self.attempt(function, x, refusal="" if missing else "va.padded does not support Rope")
+        compiled = any("_orig_mod" in path for path, _ in self.net.named_modules())
+        refusal = "va.padded does not support Rope" + "|activation checkpointing of a compiled part" * compiled
+        found = self.attempt(function, x, refusal="" if missing else refusal)
         if not found or missing:
             assert not found or plain.disabled, "a block ran without the second feature map that it requires"
             self.read_statistics()
@@ -464,7 +466,7 @@ class Networks(stateful.RuleBasedStateMachine):
         """Wrap a layer or its block in place."""
         self.backward()
         path, part = self.find_module(f"{site}.inserted" if block and self.blocks else site)
-        compiled = compiled and self.compiles
+        compiled = compiled and self.compiles and not hasattr(part, "_orig_mod")  # torch.compile returns a function
         self.net.set_submodule(path, torch.compile(part, backend="eager") if compiled else checkpoint_wrapper(part))
 
     @precondition(lambda self: self.blocks and self.options["a"]["temperature"])
