@@ -247,3 +247,14 @@ def test_words_as_context_have_no_map_on_the_image():
             model(x)
         assert ("layer2.1.inserted.attn" in maps, "layer3.1.inserted.attn" in maps) == (shown, True), list(maps)
         assert ("12, 1" in maps.reasons.get("layer2.1.inserted.attn", "")) != shown
+
+
+def test_attention_on_one_axis_in_a_network_for_images_has_a_map():
+    class Tokens(va.blocks.AttentionBlock1d):
+        def forward(self, x):
+            return super().forward(x.flatten(2)).view_as(x)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), va.AttentionBlock2d(8, 2), Tokens(8, 2))
+    with va.capture(model) as maps:
+        model(torch.rand(1, 3, 8, 8))
+    assert [x.weights.shape[3:] for x in maps.values()] == [(8, 8), (64,)]

@@ -197,8 +197,9 @@ class Recording:
             _, args, kwargs = calls[0]
             unpadded = tuple((args[0] if args else kwargs["x"]).shape[-module.rank :])
             location = TokenPositions(unpadded, unpadded)
-        elif can_show(queries, self.image_size) and not can_show(keys, self.image_size):  # words of va.context
-            location = f"its keys are no feature map of the image, but {tuple(keys)} positions. {WEIGHTS_OF_WORDS}"
+        elif module.kv_stride == 1 and len(keys) == len(self.image_size) and can_show(queries, self.image_size):
+            if not can_show(keys, self.image_size):  # words of va.context
+                location = f"its keys are no feature map of the image, but {tuple(keys)} positions. {WEIGHTS_OF_WORDS}"
         if isinstance(location, str):
             self.maps.reasons[path] = location
             return

@@ -1,7 +1,7 @@
 """A second feature map from outside a network, from which inserted blocks compute keys and values."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -61,4 +61,4 @@ def random_contexts(network: nn.Module, blocks: Iterable[nn.Module], batch: int)
     for block in filter(needs_context, blocks):
         features = torch.rand(batch, *(get_record(block).context_shape or ()), generator=generator)
         maps[block] = features.to(like_parameters(block, network))
-    return scope(network, "context", maps)
+    return scope(network, "context", maps) if maps else nullcontext()
