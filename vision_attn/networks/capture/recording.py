@@ -168,6 +168,10 @@ class Recording:
             raise RuntimeError("a part of the model was called inside va.capture. Call the model itself: model(images)")
         return calls
 
+    def is_shown(self, size: Sequence[int]) -> bool:
+        """Return False for a feature map that cannot be one of the image. Any map with other axes may be one."""
+        return len(size) != len(self.image_size) or can_show(size, self.image_size)
+
     def explain(self, path: str, reason: str) -> None:
         """Record the reason why a swapped module ran its original code."""
         if backward_pass() == -1:
@@ -197,9 +201,8 @@ class Recording:
             _, args, kwargs = calls[0]
             unpadded = tuple((args[0] if args else kwargs["x"]).shape[-module.rank :])
             location = TokenPositions(unpadded, unpadded)
-        elif module.kv_stride == 1 and len(keys) == len(self.image_size) and can_show(queries, self.image_size):
-            if not can_show(keys, self.image_size):  # words of va.context
-                location = f"its keys are no feature map of the image, but {tuple(keys)} positions. {WEIGHTS_OF_WORDS}"
+        elif module.kv_stride == 1 and self.is_shown(queries) and not self.is_shown(keys):  # words of va.context
+            location = f"its keys are no feature map of the image, but {tuple(keys)} positions. {WEIGHTS_OF_WORDS}"
         if isinstance(location, str):
             self.maps.reasons[path] = location
             return
