@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from functools import partial
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
@@ -467,7 +468,9 @@ class Networks(stateful.RuleBasedStateMachine):
         self.backward()
         path, part = self.find_module(f"{site}.inserted" if block and self.blocks else site)
         compiled = compiled and self.compiles and not hasattr(part, "_orig_mod")  # torch.compile returns a function
-        self.net.set_submodule(path, torch.compile(part, backend="eager") if compiled else checkpoint_wrapper(part))
+        # With a dynamic graph, torch may compute a segment again by another graph (pytorch/pytorch#166926).
+        wrap = partial(torch.compile, backend="eager", dynamic=False) if compiled else checkpoint_wrapper
+        self.net.set_submodule(path, wrap(part))
 
     @precondition(lambda self: self.blocks and self.options["a"]["temperature"])
     @rule()
