@@ -9,9 +9,9 @@ import tempfile
 import time
 import traceback
 import warnings
-from functools import partial
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
