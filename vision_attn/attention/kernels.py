@@ -206,8 +206,8 @@ def attend_sdpa(
 ) -> Tensor:
     """Call torch's fused kernel. For inputs that it cannot differentiate, call another function.
 
-    It has no derivative in forward mode, and no second derivative, for which torch raises an error. On a CPU, it has
-    none inside a transform of ``torch.func`` if a mask from outside of the transform requires gradients.
+    It has no derivative in forward mode. On a CPU, it has none inside a transform of ``torch.func`` if a mask from
+    outside of the transform requires gradients.
     """
     e, on_cpu, inputs = v.shape[3], q.is_cpu, (q, k, v, scale, mask)
     if scale <= 0:  # cuDNN, flash attention and the causal CPU kernel multiply their -inf by the scale
@@ -236,7 +236,21 @@ def attend_sdpa(
         return without_derivative(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
     if mask is not None and y.shape[1] != inputs[0].shape[1]:  # groups became heads
         y = y.reshape(*inputs[0].shape[:3], y.shape[3])
+    node = y.grad_fn if y.requires_grad and not torch.compiler.is_dynamo_compiling() else None
+    if node is not None and "ScaledDotProduct" in node.name():
+        node.register_hook(name_missing_derivative)
     return y if y.shape[3] == e else y[..., :e]
+
+
+def name_missing_derivative(gradients: Sequence[Tensor | None], _: Any) -> None:
+    """Make second derivatives of the fused kernel raise an error that recommends ``impl="bmm"``."""
+    for gradient in gradients:
+        if gradient is not None and gradient.requires_grad:  # as with create_graph=True
+            gradient.register_hook(refuse_second_derivative)
+
+
+def refuse_second_derivative(gradient: Tensor) -> None:
+    raise NotImplementedError("torch's fused attention has no second derivative. Use va.use_impl(model, 'bmm')")
 
 
 def sdpa_on_gpu(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Mask, **options: Any) -> Tensor:
