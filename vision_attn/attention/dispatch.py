@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from vision_attn.attention.graphs import active_transform, in_graph
 from vision_attn.attention.kernels import attend_bmm, attend_einx, attend_sdpa
-from vision_attn.attention.kind import in_autocast
 from vision_attn.attention.masks import Mask, combine_masks, split_mask
 
 #: Types of devices on which attention runs in chunks.
@@ -40,7 +39,9 @@ def repeat_kv(q: Tensor, k: Tensor) -> Tensor:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a ``with`` block without autocast, which would compute the logits in half precision."""
-    return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else nullcontext()
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # the meta device has no autocast
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 # --- selection of the fastest implementation --------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from vision_attn.attention.kernels import Kernel
 from vision_attn.attention.masks import check_mask
@@ -72,13 +71,6 @@ class Kind(NamedTuple):
     in_graph: bool
     #: True in a transform of ``torch.func``.
     in_transform: bool
-
-
-def in_autocast(x: Tensor) -> bool:
-    """Return True if autocast is on for the device of a tensor; the meta device has no autocast."""
-    # torch builds the string of a type anew in each call, which takes longer than all other properties of a call.
-    kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def pooled_size(size: Sequence[int], stride: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from vision_attn.attention.graphs import active_transform, has_driver, in_graph
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
 from vision_attn.attention.kernels import TO_FIRST, TO_LAST, to_groups, to_map
-from vision_attn.attention.kind import AttentionConfig, InputKind, Kind, in_autocast, pooled_size, shape_error
+from vision_attn.attention.kind import AttentionConfig, InputKind, Kind, pooled_size, shape_error
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.padding import latest_pixels, mask_padding
 from vision_attn.attention.patterns import AnyPattern, resolve_pattern
@@ -171,6 +171,8 @@ class Attention(ConfigurableImpl):
             if scale.numel() != 1:
                 raise ValueError(f"scale must be a number or a tensor with one element, got shape {tuple(scale.shape)}")
             scale = 1.0
+        # torch builds the string of a type anew in each call, which takes longer than all other properties of a call.
+        device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
         kind = Kind(
             kernel=IMPLEMENTATIONS[impl],
             x=InputKind(x.shape, x.dtype, x.device),
@@ -180,7 +182,7 @@ class Attention(ConfigurableImpl):
             causal=self.causal,
             dropout=getattr(dropout, "p", 0.0) if dropout.training else 0.0,  # other code may replace it by nn.Identity
             trained=torch.is_grad_enabled(),
-            autocast=in_autocast(x),
+            autocast=device != "meta" and torch.is_autocast_enabled(device),
             in_graph=graph,
             in_transform=active_transform() is not None,
         )
