@@ -185,8 +185,11 @@ class Networks(stateful.RuleBasedStateMachine):
         statistics = {key: self.net.state_dict().get(key) for key in ("norm.running_mean", "norm.running_var")}
         before = {key: value.clone() for key, value in statistics.items()}
         missing = isinstance(plain.context, str)
-        compiled = any("_orig_mod" in path for path, _ in self.net.named_modules())
-        refusal = "va.padded does not support Rope" + "|activation checkpointing of a compiled part" * compiled
+        paths = " ".join(path for path, _ in self.net.named_modules())
+        recomputed = self.net.recompute or "_checkpoint_wrapped_module" in paths
+        refusal = "va.padded does not support Rope"
+        if "_orig_mod" in paths and recomputed and self.scopes:
+            refusal += "|activation checkpointing of a compiled part"
         found = self.attempt(function, x, refusal="" if missing else refusal)
         if not found or missing:
             assert not found or plain.disabled, "a block ran without the second feature map that it requires"
@@ -467,7 +470,9 @@ class Networks(stateful.RuleBasedStateMachine):
         """Wrap a layer or its block in place."""
         self.backward()
         path, part = self.find_module(f"{site}.inserted" if block and self.blocks else site)
-        compiled = compiled and self.compiles and not hasattr(part, "_orig_mod")  # torch.compile returns a function
+        compiled = (
+            compiled and self.compiles and not hasattr(part, "_orig_mod")
+        )  # for which torch.compile returns a function
         # With a dynamic graph, torch may compute a segment again by another graph (pytorch/pytorch#166926).
         wrap = partial(torch.compile, backend="eager", dynamic=False) if compiled else checkpoint_wrapper
         self.net.set_submodule(path, wrap(part))

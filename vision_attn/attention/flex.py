@@ -38,8 +38,8 @@ def attend_pattern_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
         q, k, scale = bias.fold(q, k, scale)
         if add is not None:
             score_mods.append(lambda s, b, h, i, j: s + add(h, unravel(i, query_size), unravel(j, key_size)))
-    is_masked, trained = grouping.pattern_as_mask or grouping.causal, [q, k, v, mask, getattr(bias, "table", None)]
-    check_flex(q, v, dropout, trained=trained, is_masked=is_masked)
+    is_masked = grouping.pattern_as_mask or grouping.causal
+    check_flex(q, v, dropout, trained=[q, k, v, mask, getattr(bias, "table", None)], is_masked=is_masked)
     block_mask = grouping.cached("block_mask", lambda: pattern_mask(grouping)) if is_masked else None
     if mask is not None:
         score_mods.append(mask_score_mod(broadcast_mask(mask), grouping.key_layout.index()[0]))
@@ -104,7 +104,7 @@ def check_flex(
 ) -> None:
     """Raise if FlexAttention does not support the inputs, and recommend another implementation.
 
-    ``trained`` are all tensors that may require gradients; ``is_masked`` is True with a ``BlockMask``.
+    ``trained`` contains the tensors that may require gradients; ``is_masked`` is True if there is a ``BlockMask``.
     """
     device, width = q.device.type, min(q.shape[3], v.shape[3])
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trained)

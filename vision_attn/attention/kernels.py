@@ -169,7 +169,7 @@ def reverse_torch(y: Tensor, bound: BoundRearrangement) -> Tensor:
 def drop(weights: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
     """Apply dropout to attention weights, and return them in the dtype of the values.
 
-    Without dropout, and in the same dtype, there is no operation.
+    With probability zero and equal dtypes, no operation is added to graphs.
     """
     weights = F.dropout(weights, dropout) if dropout else weights
     return weights if weights.dtype == dtype else weights.to(dtype)

@@ -84,7 +84,7 @@ def resize_valid(pixels: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def can_show(size: Sequence[int], image_size: Sequence[int]) -> bool:
-    """Return False for a feature map that shows something else than the image, such as the tokens of a text.
+    """Return True if a feature map of this size can show an image, and False for example for the tokens of a text.
 
     A feature map that is computed with one stride s along all axes has from (length / s) - 1 to (length / s) + 1
     positions.

@@ -69,10 +69,10 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
 
 
 def freeze_(modules: Mapping[str, nn.Module], root: str, trained: Container[int], live: Set[str]) -> None:
-    """Freeze the parameters and norms among modules, and store which in hooks.
+    """Freeze parameters and norms of a module, and register the hooks that store their paths.
 
     Args:
-        modules: a module and all modules inside, by path.
+        modules: the module and all modules inside it, by path.
         root: path of the module.
         trained: identities of parameters that stay trainable.
         live: keys whose statistics are updated.

@@ -58,8 +58,8 @@ def explore(
 
     Args:
         model: network with attention, as in :func:`capture`.
-        images: images ``(b, 1 or 3, height, width)`` in 0…1. Each runs separately, so inside :func:`context`, pass the
-            images that the features belong to in separate calls.
+        images: images ``(b, 1 or 3, height, width)`` in 0…1. They run one at a time: inside :func:`context`, pass one
+            image and its features.
         output: HTML file to write.
         normalize: function that converts images to the input of the network; identity by default.
         classes: name of each class.

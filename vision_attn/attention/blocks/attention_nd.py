@@ -171,8 +171,8 @@ class Attention(ConfigurableImpl):
             if scale.numel() != 1:
                 raise ValueError(f"scale must be a number or a tensor with one element, got shape {tuple(scale.shape)}")
             scale = 1.0
-        # torch builds the string of a type anew in each call, which takes longer than all other properties of a call.
-        device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
+        # Reading device.type builds a string, which takes longer than reading any other property of the inputs.
+        device_type = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
         kind = Kind(
             kernel=IMPLEMENTATIONS[impl],
             x=InputKind(x.shape, x.dtype, x.device),
@@ -182,7 +182,7 @@ class Attention(ConfigurableImpl):
             causal=self.causal,
             dropout=getattr(dropout, "p", 0.0) if dropout.training else 0.0,  # other code may replace it by nn.Identity
             trained=torch.is_grad_enabled(),
-            autocast=device != "meta" and torch.is_autocast_enabled(device),
+            autocast=device_type != "meta" and torch.is_autocast_enabled(device_type),
             in_graph=graph,
             in_transform=active_transform() is not None,
         )

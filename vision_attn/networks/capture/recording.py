@@ -37,7 +37,6 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": torch.add, 
 Point = Sequence[float]
 #: Reason why attention of another library is not captured.
 NOT_CONVERTED = "it belongs to another library. va.swap_(model) converts supported layers; its report lists the others"
-WEIGHTS_OF_WORDS = "The method attention_weights(x, context=…) of the block returns their weights"
 #: Reason why other attention is not captured.
 NOT_SELECTED = "names= and where= do not select it"
 #: Coordinates of a point by the number of axes of the image.
@@ -168,8 +167,8 @@ class Recording:
             raise RuntimeError("a part of the model was called inside va.capture. Call the model itself: model(images)")
         return calls
 
-    def is_shown(self, size: Sequence[int]) -> bool:
-        """Return False for a feature map that cannot be one of the image. Any map with other axes may be one."""
+    def can_show_image(self, size: Sequence[int]) -> bool:
+        """Return True if a feature map can show the image, or has another number of axes."""
         return len(size) != len(self.image_size) or can_show(size, self.image_size)
 
     def explain(self, path: str, reason: str) -> None:
@@ -201,8 +200,9 @@ class Recording:
             _, args, kwargs = calls[0]
             unpadded = tuple((args[0] if args else kwargs["x"]).shape[-module.rank :])
             location = TokenPositions(unpadded, unpadded)
-        elif module.kv_stride == 1 and self.is_shown(queries) and not self.is_shown(keys):  # words of va.context
-            location = f"its keys are no feature map of the image, but {tuple(keys)} positions. {WEIGHTS_OF_WORDS}"
+        elif module.kv_stride == 1 and self.can_show_image(queries) and not self.can_show_image(keys):
+            remedy = "The method attention_weights(x, context=…) of the layer returns the weights"  # of words
+            location = f"its keys, of size {tuple(keys)}, are not a feature map of the image. {remedy}"
         if isinstance(location, str):
             self.maps.reasons[path] = location
             return

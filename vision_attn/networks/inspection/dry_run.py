@@ -116,7 +116,8 @@ class DryRun:
                 for module, hook in (*((model.get_submodule(path), hook) for path, hook in hooks), *inside):
                     register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
                     stack.callback(register(hook, with_kwargs=True, prepend=True).remove)
-                # torch's counter does not support FlexAttention, whose blocks therefore run as matrix products.
+                # torch's counter of operations does not support FlexAttention. Its blocks run as matrix products in all
+                # runs, so that the outputs have the same rounding.
                 if flex := {x: "bmm" for x in blocks_with_impl(model).values() if x.impl == "flex"}:
                     stack.enter_context(scope(model, "impl", flex))
                 # A forward method may normalize an image in place, assign to a list or pop from a dictionary.
