@@ -376,6 +376,19 @@ def test_blocks_under_autocast_are_close_to_float32(block, options):
     assert all(torch.isfinite(gradient).all() for gradient in gradients if gradient is not None)
 
 
+@pytest.mark.parametrize("impl", CPU_IMPLS)
+def test_logits_are_not_computed_in_half_precision_under_autocast(impl):
+    """The logits of the first query are 9217 and 9220, which bfloat16 rounds to the same number."""
+    block = va.Attention2d(2, 1, impl=impl, scale=1.0, qkv_bias=False, proj_bias=False)
+    with torch.no_grad():
+        block.qkv.weight.copy_(torch.eye(2).repeat(3, 1)[..., None, None])
+        block.proj.weight.copy_(torch.eye(2)[..., None, None])
+    x = torch.tensor([[96.0, 96.0], [1.0, 4.0]]).view(1, 2, 1, 2)  # exact in bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = block(x).float()
+    torch.testing.assert_close(found, block(x), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize(("norm_first", "activation"), [(True, "gelu"), (False, "relu")])
 def test_a_transformer_block_equals_the_encoder_layer_of_torch(norm_first, activation):
     options, x = {"norm_first": norm_first, "activation": activation}, random_map(2, 8, 3, 4)
