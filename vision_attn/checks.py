@@ -6,12 +6,13 @@ from typing import Any
 
 
 def check_divides(name: str, value: int, total_name: str, total: int) -> None:
-    """Raise unless one number divides another; the message lists the divisors.
+    """Raise unless one integer divides another; the message lists the divisors.
 
     >>> check_divides("num_heads", 5, "channels", 12)
     Traceback (most recent call last):
     ValueError: num_heads must divide channels, got channels=12 and num_heads=5. Choose num_heads from 1, 2, 3, 4, 6, 12
     """
+    check_above(0, Integral, **{total_name: total, name: value})
     if total % value:
         # A file may contain a very large number, so the search for divisors is limited.
         divisors = [n for n in range(1, min(total, 10_000) + 1) if total % n == 0]
@@ -30,6 +31,30 @@ def check_above(limit: float, kind: Any = Real, **values: Any) -> None:
     for name, value in values.items():
         if value is not None and not (isinstance(value, kind) and value > limit):
             raise ValueError(f"{name} must be {word} above {limit:g}, got {value!r}")
+
+
+def check_bool(**values: Any) -> None:
+    """Raise for the first value that is neither True nor False, such as the word "false", which Python takes as true.
+
+    >>> check_bool(causal="false")
+    Traceback (most recent call last):
+    ValueError: causal must be True or False, got 'false'
+    """
+    for name, value in values.items():
+        if value not in (True, False):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_kernel_size(kernel_size: Any) -> None:
+    """Raise unless the size of a convolution kernel is an odd integer, with which padding keeps the size of its input.
+
+    >>> check_kernel_size(4)
+    Traceback (most recent call last):
+    ValueError: kernel_size must be odd, got 4
+    """
+    check_above(0, Integral, kernel_size=kernel_size)
+    if kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size must be odd, got {kernel_size}")
 
 
 def check_choice(name: str, value: object, choices: Iterable[str], context: str = "") -> None:

@@ -423,6 +423,7 @@ def test_attention_that_replaces_a_convolution_has_the_same_output_size(stride, 
 
 MATCH, CROSS = {"qk_norm": "match"}, {"context_channels": 8}
 AUGMENTED = {"in_channels": 8, "out_channels": 8, **WIDTHS}
+FLAGS, LENGTHS = ("causal", "qkv_bias", "output_gate"), ("num_heads", "kv_stride", "out_channels", "context_channels")
 #: Invalid arguments and the start of the error message.
 INVALID = [
     (va.Attention2d, {"num_heads": 3, "key_dim": 4}, "num_heads must"),  # value_dim is channels / num_heads
@@ -450,7 +451,19 @@ INVALID = [
     (va.blocks.AugmentedConv2d, {"kernel_size": 4}, "kernel_size must be odd, got 4"),
     (va.blocks.AugmentedConv2d, {"out_channels": 4}, "value_channels must be less than out_channels=4"),
     (va.blocks.AugmentedConv2d, {"context_channels": 4}, "context_channels must be None"),
-    *((va.Attention2d, {name: 0}, f"{name} must be an integer above 0") for name in ("num_heads", "kv_stride")),
+    (va.blocks.AugmentedConv2d, {"kernel_size": 0}, "kernel_size must be an integer above 0, got 0"),
+    (va.blocks.AugmentedConv2d, {"stride": 0}, "stride must be an integer above 0, got 0"),
+    (va.blocks.AugmentedConv2d, {"bias": "no"}, "bias must be True or False, got 'no'"),
+    (va.blocks.AugmentedConv2d, {"num_heads": 0}, "num_heads must be an integer above 0, got 0"),
+    (va.blocks.StridedAttention2d, {"stride": 1.5}, "stride must be an integer above 0, got 1.5"),
+    (va.blocks.LinearAttention2d, {"num_heads": 2.0}, "num_heads must be an integer above 0, got 2.0"),
+    (va.blocks.LinearAttention2d, {"qkv_bias": "no"}, "qkv_bias must be True or False, got 'no'"),
+    (va.blocks.TransformerBlock2d, {"mlp_ratio": 0}, "mlp_ratio must be a number above 0, got 0"),
+    (va.blocks.TransformerBlock2d, {"norm_first": "no"}, "norm_first must be True or False, got 'no'"),
+    (va.AttentionBlock2d, {"channels": 2.5}, "channels must be an integer above 0, got 2.5"),
+    (va.Attention2d, {"scale": "1"}, "scale must be a number, or a tensor with one element, got scale='1'"),
+    *((va.Attention2d, {name: "no"}, f"{name} must be True or False, got 'no'") for name in FLAGS),
+    *((va.Attention2d, {name: 0}, f"{name} must be an integer above 0") for name in LENGTHS),
     *((va.Attention2d, {name: "4"}, f"{name} must be an integer above 0, got '4'") for name in ("channels", "key_dim")),
 ]
 

@@ -156,6 +156,14 @@ INVALID = [
     (lambda: va.Rope(feat_size=7, normalized=True), "Rope: feat_size must be None"),
     (lambda: va.Attention2d(18, 2, position=va.SinCos()), "SinCos: channels must be a multiple of 4, got 18"),
     ({"position": va.RelPosDecomposed(3), "context_channels": 8}, "position must not be RelPosDecomposed"),
+    ({"position": va.RelPosTable(0)}, "RelPosTable: feat_size must be an integer or a tuple, at least 1, got 0"),
+    ({"position": va.RelPosDecomposed("7")}, "RelPosDecomposed: feat_size must be an integer or a tuple"),
+    ({"position": va.AbsPos([7, 7])}, r"AbsPos: feat_size must be an integer or a tuple, at least 1, got \[7, 7\]"),
+    ({"position": va.Rope(feat_size=0)}, "Rope: feat_size must be an integer or a tuple, at least 1, got 0"),
+    (lambda: va.Rope(temperature=0), "temperature must be a number above 0, got 0"),
+    (lambda: va.Rope(normalized="no"), "normalized must be True or False, got 'no'"),
+    (lambda: va.SinCos(temperature=-1), "temperature must be a number above 0, got -1"),
+    (lambda: va.ConditionalPos(4), "kernel_size must be odd, got 4"),
 ]
 
 

@@ -230,8 +230,8 @@ def check(s: Settings) -> Settings:
 def parse_options(words: Iterable[str]) -> dict[str, Any]:
     """Parse options of a block.
 
-    >>> parse_options(["num_heads=4", "pattern=Window(7)", "qk_norm=match"])
-    {'num_heads': 4, 'pattern': Window(size=7, shift=0), 'qk_norm': 'match'}
+    >>> parse_options(["num_heads=4", "pattern=Window(7)", "qk_norm=match", "causal=false"])
+    {'num_heads': 4, 'pattern': Window(size=7, shift=0), 'qk_norm': 'match', 'causal': False}
     """
     found: dict[str, Any] = {}
     for word in words:
@@ -258,4 +258,4 @@ def parse_option(text: str) -> Any:
     except (SyntaxError, ValueError):
         if "(" in text and "->" not in text:
             raise ValueError(f"expected one of {', '.join(kinds)} with its arguments, got {text}") from None
-        return text
+        return {"true": True, "false": False}.get(text.lower(), text)

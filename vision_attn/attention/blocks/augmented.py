@@ -1,6 +1,7 @@
 """Attention that replaces a convolution, or is concatenated with one."""
 
 from collections.abc import Collection
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.attention import Attention2d
 from vision_attn.attention.blocks.config import Configurable
 from vision_attn.attention.position import RelPosDecomposed
-from vision_attn.checks import check_divides
+from vision_attn.checks import check_above, check_bool, check_divides, check_kernel_size
 
 
 class AugmentedConv2d(Configurable):
@@ -62,8 +63,9 @@ class AugmentedConv2d(Configurable):
         super().__init__()
         check_divides("num_heads", num_heads, "key_channels", key_channels)
         check_divides("num_heads", num_heads, "value_channels", value_channels)
-        if kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, got {kernel_size}")
+        check_kernel_size(kernel_size)
+        check_above(0, Integral, stride=stride)
+        check_bool(bias=bias)
         if value_channels >= out_channels:
             raise ValueError(f"value_channels must be less than out_channels={out_channels}, got {value_channels}")
         if attention.get("context_channels") is not None:
@@ -134,6 +136,7 @@ class StridedAttention2d(Configurable):
         **attention: Any,
     ) -> None:
         super().__init__()
+        check_above(0, Integral, stride=stride)
         if feat_size is not None and attention.get("position") is None:
             attention["position"] = RelPosDecomposed(feat_size)
         self.stride = stride

@@ -1,6 +1,7 @@
 """Attention blocks for a backbone: a gated residual branch, which is an identity at initialization."""
 
 from collections.abc import Callable, Collection
+from numbers import Integral
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
@@ -14,6 +15,7 @@ from vision_attn.attention.fixed_options import FixedOptions
 from vision_attn.attention.graphs import in_graph
 from vision_attn.attention.recomputation import graph_task_id
 from vision_attn.attention.scopes import SCOPES, scoped_output
+from vision_attn.checks import check_above
 
 #: Attributes that spectral and weight normalization of torch add to a layer.
 NORMALIZED = ("parametrizations", "weight_orig", "weight_g")
@@ -23,6 +25,7 @@ FINITE: WeakSet[nn.Module] = WeakSet()
 
 def check_same_channels(channels: int, out_channels: int | None = None, **attention: Any) -> None:
     """Raise if ``out_channels`` differs from the channels of the feature map to which a residual block adds."""
+    check_above(0, Integral, channels=channels)
     if out_channels not in (None, channels):
         raise ValueError(f"out_channels must equal channels={channels} in a residual block, got {out_channels!r}")
 

@@ -27,7 +27,7 @@ from vision_attn.attention.kernels import BMM, EINX, TO_LAST
 from vision_attn.attention.masks import broadcast_mask, check_mask, unmask_empty_rows, upcast
 from vision_attn.attention.padding import latest_pixels, valid_positions
 from vision_attn.attention.scopes import scoped_values
-from vision_attn.checks import check_choice, check_divides
+from vision_attn.checks import check_bool, check_choice, check_divides
 
 #: Names of the kernel's feature maps.
 FEATURE_MAPS = ("softmax", "elu", "relu", "none")
@@ -152,6 +152,7 @@ class LinearAttention2d(ConfigurableImpl):
         super().__init__()
         check_divides("num_heads", num_heads, "channels", channels)
         self.check_impl(impl)
+        check_bool(qkv_bias=qkv_bias)
         check_choice("feature_map", feature_map, FEATURE_MAPS)
         self.channels = channels
         self.num_heads = num_heads

@@ -1,17 +1,21 @@
 """Checks of the arguments of :class:`Attention2d`."""
 
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
+
+from torch import Tensor
 
 from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.patterns import AnyPattern, Neighborhood
-from vision_attn.checks import check_above, check_divides
+from vision_attn.checks import check_above, check_bool, check_divides
 
 
 def check_arguments(a: Any, pattern: AnyPattern) -> AttentionConfig:
     """Raise if arguments contradict each other, and return them with their defaults; the pattern is resolved."""
-    names = "channels", "num_heads", "num_kv_heads", "key_dim", "value_dim", "groups", "kv_stride"
+    names = ["channels", "num_heads", "num_kv_heads", "key_dim", "value_dim", "groups", "kv_stride"]
+    names += ["out_channels", "context_channels"]
     check_above(0, Integral, **{name: getattr(a, name) for name in names})
+    check_bool(causal=a.causal, qkv_bias=a.qkv_bias, proj_bias=a.proj_bias, output_gate=a.output_gate)
     if a.key_dim is None or a.value_dim is None:
         check_divides("num_heads", a.num_heads, "channels", a.channels)
     n, width, context = a.num_heads, a.channels // a.num_heads, a.context_channels
@@ -25,6 +29,8 @@ def check_arguments(a: Any, pattern: AnyPattern) -> AttentionConfig:
         if is_broken:
             raise ValueError(f"{name} {rule}, got {name}={getattr(a, name)!r}")
 
+    is_scale = a.scale is None or isinstance(a.scale, Real | Tensor)
+    reject("scale", not is_scale, "must be a number, or a tensor with one element")
     layer_norm, match = isinstance(a.qk_norm, bool), a.qk_norm == "match"
     reject("qk_norm", not (layer_norm or match or a.qk_norm == "cosine"), "must be False, True, 'cosine' or 'match'")
     same = "must be 1 with num_kv_heads, context_channels, or different key_dim and value_dim"

@@ -11,7 +11,7 @@ from vision_attn.attention.blocks.attention import Attention2d
 from vision_attn.attention.blocks.config import Configurable
 from vision_attn.attention.blocks.gated_residual import check_same_channels
 from vision_attn.attention.blocks.projection import ChannelNorm, Pointwise2d, accepts_unbatched, to_memory_format_of
-from vision_attn.checks import check_choice
+from vision_attn.checks import check_above, check_bool, check_choice
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
@@ -65,6 +65,8 @@ class TransformerBlock2d(Configurable):
         super().__init__()
         check_choice("activation", activation, ACTIVATIONS)
         check_same_channels(channels, **attention)
+        check_above(0, mlp_ratio=mlp_ratio)
+        check_bool(norm_first=norm_first, bias=bias)
         hidden = round(channels * mlp_ratio)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         attention = {"qkv_bias": bias, "proj_bias": bias, **attention}

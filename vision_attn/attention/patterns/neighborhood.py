@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisTiles, check_lengths, same_length
+from vision_attn.checks import check_bool
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Neighborhood(AnyPattern):
     def __post_init__(self) -> None:
         for name in ("kernel_size", "dilation", "stride"):
             check_lengths("Neighborhood", name, getattr(self, name))
+        for causal in same_length(self.causal)[0]:
+            check_bool(causal=causal)
         kernels, strides = same_length(self.kernel_size, self.stride)
         if any(stride > kernel for kernel, stride in zip(kernels, strides, strict=False)):
             raise ValueError(f"Neighborhood: stride must be at most kernel_size={self.kernel_size}, got {self.stride}")

@@ -89,9 +89,11 @@ class AnyPattern:
         return AxisTiles(layout, layout, tiles.extent, allowed)
 
 
-def check_lengths(owner: str, name: str, value: int | tuple[int, ...], least: int = 1) -> None:
-    """Raise unless all values are integers and at least ``least``; others would give another pattern."""
-    lengths = value if isinstance(value, tuple) else (value,)
+def check_lengths(
+    owner: str, name: str, value: int | tuple[int | None, ...] | None, least: int = 1, *, optional: bool = False
+) -> None:
+    """Raise unless all values are integers and at least ``least``, or None if they are optional."""
+    lengths = [n for n in (value if isinstance(value, tuple) else (value,)) if not (optional and n is None)]
     if not all(isinstance(length, Integral) and length >= least for length in lengths):
         raise ValueError(f"{owner}: {name} must be an integer or a tuple, at least {least}, got {value!r}")
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from numbers import Integral
 
 from vision_attn.checks import product
 
@@ -79,8 +80,8 @@ class Rearrangement:
         for name, size in sizes.items():
             if name not in names:
                 raise reject(f"{name}={size!r} was given, but {name!r} does not occur in the expression")
-            if size < 1:
-                raise reject(f"the size of {name!r} must be at least 1, got {size!r}")
+            if not (isinstance(size, Integral) and size >= 1):
+                raise reject(f"the size of {name!r} must be an integer, at least 1, got {size!r}")
         for axis in axes:
             unknown = [name for name in axis if name not in sizes]
             if len(unknown) > 1:

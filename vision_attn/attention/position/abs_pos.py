@@ -11,7 +11,7 @@ from torch.nn.functional import interpolate
 from vision_attn.attention.graphs import is_fixed
 from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.patterns.grouping import Grouping
-from vision_attn.attention.patterns.pattern import to_ntuple
+from vision_attn.attention.patterns.pattern import check_lengths, to_ntuple
 from vision_attn.attention.position.encoding import AXIS_NAMES, Encoded, PositionEncoding
 
 
@@ -52,6 +52,7 @@ class AbsPosEncoding(PositionEncoding):
 
     def __init__(self, config: AbsPos, block: AttentionConfig, device: Any, dtype: Any) -> None:
         super().__init__(config)
+        check_lengths("AbsPos", "feat_size", config.feat_size)
         lengths = to_ntuple("AbsPos", "feat_size", config.feat_size, block.rank)
         self.names: tuple[str, ...] = AXIS_NAMES[-block.rank :]
         for name, length in zip(self.names, lengths, strict=True):

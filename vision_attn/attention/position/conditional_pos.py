@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.position.encoding import PositionEncoding
+from vision_attn.checks import check_kernel_size
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class ConditionalPos:
     Args:
         kernel_size: size of the convolution kernel, in positions; an odd integer.
 
+    Raises:
+        ValueError: ``kernel_size`` is even or smaller than 1.
+
     Source: Chu et al., *Conditional Positional Encodings for Vision Transformers*, 2021,
     https://arxiv.org/abs/2102.10882
 
@@ -32,6 +36,9 @@ class ConditionalPos:
     """
 
     kernel_size: int = 3
+
+    def __post_init__(self) -> None:
+        check_kernel_size(self.kernel_size)
 
     def build(self, block: AttentionConfig, device: Any = None, dtype: Any = None) -> PositionEncoding:
         return ConditionalEncoding(self, block, device, dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vision_attn.attention.graphs import is_fixed
 from vision_attn.attention.kind import AttentionConfig
-from vision_attn.attention.patterns.pattern import to_ntuple
+from vision_attn.attention.patterns.pattern import check_lengths, to_ntuple
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class RelativePosition:
 def table_lengths(config: RelativePosition, block: AttentionConfig) -> tuple[int, ...]:
     """Return the number of positions along each axis that a table covers; 1 for an axis without attention."""
     owner, pattern, lengths = type(config).__name__, block.resolved_pattern, []
+    check_lengths(owner, "feat_size", config.feat_size, optional=True)
     feat_size = to_ntuple(owner, "feat_size", config.feat_size, block.rank)
     for length, fixed, attends in zip(feat_size, pattern.window_shape, pattern.attention_axes, strict=True):
         if attends and fixed is None and length is None:

@@ -11,9 +11,10 @@ from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.layout import TokenLayout
-from vision_attn.attention.patterns.pattern import to_ntuple
+from vision_attn.attention.patterns.pattern import check_lengths, to_ntuple
 from vision_attn.attention.position.encoding import Encoded, PositionEncoding
 from vision_attn.attention.position.sin_cos import frequencies
+from vision_attn.checks import check_above, check_bool
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class Rope:
             100: ``y = 2π · (2 (row + 0.5) / h - 1)``.
 
     Raises:
-        ValueError: ``feat_size`` is given with ``normalized``; or, when the block is built, it does not match the
-            number of axes, or the width of a head is not a multiple of twice the number of axes.
+        ValueError: ``temperature`` is not above 0, or ``feat_size`` is given with ``normalized``; or, when the block is
+            built, ``feat_size`` does not match the number of axes, or the width of a head is not a multiple of twice
+            the number of axes.
 
     Source: Su et al., *RoFormer*, 2021, https://arxiv.org/abs/2104.09864; axial on images: Heo et al., *Rotary Position
     Embedding for Vision Transformer*, 2024, https://arxiv.org/abs/2403.13298; normalized: Siméoni et al., *DINOv3*,
@@ -54,10 +56,13 @@ class Rope:
     normalized: bool = False
 
     def __post_init__(self) -> None:
+        check_above(0, temperature=self.temperature)
+        check_bool(normalized=self.normalized)
         if self.normalized and self.feat_size is not None:
             raise ValueError(f"Rope: feat_size must be None with normalized=True, got {self.feat_size}")
 
     def build(self, block: AttentionConfig, device: Any = None, dtype: Any = None) -> PositionEncoding:
+        check_lengths("Rope", "feat_size", self.feat_size, optional=True)
         to_ntuple("Rope", "feat_size", self.feat_size, block.rank)
         if block.key_dim % (2 * block.rank):
             raise ValueError(f"Rope: key_dim must be a multiple of {2 * block.rank}, got {block.key_dim}")

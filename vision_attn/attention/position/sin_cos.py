@@ -10,6 +10,7 @@ from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.position.encoding import PositionEncoding
+from vision_attn.checks import check_above
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class SinCos:
         temperature: base of the frequencies; larger values give longer wavelengths.
 
     Raises:
-        ValueError: the number of channels is not a multiple of twice the number of axes (when the block is built).
+        ValueError: ``temperature`` is not above 0; or, when the block is built, the number of channels is not a
+            multiple of twice the number of axes.
 
     Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3.5, https://arxiv.org/abs/1706.03762; on feature
     maps: Chen et al., *An Empirical Study of Training Self-Supervised Vision Transformers*, 2021,
@@ -39,6 +41,9 @@ class SinCos:
     """
 
     temperature: float = 10000.0
+
+    def __post_init__(self) -> None:
+        check_above(0, temperature=self.temperature)
 
     def build(self, block: AttentionConfig, device: Any = None, dtype: Any = None) -> PositionEncoding:
         if block.channels % (2 * block.rank):
