@@ -360,6 +360,7 @@ def test_timm_optimizers_accept_the_groups_and_their_state_fits_a_rebuilt_model(
 #: Options of va.parameter_groups, and the message of the error.
 WRONG_GROUPS = [
     ({"lr": 0.0}, "lr .* above 0, got 0.0"),
+    ({"lr": 1.0, "weight_decay": -1}, "weight_decay must be a number, at least 0, got -1"),
     ({"attention_lr": 0.2}, "attention_lr"),
     ({"layer_decay": 0.5}, "layer_decay .*Linear"),
 ]

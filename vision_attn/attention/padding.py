@@ -72,7 +72,7 @@ def resize_valid(pixels: Tensor, size: Sequence[int]) -> Tensor:
     A position is valid if the pixel at its corner is.
     """
     lengths = pixels.shape[1:]
-    if not can_show(size, lengths):
+    if len(lengths) != len(size) or not can_show(size, lengths):
         what = f"a feature map of {tuple(size)} is not one of images of {tuple(lengths)}"
         raise ValueError(
             f"valid must have the size of the images, (batch, height, width): {what}. Pass a mask of that size"

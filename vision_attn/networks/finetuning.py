@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Set
 from fnmatch import fnmatchcase
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from torch import nn
@@ -246,8 +247,8 @@ def parameter_groups(
         blocks. The order is deterministic, so that saved optimizer states can be loaded.
 
     Raises:
-        ValueError: a learning rate or factor is not above 0, ``attention_lr`` is given but no block is trained, or
-            ``layer_decay`` is given but the network has no ``group_matcher``.
+        ValueError: a learning rate or factor is not above 0, ``weight_decay`` is below 0, ``attention_lr`` is given but
+            no block is trained, or ``layer_decay`` is given but the network has no ``group_matcher``.
 
     Source: layer-wise learning rates are from Bao et al., *BEiT*, 2021, https://arxiv.org/abs/2106.08254
 
@@ -256,6 +257,8 @@ def parameter_groups(
     ['backbone, decay', 'backbone, no decay']
     """
     check_above(0, lr=lr, attention_lr=attention_lr, layer_decay=layer_decay)
+    if not (isinstance(weight_decay, Real) and weight_decay >= 0):  # optimizers check only their own default
+        raise ValueError(f"weight_decay must be a number, at least 0, got {weight_decay!r}")
     model = unwrap_model(model)
     inserted = inserted_keys(model)
     blocks = {key for key, _ in model.named_parameters() if unwrap_key(key) in inserted}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from operator import contains
 from typing import Any, Self
 
 import torch
@@ -114,8 +115,9 @@ def size_mask(sizes: Sequence[Sequence[int]], image_size: Sequence[int], device:
     >>> size_mask([(1, 3), (2, 1)], (2, 3), torch.device("cpu")).int().tolist()
     [[[1, 1, 1], [0, 0, 0]], [[1, 0, 0], [1, 0, 0]]]
     """
-    if any(length > most for size in sizes for length, most in zip(size, image_size, strict=True)):
-        expected = f"sizes of at most image_size={tuple(image_size)}"
+    whole = [range(length + 1) for length in image_size]
+    if any(len(size) != len(whole) or not all(map(contains, whole, size)) for size in sizes):
+        expected = f"one size for each image, at most image_size={tuple(image_size)}"
         raise ValueError(f"valid must be {expected}, got {list(map(tuple, sizes))}")
     lengths = torch.tensor(sizes, device=device)  # (b, axes)
     mask = torch.ones(len(sizes), dtype=torch.bool, device=device)
