@@ -95,6 +95,18 @@ def test_threads_read_their_own_context():
     torch.testing.assert_close(list(found), expected * 5)
 
 
+def test_a_part_that_fails_leaves_no_context_to_a_later_call():
+    part = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Identity(), nn.Conv2d(8, 8, 1))
+    model = nn.ModuleDict({"part": part})
+    model.forward = part.forward
+    va.insert_(model, names="part.2", context="part.0", num_heads=2, example_input=IMAGE)
+    part[1].register_forward_pre_hook(lambda *_: [][0])
+    with pytest.raises(IndexError):
+        part(IMAGE)
+    with pytest.raises(va.errors.SiteError, match=r"'part\.0' did not run before it"):
+        part[2](torch.randn(2, 8, 64, 64))
+
+
 def test_a_block_with_a_context_is_compiled_and_exported():
     torch.manual_seed(0)
     images = IMAGE[..., ::4, ::4]

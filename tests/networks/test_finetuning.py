@@ -234,6 +234,14 @@ def test_parameters_that_other_code_renames_are_unfrozen(change, again):
     assert frozen == {"conv1.weight", "layer1.0.bn1.weight"}
 
 
+def test_layers_that_are_compiled_in_place_are_unfrozen():
+    model = network()
+    va.freeze_backbone_(model)
+    model.conv1 = torch.compile(model.conv1, backend="eager")
+    va.unfreeze_backbone_(model)
+    assert all(p.requires_grad for p in model.parameters())
+
+
 def test_additional_trained_parameters_are_selected_by_globs():
     model = network()
     blocks = sum(p.numel() for block in va.inserted_blocks(model).values() for p in block.parameters())

@@ -156,7 +156,7 @@ def frozen_parameters(network: nn.Module) -> Iterator[nn.Parameter]:
             path, _, name = key.rpartition(".")
             if (owner := find_module(module, path)) is not None:
                 owner = replaced_module(owner) or owner
-                yield from (p for key, p in owner.named_parameters() if plain_key(key) == name)
+                yield from (p for key, p in owner.named_parameters() if plain_key(unwrap_key(key)) == name)
 
 
 def plain_key(key: str) -> str:

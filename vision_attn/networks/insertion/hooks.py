@@ -244,7 +244,11 @@ def hook_(model: nn.Module, block: nn.Module) -> None:
     run_at_(require_module(model, record.site), block, inside)
     if record.second is not None:
         require_module(model, record.second.path).register_forward_hook(partial(keep_context, block=block))
-        model.register_forward_hook(partial(drop_context, block=block), always_call=True)
+        # The network and each part around both modules, which other code may call alone, can fail between them.
+        common = [path for path in ancestor_paths(record.site) if f"{record.second.path}.".startswith(f"{path}.")]
+        for path in ("", *common):
+            drop = partial(drop_context, block=block)
+            model.get_submodule(path).register_forward_hook(drop, always_call=True)
     # The network, and the nearest module around the block that other code may call alone, check that the block runs.
     around = ancestor_paths(record.site if record.is_child else record.block_path)
     called = [path for path in around if type(model.get_submodule(path)).forward is not nn.Module.forward]
