@@ -223,8 +223,11 @@ def test_a_mask_that_changes_before_it_is_used_again_is_refused(use_reentrant):
 def test_a_compiled_part_of_a_segment_is_refused():
     block, x = va.AttentionBlock2d(8, 2, gate_init=1.0), torch.randn(2, 8, 6, 6, requires_grad=True)
     part = torch.compile(block, backend="eager")
-    with va.padded(block, [(6, 6), (4, 5)]), pytest.raises(RuntimeError, match="of a compiled part"):
-        checkpoint(part, x, use_reentrant=True)
+    for scope, use_reentrant in ((va.padded(block, [(6, 6), (4, 5)]), True), (va.capture(block), False)):
+        with pytest.raises(RuntimeError, match="of a compiled part"), scope:
+            checkpoint(part, x, use_reentrant=use_reentrant)
+    with va.capture(block), torch.no_grad():
+        checkpoint(part, x, use_reentrant=False)
     checkpoint(part, x, use_reentrant=True).sum().backward()
 
 
