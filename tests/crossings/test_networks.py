@@ -158,6 +158,10 @@ class Networks(stateful.RuleBasedStateMachine):
         """Return the path and the module, or the wrapper around it, with this path before layers were wrapped."""
         return next(found for found in self.net.named_modules() if plain_key(found[0]) == name)
 
+    def is_compiled(self, *names):
+        """Return True if one of these modules is compiled."""
+        return any(hasattr(self.find_module(name)[1], "_orig_mod") for name in names)
+
     def attempt(self, function, *args, refusal=""):
         """Return the result of a step in a list; an empty list if it was refused by an error of the package.
 
@@ -276,6 +280,8 @@ class Networks(stateful.RuleBasedStateMachine):
     @rule(size=st.sampled_from(SIZES))
     def forward_compiled(self, size):
         """Run the network as torch's compiler traces it, without generated code."""
+        if self.blocks and self.is_compiled(*(f"{site}.inserted" for site in SITES)):
+            return
         torch.compiler.reset()
         if losses := self.run(torch.compile(self.net, backend="eager"), size, needs_grad=True):
             self.pending.append(losses)
@@ -470,9 +476,9 @@ class Networks(stateful.RuleBasedStateMachine):
         """Wrap a layer or its block in place."""
         self.backward()
         path, part = self.find_module(f"{site}.inserted" if block and self.blocks else site)
-        compiled = (
-            compiled and self.compiles and not hasattr(part, "_orig_mod")
-        )  # for which torch.compile returns a function
+        # torch cannot compile a module around a compiled block.
+        parts = [site, f"{site}.inserted"][: 1 + self.blocks]
+        compiled = compiled and self.compiles and not self.is_compiled(*parts)
         # With a dynamic graph, torch may compute a segment again by another graph (pytorch/pytorch#166926).
         wrap = partial(torch.compile, backend="eager", dynamic=False) if compiled else checkpoint_wrapper
         self.net.set_submodule(path, wrap(part))
