@@ -1,7 +1,7 @@
 """Fine-tuning a network with blocks: gates, a frozen backbone, and learning rates by layer."""
 
 import copy
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import timm
@@ -20,6 +20,7 @@ import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.networks.insertion.registry import inserted_keys
+from vision_attn.networks.inspection.wrappers import unwrap_key
 
 BLOCK = {"num_heads": 4, "example_input": (1, 3, 64, 64)}
 SMALL = {"num_heads": 4, "example_input": (1, 3, 32, 32)}
@@ -309,6 +310,17 @@ def test_blocks_have_a_separate_learning_rate_and_the_backbone_keeps_its_rates()
     rates = [group["lr"] for group in groups]
     assert rates == sorted(rates)
     assert [group["name"] for group in groups[-2:]] == ["attention, decay", "attention, no decay"]
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
+def test_parameters_in_wrapped_stages_keep_their_groups(wrap):
+    model = timm.create_model("convnext_atto", num_classes=5)
+    va.insert_(model, stages=1, num_heads=2, position=va.RelPosTable(feat_size=8))
+    options = {"weight_decay": 0.05, "layer_decay": 0.75}
+    before = by_parameter(model, va.parameter_groups(model, 0.3, **options))
+    model.stages[1] = wrap(model.stages[1])
+    found = by_parameter(model, va.parameter_groups(model, 0.3, **options))
+    assert {unwrap_key(key): group for key, group in found.items()} == before
 
 
 def test_scales_and_positions_of_any_shape_have_no_weight_decay():

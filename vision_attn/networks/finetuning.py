@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Set
 from fnmatch import fnmatchcase
 from functools import partial
 from numbers import Real
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -287,10 +288,10 @@ def parameter_groups(
 def keys_without_decay(model: nn.Module) -> set[str]:
     """Return the keys of parameters without weight decay."""
     scales = [name for name, module in model.named_modules() if isinstance(module, (*NORMS, PositionEncoding))]
-    globs = [*getattr(model, "no_weight_decay", tuple)(), *(f"{name}.*" for name in scales)]
+    globs = [*getattr(model, "no_weight_decay", tuple)(), *(f"{unwrap_key(name)}.*" for name in scales)]
     axes = {key: parameter.dim() for key, parameter in model.named_parameters()}
     fixed = {key for key in axes if axes[key] <= 1 or NO_DECAY.fullmatch(key)}
-    return fixed.union(key for key in axes if any(fnmatchcase(key, glob) for glob in globs))
+    return fixed.union(key for key in axes if any(fnmatchcase(unwrap_key(key), glob) for glob in globs))
 
 
 def layer_depths(model: nn.Module, blocks: set[str]) -> dict[str, int]:
@@ -300,5 +301,8 @@ def layer_depths(model: nn.Module, blocks: set[str]) -> dict[str, int]:
     matcher = getattr(model, "group_matcher", None)
     if matcher is None:
         raise ValueError(f"layer_decay requires group_matcher, as in timm's networks; {type(model).__name__} has none")
-    found = group_parameters(model, matcher(coarse=False), reverse=True)
-    return {key: layer for key, layer in found.items() if key not in blocks}
+    keys = {key: unwrap_key(key) for key, _ in model.named_parameters()}
+    # timm's patterns match the keys without the parts that wrappers of stages add.
+    unwrapped: Any = SimpleNamespace(named_parameters=lambda: [(key, None) for key in keys.values()])
+    found = group_parameters(unwrapped, matcher(coarse=False), reverse=True)
+    return {key: found[keys[key]] for key in keys if key not in blocks}
