@@ -15,7 +15,7 @@ from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import check_above
 from vision_attn.networks.insertion.build import CONTAINERS
 from vision_attn.networks.insertion.hooks import checked_network, our_hooks, remove_hooks_
-from vision_attn.networks.insertion.record import replaced_module
+from vision_attn.networks.insertion.record import original_module
 from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, replaced_modules
 from vision_attn.networks.inspection.network import NORMS
 from vision_attn.networks.inspection.selection import ancestor_paths, find_module, select_keys
@@ -156,8 +156,8 @@ def frozen_parameters(network: nn.Module) -> Iterator[nn.Parameter]:
         for key in map(plain_key, hook.keywords["parameters"]):
             path, _, name = key.rpartition(".")
             if (owner := find_module(module, path)) is not None:
-                owner = replaced_module(owner) or owner
-                yield from (p for key, p in owner.named_parameters() if plain_key(unwrap_key(key)) == name)
+                parameters = original_module(owner).named_parameters()
+                yield from (p for key, p in parameters if plain_key(unwrap_key(key)) == name)
 
 
 def plain_key(key: str) -> str:

@@ -1,6 +1,7 @@
 """Each layer with attention has a map, or a true reason why it has none."""
 
 import warnings
+from functools import partial
 
 import pytest
 import timm
@@ -8,8 +9,10 @@ import torch
 from small_networks import captured
 from stand_ins import layer_of
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import vision_attn as va
+from vision_attn.networks.inspection.wrappers import unwrap_key
 
 IMAGES = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
@@ -178,6 +181,20 @@ def test_a_vit_whose_forward_is_not_called_has_the_same_maps(wrap):
         assert one.weights.shape[3:] == (4, 4)
         assert one.prefix.shape[2] == 1
         torch.testing.assert_close(other.weights, one.weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
+@pytest.mark.parametrize("path", ["blocks.0", "blocks.0.attn"])
+def test_swapped_attention_that_is_wrapped_in_place_has_the_same_maps(path, wrap):
+    net = vit()
+    va.swap_(net)
+    expected = captured(net, IMAGES)
+    net.set_submodule(path, wrap(net.get_submodule(path)))
+    found = captured(net, IMAGES)
+    assert [unwrap_key(key) for key in found] == list(expected)
+    for one, other in zip(expected.values(), found.values(), strict=True):
+        torch.testing.assert_close(other.weights, one.weights, atol=1e-6, rtol=1e-5)
+    assert va.set_impl_(net, "bmm") == 2
 
 
 def test_a_feature_pyramid_of_a_library_has_maps():

@@ -60,10 +60,12 @@ class ConfigurableImpl(Configurable):
 def blocks_with_impl(model: nn.Module) -> dict[str, Any]:
     """Return all blocks of a model with a choice of implementation, by path.
 
-    The attribute ``running_block`` of a module is the block that it runs, if that block is not its child.
+    The attribute ``running_block`` of a module is the block that it runs, if that block is not its child. It is an
+    attribute of the class: wrappers, such as that of ``torch.compile``, have the attributes of the module inside.
     """
-    blocks = {name: getattr(module, "running_block", module) for name, module in model.named_modules()}
-    return {name: block for name, block in blocks.items() if isinstance(block, ConfigurableImpl)}
+    modules = dict(model.named_modules())
+    blocks = {path: x.running_block if hasattr(type(x), "running_block") else x for path, x in modules.items()}
+    return {path: block for path, block in blocks.items() if isinstance(block, ConfigurableImpl)}
 
 
 def blocks_for_impl(model: nn.Module, impl: str) -> Iterable[Any]:
@@ -92,7 +94,7 @@ def warn_unreached(model: nn.Module, impl: str, level: int) -> None:
     The attribute ``bypass_reason`` of a module is the reason why it does not run its ``running_block``.
     """
     modules = {path or "the model": module for path, module in model.named_modules()}
-    reasons = {path: getattr(module, "bypass_reason", "") for path, module in modules.items()}
+    reasons = {path: x.bypass_reason for path, x in modules.items() if hasattr(type(x), "bypass_reason")}
     lines = [f"{path}, which runs its original code, because {reason}" for path, reason in reasons.items() if reason]
     others = [path for path, module in modules.items() if is_attention(module)]
     if others and not blocks_with_impl(model):

@@ -141,7 +141,8 @@ def read_tokens(outers: Sequence[Any]) -> tuple[int | None, dict[Any, Any]]:
     prefix: int | None = None
     grids: dict[Any, Any] = {}
     inner = ((outer, dict(outer.named_children()).get("embeddings")) for outer in reversed(outers))
-    for holder in filter(None, chain.from_iterable(inner)):
+    # A wrapper of torch.compile has no truth value.
+    for holder in (module for module in chain.from_iterable(inner) if module is not None):
         parameters = holder.named_parameters(recurse=False)
         tokens = {match[1]: x for name, x in parameters if (match := PREFIX.fullmatch(name))}
         patches = [child for name, child in holder.named_children() if "patch_embed" in name]

@@ -46,7 +46,7 @@ from vision_attn.networks.insertion import registry
 from vision_attn.networks.insertion.build import replacement_options
 from vision_attn.networks.insertion.exact import unwrap_exact_block
 from vision_attn.networks.insertion.hooks import context_path
-from vision_attn.networks.insertion.record import InsertedBlock, Measured, SecondMap, Site, replaced_module
+from vision_attn.networks.insertion.record import InsertedBlock, Measured, SecondMap, Site, original_module
 from vision_attn.networks.inspection.wrappers import unwrap_key
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
@@ -222,7 +222,7 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
 
 def explain_change(record: InsertedBlock, block: nn.Module) -> str:
     """Return how a block differs from a block built from its options, and a remedy; empty if there is no difference."""
-    sizes = replacement_options(replaced_module(block) or block)
+    sizes = replacement_options(original_module(block))
     block = unwrap_block(block)
     try:
         rebuilt = make_block(get_block_factory(record.block), record.channels, device="meta", **sizes, **record.options)

@@ -165,6 +165,11 @@ def replaced_module(block: nn.Module) -> nn.Module | None:
     return next(iter(get_record(block).replaced), None) if is_inserted(block) else None
 
 
+def original_module(module: nn.Module) -> nn.Module:
+    """Return the module that a block replaced, or else the module itself."""
+    return module if (old := replaced_module(module)) is None else old
+
+
 # --- reports ----------------------------------------------------------------------------------------------------------
 
 

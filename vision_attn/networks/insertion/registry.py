@@ -30,7 +30,7 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
     if at not in ("after", "before", "replace") or not (at == "replace" or (near and child.startswith(CHILD))):
         what = f"at={at!r}, block {record.block_path!r}"
         raise SiteError(f"{record.site!r}: the record of the block is invalid ({what})")
-    if block_at(target) or replaced_module(target) or (at != "replace" and hasattr(owner, child)):
+    if {block_at(target), replaced_module(target)} != {None} or (at != "replace" and hasattr(owner, child)):
         what = f"{record.site!r} already has an inserted block, or is one. To replace it, call va.remove_(model) first"
         remedy = "To run two blocks in order, insert one class that contains both, such as an nn.Sequential subclass"
         raise SiteError(f"{what}. {remedy}")

@@ -31,8 +31,9 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         remedy = "Create it first, for example with timm.create_model" if isinstance(model, str) else "Pass an instance"
         raise TypeError(f"model must be a torch.nn.Module, got {model!r:.80}. {remedy}")
     while True:
-        wraps = isinstance(model, nn.DataParallel) or is_synchronized(model)
-        inner = compiled_module(model) or (getattr(model, "module", None) if wraps else None)
+        inner = compiled_module(model)
+        if inner is None and (isinstance(model, nn.DataParallel) or is_synchronized(model)):
+            inner = getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner
