@@ -97,7 +97,7 @@ FILES = {
     "claims more.pth": lambda path: path.write_bytes(as_legacy(pickled([crafted.tensor(2**28, (2**28,), (1,), None)]))),
     "lists.index.json": lambda path: path.write_text('{"a":[' + f"{'[' * 100}{']' * 100}," * 10_000 + "0]}"),
     "names.index.json": lambda path: path.write_text(
-        json.dumps({"weight_map": {hex(i): hex(i) for i in range(350_000)}})
+        json.dumps({"weight_map": {f"{i}": f"{i}" for i in range(350_000)}})
     ),
     "holes.index.json": lambda path: (path.touch(), os.truncate(path, 2**36)),
     # Computing the hash would take minutes.

@@ -28,6 +28,19 @@ def resnet(num_classes=5, **options):
     return timm.create_model("resnet18", channels=(16, 16, 32, 64), num_classes=num_classes, **options).eval()
 
 
+class Net(nn.Module):
+    """A network from named modules or parameters and a function that runs them."""
+
+    def __init__(self, run, **parts):
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args, **options):
+        return self.run(self, *args, **options)
+
+
 class NarrowResNet(torchvision.models.ResNet):
     """ResNet-18 of torchvision with an eighth of the channels after the first convolution."""
 

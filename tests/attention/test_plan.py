@@ -7,7 +7,6 @@ import torch
 from impls import CASES, CPU_IMPLS, make_position
 
 import vision_attn as va
-from vision_attn.attention import plan
 from vision_attn.attention.inputs import PositionBias
 from vision_attn.attention.position import PositionEncoding
 
@@ -45,7 +44,7 @@ def test_a_gate_can_be_added_to_a_block_that_has_a_plan():
 
 
 def test_the_number_of_plans_is_limited(monkeypatch):
-    monkeypatch.setattr(plan, "CACHED_PLANS", 3)
+    monkeypatch.setattr("vision_attn.attention.plan.CACHED_PLANS", 3)
     block, kept = layer(), []
     for batch in range(1, 6):
         block(images(batch, 16, 2, 3))

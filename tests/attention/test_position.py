@@ -12,7 +12,6 @@ from impls import CPU_IMPLS
 from torch import nn
 
 import vision_attn as va
-from vision_attn.attention import dispatch
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 
 DOUBLE = {"dtype": torch.float64}
@@ -57,7 +56,7 @@ def test_the_bias_is_computed_in_chunks_on_a_cpu_and_folded_on_other_devices(siz
     assert calls
     assert all(q.shape[3] == 8 and mask.shape[3:] == (q.shape[2], k.shape[2]) for q, k, mask in calls)
     count = len(calls)
-    monkeypatch.setattr(dispatch, "RECOMPUTE_ABOVE", 0)
+    monkeypatch.setattr("vision_attn.attention.dispatch.RECOMPUTE_ABOVE", 0)
     block(x).sum().backward()
     assert len(calls) == 3 * count  # one more forward pass, and its recomputation in the backward pass
     calls.clear()
@@ -79,9 +78,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("kind", "old_size", "new_size", "changed"), SIZES)
-def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
-    kind, old_size, new_size, changed, tmp_path
-):
+def test_tables_of_another_size_are_resized_on_load_and_reported(kind, old_size, new_size, changed, tmp_path):
     old, new = (nn.Sequential(va.Attention2d(16, 2, position=kind(size))) for size in (old_size, new_size))
     torch.save(old.state_dict(), tmp_path / "model.pth")
     if changed is None:  # of other proportions

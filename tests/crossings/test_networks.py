@@ -470,9 +470,8 @@ class Networks(stateful.RuleBasedStateMachine):
         """Wrap a layer or its block in place."""
         self.backward()
         path, part = self.find_module(f"{site}.inserted" if block and self.blocks else site)
-        compiled = (
-            compiled and self.compiles and not hasattr(part, "_orig_mod")
-        )  # for which torch.compile returns a function
+        # For a compiled part, torch.compile returns a function.
+        compiled = compiled and self.compiles and not hasattr(part, "_orig_mod")
         # With a dynamic graph, torch may compute a segment again by another graph (pytorch/pytorch#166926).
         wrap = partial(torch.compile, backend="eager", dynamic=False) if compiled else checkpoint_wrapper
         self.net.set_submodule(path, wrap(part))

@@ -22,7 +22,6 @@ from small_networks import convolutions
 import vision_attn as va
 from vision_attn import cli
 from vision_attn.networks.models import create_model
-from vision_attn.recipes import compare
 from vision_attn.recipes.data import open_data, open_image
 from vision_attn.recipes.runs import from_json
 from vision_attn.recipes.train import build_network
@@ -383,7 +382,7 @@ def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, pl
         built[name] = settings, list(va.inserted_blocks(model).values())
         return {"top-1 %": 50.0}
 
-    monkeypatch.setattr(compare, "train_variant", build)
+    monkeypatch.setattr("vision_attn.recipes.compare.train_variant", build)
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
         (tmp_path / "data" / split).symlink_to(image_folder / "train")
@@ -414,9 +413,7 @@ def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, pl
 
 
 @pytest.mark.slow
-def test_a_folder_of_images_leads_to_a_file_that_classifies_without_torch(
-    image_folder, tmp_path, monkeypatch, capsys, run_here
-):
+def test_an_exported_file_classifies_without_torch(image_folder, tmp_path, monkeypatch, capsys, run_here):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "flowers").symlink_to(image_folder)
     shutil.copyfile(image_folder / "val" / "red" / "0.png", "rose.jpg")  # the suffix is not used
@@ -553,9 +550,8 @@ def test_training_images_are_not_evaluated(finetuning, tmp_path):
 
 
 @pytest.mark.parametrize("regime", ["frozen", "thawed"])
-def test_fine_tuning_starts_from_equal_outputs_and_trains_the_parameters_of_its_regime(
-    finetuning, tmp_path, monkeypatch, regime
-):
+def test_fine_tuning_trains_the_parameters_of_its_regime(finetuning, tmp_path, monkeypatch, regime):
+    """All networks start from equal outputs."""
     (images, labels), _ = finetuning.load_images(tmp_path / "images.pt", "flowers", 0, False)
     batches, enlarge = [], finetuning.enlarge
     monkeypatch.setattr(finetuning, "enlarge", lambda *args: batches.append(enlarge(*args)) or batches[-1])

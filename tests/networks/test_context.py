@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 from reach import tensors
-from small_networks import copies, resnet
+from small_networks import Net, copies, resnet
 from torch import nn
 
 import vision_attn as va
@@ -66,20 +66,15 @@ def test_a_map_from_outside_is_given_by_a_context():
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the exporter
 def test_features_are_an_input_of_an_exported_graph_or_refused():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, images, features):
-            with va.context(self.model, features):
-                return self.model(images)
+    def run(net, images, features):
+        with va.context(net.model, features):
+            return net.model(images)
 
     torch.manual_seed(0)
     model, images = nn.Sequential(nn.Conv2d(3, 8, 3)), torch.randn(1, 3, 8, 8)
     first, second = torch.randn(2, 1, 4, 3, 3)
     va.insert_(model, names="0", context_channels=4, num_heads=2, gate_init=1.0, example_input=images)
-    program = torch.export.export(both := Both(), (images, first)).module()
+    program = torch.export.export(both := Net(run, model=model), (images, first)).module()
     torch.testing.assert_close(program(images, second), both(images, second))
     with pytest.raises(va.errors.SiteError, match="constant of the exported graph"), va.context(model, first):
         torch.export.export(model, (images,))

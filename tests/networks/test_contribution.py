@@ -11,9 +11,6 @@ from reach import anatomy
 from torch import nn
 
 import vision_attn as va
-import vision_attn.networks.models
-from vision_attn.networks import contributions
-from vision_attn.networks.contributions import disabled
 
 SITES = ["layer2.2", "layer3.2"]
 
@@ -62,7 +59,7 @@ def test_ratios_and_effects_equal_those_of_the_network_without_blocks(model, bat
             other = copy.deepcopy(model)
             va.inserted_blocks(other)[site].gate.zero_()
             without[site] = other(images)
-            with disabled(model, site):
+            with va.disabled(model, site):
                 assert torch.equal(model(images), without[site])
         va.remove_(other := copy.deepcopy(model))
         none = other(images)
@@ -78,7 +75,7 @@ def test_ratios_and_effects_equal_those_of_the_network_without_blocks(model, bat
 
 @pytest.mark.parametrize("most", [1, 2**24])
 def test_numbers_of_blocks_equal_their_contribution_and_their_maps(model, batch, monkeypatch, most):
-    monkeypatch.setattr(contributions, "MAX_WEIGHTS", most)  # one query at a time, or all
+    monkeypatch.setattr("vision_attn.networks.contributions.MAX_WEIGHTS", most)  # one query at a time, or all
     va.insert_(model, va.AttentionBlock2d, names="layer1", pattern=va.Window(5), num_heads=2, gate_init=0.5)
     va.insert_(model, "se", names="conv1", exact=False)
     images, modes = batch[0][:4], [m.training for m in model.modules()]
@@ -87,11 +84,8 @@ def test_numbers_of_blocks_equal_their_contribution_and_their_maps(model, batch,
     assert [m.training for m in model.modules()] == modes
     assert list(found) == [block.site for block in expected.blocks]
     assert [one["residual_ratio"] for one in found.values()] == [block.ratio for block in expected.blocks]
-    assert {site: one.get("gate") for site, one in found.items()} == {
-        "conv1": None,
-        "layer1.2": 0.5,
-        **dict.fromkeys(SITES, 1.0),
-    }
+    gates = {"conv1": None, "layer1.2": 0.5, **dict.fromkeys(SITES, 1.0)}
+    assert {site: one.get("gate") for site, one in found.items()} == gates
     with torch.no_grad(), va.capture(model.eval()) as maps:
         model(images)
     for path, attention in maps.items():
@@ -106,7 +100,7 @@ def test_numbers_of_blocks_equal_their_contribution_and_their_maps(model, batch,
 
 def test_the_report_recommends_a_remedy_only_if_the_loss_is_lower_without_the_blocks(model, batch):
     images, _ = batch
-    with torch.no_grad(), disabled(model):
+    with torch.no_grad(), va.disabled(model):
         labels_without = model.eval()(images).argmax(1)
     with torch.no_grad():
         labels_with = model(images).argmax(1)
@@ -124,7 +118,7 @@ def test_contribution_does_not_change_the_model(model, batch):
     model.layer1.eval()
     before = anatomy(model)
     va.contribution(model, batch[0])
-    with pytest.raises(RuntimeError), disabled(model):
+    with pytest.raises(RuntimeError), va.disabled(model):
         model(torch.randn(1, 4, 32, 32))
     assert anatomy(model) == before
 
@@ -169,7 +163,7 @@ def test_scores_can_be_feature_maps():
     va.insert_(segmenter.backbone, names="4", num_heads=2, gate_init=1.0, example_input=images)
     found = va.contribution(segmenter, (images, labels))
     scores = segmenter.eval()(images)["out"]
-    with disabled(segmenter):
+    with va.disabled(segmenter):
         others = segmenter(images)["out"]
     assert found.all_blocks.predictions_changed == int((scores.argmax(1) != others.argmax(1)).sum())
     rise = F.cross_entropy(others, labels) - F.cross_entropy(scores, labels)
@@ -199,14 +193,14 @@ def test_blocks_are_selected_by_name_and_by_function(model, batch):
         {"names": "**.2", "where": lambda name, block: name.startswith("layer3")},
         {"where": lambda name, block: isinstance(block, va.AttentionBlock2d) and block.channels == 64},
     ):
-        with disabled(model, **options):
+        with va.disabled(model, **options):
             outputs.append(model(images))
     assert all(torch.equal(outputs[0], y) for y in outputs)
     assert not torch.equal(outputs[0], model(images))
     with pytest.raises(va.errors.SiteError, match=r"where .* layer2\.2, layer3\.2"):
-        disabled(model, where=lambda name, block: False)
+        va.disabled(model, where=lambda name, block: False)
 
 
 def test_wrong_sites_and_batches_are_rejected(model):
     with pytest.raises(ValueError, match=r"names: no module matches 'layer1'. Available: layer2\.2, layer3\.2"):
-        disabled(model, ["layer1"])
+        va.disabled(model, ["layer1"])

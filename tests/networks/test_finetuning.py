@@ -17,7 +17,6 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 import vision_attn as va
-import vision_attn.networks.models
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.networks.insertion.registry import inserted_keys
 
@@ -263,13 +262,12 @@ def test_additional_trained_parameters_are_selected_by_globs():
 def by_parameter(model, groups, lr=1.0):
     """Return the learning rate and weight decay of each parameter."""
     keys = {id(parameter): key for key, parameter in model.named_parameters()}
-    found = [
-        (keys[id(parameter)], (group.get("lr_scale", 1.0) * group.get("lr", lr), group["weight_decay"]))
-        for group in groups
-        for parameter in group["params"]
-    ]
-    assert len(dict(found)) == len(found), "each parameter once"
-    return dict(found)
+    found = {}
+    for group in groups:
+        rate = group.get("lr_scale", 1.0) * group.get("lr", lr)
+        found |= {keys[id(parameter)]: (rate, group["weight_decay"]) for parameter in group["params"]}
+    assert len(found) == sum(len(group["params"]) for group in groups), "each parameter once"
+    return found
 
 
 @pytest.mark.parametrize("name", ["resnet20", "convnext_atto", "swin_tiny_patch4_window7_224"])

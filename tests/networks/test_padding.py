@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 from impls import CPU_IMPLS
-from small_networks import resnet
+from small_networks import Net, resnet
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -228,17 +228,6 @@ def test_a_compiled_part_of_a_segment_is_refused():
     checkpoint(part, x, use_reentrant=True).sum().backward()
 
 
-class PadsLists(nn.Module):
-    """A detector that pads a list of images itself."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, images):
-        return self.model(nn.utils.rnn.pad_sequence([x.movedim(2, 0) for x in images], True).permute(0, 2, 3, 1))
-
-
 def test_blocks_on_two_devices():
     model = nn.Sequential(*(va.AttentionBlock2d(8, 2, device=device) for device in ("cpu", "meta")))
     model[1].register_forward_pre_hook(lambda module, args: args[0].to("meta"))
@@ -272,7 +261,9 @@ def test_wrong_arguments_are_rejected():
     ):
         with pytest.raises(ValueError, match=message), va.padded(model, valid):
             model(x)
-    detector, images = PadsLists(model), [torch.randn(3, 64, 96), torch.randn(3, 64, 64)]
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    run = lambda net, images: net.model(pad([x.movedim(2, 0) for x in images]).permute(0, 2, 3, 1))  # noqa: E731
+    detector, images = Net(run, model=model), [torch.randn(3, 64, 96), torch.randn(3, 64, 64)]  # pads its images
     with pytest.raises(ValueError, match="image_size must be given"), va.padded(detector, [(64, 96), (64, 64)]):
         detector(images)
     with va.padded(detector, [(64, 96), (64, 64)], image_size=(64, 96)):

@@ -143,9 +143,9 @@ def label(value):
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), INVALID, ids=label)
-def test_invalid_input_is_a_one_line_error_and_writes_no_files(
-    capsys, image_folder, saved, tmp_path, monkeypatch, arguments, code, message
-):
+def test_invalid_input_is_an_error(capsys, image_folder, saved, tmp_path, monkeypatch, arguments, code, message):
+    """The error has one line, and no files are written."""
+
     class RunsCode:
         def __reduce__(self):
             return os.system, ("echo this ran >&2",)

@@ -123,11 +123,8 @@ def test_a_convolution_has_as_many_parameters_as_attention():
 
 
 @pytest.fixture
-def base(image_folder):
-    return Settings(
-        data=image_folder, model="tiny", device="cpu", epochs=2, batch_size=36, workers=0, names=("layer2",),
-        block_options=("num_heads=4",),
-    )  # fmt: skip
+def base(base):
+    return replace(base, img_size=None, epochs=2, batch_size=36, names=("layer2",), block_options=("num_heads=4",))
 
 
 def test_a_comparison_resumes_where_it_was_interrupted(base, tmp_path, monkeypatch, capsys):

@@ -31,16 +31,12 @@ from vision_attn.errors import CheckpointError, DataError, Interrupted, Training
 from vision_attn.networks.models import create_model
 from vision_attn.recipes import train as module
 from vision_attn.recipes.runs import newest_state
-from vision_attn.recipes.settings import Settings
 
 
 @pytest.fixture
-def base(image_folder, tmp_path):
-    """Return settings for a short run with four steps per epoch and all components that are random or have a state."""
-    return Settings(
-        data=image_folder, model="tiny", img_size=16, names=("layer1",), epochs=2, batch_size=16, opt="adamw",
-        lr=0.002, warmup_epochs=0.5, clip_grad=5.0, ema=0.9, device="cpu", workers=0, output=tmp_path / "run",
-    )  # fmt: skip
+def base(base):
+    """Return settings with all components that are random or have a state."""
+    return replace(base, epochs=2, opt="adamw", lr=0.002, warmup_epochs=0.5, ema=0.9)
 
 
 def train(settings, **options):
@@ -149,6 +145,39 @@ def test_a_run_killed_while_it_writes_is_resumed_bitwise(base, place, tmp_path, 
     assert_same_result(base.output, killed.output)
     with open(killed.output / "metrics.csv") as file:
         assert [row["epoch"] for row in csv.DictReader(file)] == ["1", "2"]
+
+
+#: Settings of runs that are interrupted in random places, and their values.
+DRAWN = {
+    "opt": ["adamw", "sgd", "muon", "lamb"], "ema": [None, 0.9], "mixup": [0.0, 0.2], "cutmix": [0.0, 1.0],
+    "aa": [None, "rand-m9"], "reprob": [0.0, 0.5], "grad_accum_steps": [1, 2], "layer_decay": [None, 0.7],
+    "attention_lr": [None, 0.01], "clip_grad": [None, 1.0], "warmup_epochs": [0, 0.5], "workers": [0, 1],
+    "img_size": [16, 72], "block_options": [(), ("attn_drop=0.2", "position=Rope()")],
+}  # fmt: skip
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(3600)
+def test_runs_with_random_settings_and_interruptions_are_resumed_bitwise(base, tmp_path, monkeypatch):
+    print(f"seed {(seed := random.SystemRandom().randrange(2**32))}")
+    chance, end, number = random.Random(seed), time.monotonic() + 600, 0
+    base = replace(base, model="test_resnet", names=(), stages=(0,), epochs=3, amp=chance.choice([None, "bfloat16"]))
+    places = [(epoch, step) for epoch in range(3) for step in range(4)]
+    while time.monotonic() < end:
+        number += 1
+        print(options := {name: chance.choice(values) for name, values in DRAWN.items()})
+        complete = replace(base, output=tmp_path / f"complete{number}", **options)
+        try:
+            train(complete)
+        except TrainingError as error:
+            if "is not finite" not in str(error):
+                raise
+            continue  # such settings end every run
+        disturbed = replace(complete, output=tmp_path / f"disturbed{number}", resume="auto")
+        for place in sorted(chance.sample(places, chance.randint(1, 4))):
+            interrupt(disturbed, monkeypatch, *place, chance.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
+        train(disturbed)
+        assert_same_result(complete.output, disturbed.output)
 
 
 def run_command(line, environment, log):

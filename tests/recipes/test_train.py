@@ -30,15 +30,6 @@ OURS = "vision_attn.attention.blocks:AttentionBlock2d"
 CLASSES = ("blue", "green", "red")
 
 
-@pytest.fixture
-def base(image_folder, tmp_path):
-    """Return settings for a short run of a small network with four steps per epoch."""
-    return Settings(
-        data=image_folder, model="tiny", img_size=16, names=("layer1",), epochs=3, batch_size=16, lr=0.05,
-        clip_grad=5.0, device="cpu", workers=0, output=tmp_path / "run",
-    )  # fmt: skip
-
-
 def quiet(line):
     pass
 

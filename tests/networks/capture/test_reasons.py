@@ -5,7 +5,7 @@ import warnings
 import pytest
 import timm
 import torch
-from small_networks import captured
+from small_networks import Net, captured
 from stand_ins import layer_of
 from torch import nn
 
@@ -46,10 +46,8 @@ def with_training_dropout():
 
 def eager():
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=64
-    )
-    net = transformers.ViTModel(config).eval()
+    options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 64}
+    net = transformers.ViTModel(transformers.ViTConfig(**options)).eval()
     va.swap_(net)
     net.set_attn_implementation("eager")
     return net
@@ -141,21 +139,14 @@ def test_an_explorer_without_maps_has_the_error(tmp_path):
         va.explore(with_hooks(), IMAGES, tmp_path / "explorer.html")
 
 
-class ForwardFeatures(nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x):
-        return self.net.forward_features(x)
+def forward_features(net):
+    return Net(lambda wrapper, x: wrapper.net.forward_features(x), net=net)
 
 
 def in_transformers(net):
     transformers = pytest.importorskip("transformers")
-    config = transformers.TimmWrapperConfig(
-        architecture="vit_tiny_patch16_224", model_args={"depth": 2, "img_size": 64}
-    )
-    wrapped = transformers.TimmWrapperModel._from_config(config).eval()
+    options = {"architecture": "vit_tiny_patch16_224", "model_args": {"depth": 2, "img_size": 64}}
+    wrapped = transformers.TimmWrapperModel._from_config(transformers.TimmWrapperConfig(**options)).eval()
     wrapped.timm_model.load_state_dict(net.state_dict(), strict=False)
     return wrapped
 
@@ -166,7 +157,7 @@ def as_backbone(net):
     return backbone
 
 
-@pytest.mark.parametrize("wrap", [ForwardFeatures, in_transformers, as_backbone])
+@pytest.mark.parametrize("wrap", [forward_features, in_transformers, as_backbone])
 def test_a_vit_whose_forward_is_not_called_has_the_same_maps(wrap):
     net = vit()
     wrapped = wrap(vit())
@@ -181,9 +172,8 @@ def test_a_vit_whose_forward_is_not_called_has_the_same_maps(wrap):
 
 
 def test_a_feature_pyramid_of_a_library_has_maps():
-    net = layer_of(
-        "segmentation_models_pytorch.DPT", "tu-vit_tiny_patch16_224.augreg_in21k", encoder_weights=None
-    ).eval()
+    encoder = "tu-vit_tiny_patch16_224.augreg_in21k"
+    net = layer_of("segmentation_models_pytorch.DPT", encoder, encoder_weights=None).eval()
     va.swap_(net)
     maps = captured(net, torch.rand(1, 3, 224, 224), queries=[(8, 8)])
     assert {one.weights.shape for one in maps.values()} == {(1, 3, 1, 14, 14)}

@@ -309,10 +309,7 @@ def reverse_rows(monkeypatch, layer):
 
 def test_every_row_of_the_table_is_tested():
     rotary = "timm.layers.attention.AttentionRope", "timm.models.eva.", "transformers.models.dinov3_vit."
-    tried, elsewhere = (
-        set(),
-        ("keras.", "natten.", "ultralytics.", *rotary),
-    )  # tested below and in test_swap.py
+    tried, elsewhere = set(), ("keras.", "natten.", "ultralytics.", *rotary)  # tested below and in test_swap.py
     for make, variant, part, *_ in CASES:
         with suppress(pytest.skip.Exception):  # the library is not installed
             tried.add(find_conversion(make(**variant).get_submodule(part))[0])

@@ -368,11 +368,8 @@ def test_a_swapped_network_runs_with_layerwise_casting():
     """diffusers stores the weights as float8, and casts them in a forward that it assigns to each layer."""
     kind = pytest.importorskip("diffusers").UNet2DModel
     options = {"sample_size": 16, "block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 8}
-    options |= {
-        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-    }
-    ours = perturbed(kind(**options, attention_head_dim=4), 0.3)
+    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+    ours = perturbed(kind(**options, down_block_types=down, up_block_types=up, attention_head_dim=4), 0.3)
     theirs, outputs, images = copy.deepcopy(ours), [], torch.randn(1, 3, 16, 16)
     assert va.swap_(ours).swapped
     for model in (ours, theirs):

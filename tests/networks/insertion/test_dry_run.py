@@ -6,13 +6,10 @@ import pytest
 import timm
 import torch
 import torchvision
-from small_networks import assert_same, copied, resnet
+from small_networks import Net, assert_same, copied, resnet
 from torch import nn
 
 import vision_attn as va
-import vision_attn.networks.models
-from vision_attn.attention import dispatch
-from vision_attn.attention.blocks import AttentionBlock2d, use_impl
 from vision_attn.networks.inspection.costs import count_saved_bytes
 
 
@@ -40,7 +37,7 @@ def bytes_really_saved(block, x, impl):
         storages[storage.data_ptr()] = storage
         return tensor
 
-    with use_impl(block, impl), torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+    with va.use_impl(block, impl), torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
         block(x)
     return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in own)
 
@@ -55,12 +52,12 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_counted_bytes_equal_those_that_autograd_saves(options, monkeypatch):
     """Compare the counts with a GPU's, which adds relative positions to queries and keys; a CPU computes chunks."""
-    monkeypatch.setattr(dispatch, "CHUNKED_DEVICES", ())
+    monkeypatch.setattr("vision_attn.attention.dispatch.CHUNKED_DEVICES", ())
     for dtype, others in ((torch.float32, ("einsum", "einx")), (torch.bfloat16, ())):
-        block = AttentionBlock2d(32, 4, dtype=dtype, **options)
+        block = va.AttentionBlock2d(32, 4, dtype=dtype, **options)
         x = torch.randn(2, 32, 12, 12, dtype=dtype, requires_grad=True)
         for counted_as, impls in (("bmm", ("bmm", *others)), ("sdpa", ("sdpa",))):
-            with use_impl(block, counted_as):
+            with va.use_impl(block, counted_as):
                 counted = count_saved_bytes(block, tuple(x.shape), dtype)
             for impl in impls:
                 assert counted == pytest.approx(bytes_really_saved(block, x, impl), rel=0.02), impl
@@ -75,9 +72,7 @@ def test_the_network_itself_is_counted():
     model, products = timm.create_model("resnet20").eval(), []
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
-            module.register_forward_hook(
-                lambda module, args, out: products.append(out.numel() * module.weight[0].numel())
-            )
+            module.register_forward_hook(lambda layer, _, y: products.append(y.numel() * layer.weight[0].numel()))
     found = look("resnet20")
     with torch.no_grad():
         model(torch.zeros(1, 3, 32, 32))
@@ -85,20 +80,14 @@ def test_the_network_itself_is_counted():
     assert [block.site.partition(".")[0] for block in found.blocks] == ["layer1", "layer2", "layer3"]
 
 
-class Gradients(nn.Module):
-    """A network that computes gradients in its forward pass, and attention with values of another width."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(inplace=True))
-
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            y = self.stem(x)
-            (gradient,) = torch.autograd.grad(y.sum(), x)
-        q = (y.mean() * gradient).detach().flatten(2).mT
-        return nn.functional.scaled_dot_product_attention(q, q, q[..., :2])
+def with_gradients(net, x):
+    """Run a network that computes gradients, and attention with values of another width."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        y = net.stem(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+    q = (y.mean() * gradient).detach().flatten(2).mT
+    return nn.functional.scaled_dot_product_attention(q, q, q[..., :2])
 
 
 def test_fused_kernels_and_several_images_are_counted():
@@ -110,7 +99,8 @@ def test_fused_kernels_and_several_images_are_counted():
         report = va.insert_(model, dry_run=True, example_input=(images, 3, 224, 224))
         assert report.model_cost.macs == expected
     # MACs of a convolution and its gradient, and of the products of queries, keys and values.
-    cost = va.insert_(Gradients(), names="stem.0", example_input=(2, 3, 4, 4)).model_cost
+    net = Net(with_gradients, stem=nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(inplace=True)))
+    cost = va.insert_(net, names="stem.0", example_input=(2, 3, 4, 4)).model_cost
     assert cost == (3 * 8 + 8, 2 * 16 * 3 * 8 + 16**2 * (3 + 2))
 
 

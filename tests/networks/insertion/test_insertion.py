@@ -11,13 +11,12 @@ import timm
 import torch
 import torchvision
 from reach import anatomy
-from small_networks import NarrowResNet, convolutions
+from small_networks import NarrowResNet, Net, convolutions
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
 
 import vision_attn as va
-import vision_attn.networks.models
 from vision_attn.networks.insertion.record import CHILD
 from vision_attn.networks.insertion.registry import attach_records_, inserted_keys
 from vision_attn.networks.inspection.selection import glob_matches
@@ -302,24 +301,18 @@ def test_a_failure_at_any_step_does_not_change_the_network(change):
         assert torch.is_grad_enabled()
 
 
-class Minding(nn.Module):
-    """A convolution whose output depends on a count of the module's children or parameters."""
-
-    def __init__(self, count):
-        super().__init__()
-        self.conv, self.count = nn.Conv2d(3, 8, 3, padding=1), count
-
-    def forward(self, x):
-        return self.conv(x) / len([*self.count(self)])
+def minding(count):
+    """Return a convolution whose output depends on a count of the module's children or parameters."""
+    return Net(lambda net, x: net.conv(x) / len([*count(net)]), conv=nn.Conv2d(3, 8, 3, padding=1))
 
 
 def test_a_module_that_counts_its_children_has_a_nested_block_or_is_rejected():
-    model, x = nn.Sequential(Minding(nn.Module.children)), torch.randn(2, 3, 8, 8)
+    model, x = nn.Sequential(minding(nn.Module.children)), torch.randn(2, 3, 8, 8)
     before = model(x)
     va.insert_(model, names="0", **SMALL)
     assert torch.equal(model(x), before)
     assert list(model[0].conv._modules) == [f"{CHILD}_0"]
-    model = nn.Sequential(Minding(nn.Module.parameters))
+    model = nn.Sequential(minding(nn.Module.parameters))
     before = anatomy(model)
     with pytest.raises(va.errors.SiteError, match="'0' cannot have a block as its child"):
         va.insert_(model, names="0", **SMALL)

@@ -15,7 +15,7 @@ import timm
 import torch
 import torchvision
 from reach import anatomy
-from small_networks import NarrowResNet
+from small_networks import NarrowResNet, Net
 from timm.layers import freeze_batch_norm_2d
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -31,19 +31,6 @@ from vision_attn.networks.insertion.registry import records
 pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
 IMAGE = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
-class Net(nn.Module):
-    """A network from named modules and a function that runs them."""
-
-    def __init__(self, run, **parts):
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, *args):
-        return self.run(self, *args)
 
 
 def convolution(given, made, size=3):

@@ -12,7 +12,6 @@ from torch import nn
 from torchvision.models.resnet import Bottleneck
 
 import vision_attn as va
-import vision_attn.networks.models
 from vision_attn.networks.insertion.registry import inserted_keys, records, replaced_modules
 
 resnet18 = torchvision.models.resnet18
@@ -22,11 +21,9 @@ dilated = partial(bottlenecks, replace_stride_with_dilation=[False, False, True]
 #: Networks, their convolutions, and the channels and strides of the convolutions.
 CONVOLUTIONS = {
     "bottlenecks, stride 2 in the first": (bottlenecks, "layer4.*.conv2", [(512, 512, 2), (512, 512, 1)]),
-    "a group for each channel": (
-        lambda: timm.create_model("convnext_atto"), "stages.3.blocks.*.conv_dw", [(320, 320, 1)] * 2
-    ),
+    "grouped": (lambda: timm.create_model("convnext_atto"), "stages.3.blocks.*.conv_dw", [(320, 320, 1)] * 2),
     "dilated": (dilated, "layer4.1.conv2", [(512, 512, 1)]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)

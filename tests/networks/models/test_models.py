@@ -15,7 +15,6 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 import vision_attn as va
-from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.networks import models
 from vision_attn.networks.models import CifarResNet, create_model
 from vision_attn.networks.models.registry import weights_folder
@@ -160,9 +159,7 @@ ZOO = (
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("data", "name", "weights", "published"), ZOO)
-def test_zoo_checkpoints_have_the_published_accuracy_before_and_after_insertion(
-    data, name, weights, published, real_data, tmp_path
-):
+def test_zoo_checkpoints_have_the_published_accuracy(data, name, weights, published, real_data, tmp_path):
     network = create_model(name, num_classes=int(data.removeprefix("cifar")))
     va.load_checkpoint_(network, real_data / "zoo" / weights)
     assert top1(network, cifar_images(real_data, data, tmp_path, network.pretrained_cfg)) == published
@@ -185,7 +182,9 @@ def test_pretrained_without_a_tag_loads_the_available_weights():
 def test_botnet_has_the_papers_size():
     """Srinivas et al.: 20.8 M, without projections after attention."""
     model = on_meta("botnet50")
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, StridedAttention2d)}
+    blocks = {
+        name: module for name, module in model.named_modules() if isinstance(module, va.blocks.StridedAttention2d)
+    }
     projections = sum(block.attn.proj.weight.numel() for block in blocks.values()) / 1e6
     assert millions(model) - projections == pytest.approx(20.8, abs=0.06)
     assert [block.stride for block in blocks.values()] == [2, 1, 1]
