@@ -269,13 +269,12 @@ def run_in_fork(tasks):
 
 def attack(count):
     """Read all hostile files and ``count`` mutations, and return the failures."""
-    outcomes, faults, results = Counter(), [], []
+    results = []
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
         for name in ("hostile", "honest", "harmful"):
             (folder / name).mkdir()
-        files = honest(folder / "honest")
-        paths = hostile(folder / "hostile")
+        files, paths = honest(folder / "honest"), hostile(folder / "hostile")
         harm = harmful(folder / "harmful", folder / "honest" / "adapter.safetensors")
         # Imports and codecs for non-ASCII names are loaded before memory is measured.
         for path, read in files.items():
@@ -292,12 +291,9 @@ def attack(count):
         results += [("hostile", path.name, result) for path, result in zip(paths, run_in_fork(tasks), strict=True)]
         for path, read in harm.items():
             results += [("harmful", path.name, *run_in_fork([partial(attempt, read, path)]))]
-    for kind, name, (outcome, fault) in results:
-        outcomes[kind, outcome] += 1
-        if fault:
-            faults.append((kind, name, outcome, fault))
+    outcomes = Counter((kind, outcome) for kind, _, (outcome, _) in results)
     print(f"{len(paths)} hostile files", *sorted(outcomes.items()), sep="\n")
-    return faults
+    return [result for result in results if result[2][1]]
 
 
 if __name__ == "__main__":

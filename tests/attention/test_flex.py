@@ -84,8 +84,7 @@ COMPILED = [
 @pytest.mark.slow
 @pytest.mark.parametrize("options", COMPILED, ids=str)
 def test_the_compiled_kernel_equals_bmm(options):
-    block = va.Attention2d(32, 2, impl="flex", **options).eval()
-    mask = torch.rand(2, 1, 90, 90) > 0.3
+    block, mask = va.Attention2d(32, 2, impl="flex", **options).eval(), torch.rand(2, 1, 90, 90) > 0.3
     mask[:, :, 7] = False
     for given in (None, mask):
         check_compiled(block, torch.randn(2, 32, 9, 10), given)

@@ -56,8 +56,7 @@ layer = partial(va.Attention2d, device="meta")
 
 
 def feature_map(*shape, dtype, train=True, memory_format=torch.channels_last):
-    x = torch.empty(*shape, dtype=dtype, device="meta")
-    return x.to(memory_format=memory_format).requires_grad_(train)
+    return torch.empty(*shape, dtype=dtype, device="meta").to(memory_format=memory_format).requires_grad_(train)
 
 
 def make_mask(name, dtype, keys=TOKENS):

@@ -102,8 +102,7 @@ def test_a_grouping_created_in_another_mode_is_not_used_in_training(mode, positi
     block, x = va.Attention2d(8, 2, pattern=SHIFTED["pattern"], position=position), torch.randn(2, 8, 5, 7)
     x.requires_grad_()
     MODES[mode](block, x.detach())
-    found = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
-    weights = block.attention_weights(x)
+    found, weights = torch.autograd.grad(block(x).sum(), [x, *block.parameters()]), block.attention_weights(x)
     mask = next(iter(block.plans.groupings.values())).allowed()
     assert type(mask) is torch.Tensor
     assert not torch._C._functorch.is_functorch_wrapped_tensor(mask)  # the transform has ended

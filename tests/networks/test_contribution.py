@@ -5,7 +5,6 @@ import copy
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 import torchvision
 from reach import anatomy
 from torch import nn
@@ -17,8 +16,7 @@ SITES = ["layer2.2", "layer3.2"]
 
 @pytest.fixture
 def batch():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(32, 3, 16, 16, generator=generator), torch.arange(32) % 10
+    return torch.randn(32, 3, 16, 16, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 10
 
 
 @pytest.fixture
@@ -53,8 +51,7 @@ def test_ratios_and_effects_equal_those_of_the_network_without_blocks(model, bat
     images, labels = batch
     assert found.predictions == 32
     with torch.no_grad():
-        whole = model.eval()(images)
-        without = {}
+        whole, without = model.eval()(images), {}
         for site in SITES:
             other = copy.deepcopy(model)
             va.inserted_blocks(other)[site].gate.zero_()
@@ -66,7 +63,7 @@ def test_ratios_and_effects_equal_those_of_the_network_without_blocks(model, bat
     changes = [(block.ablation, without[block.site]) for block in found.blocks]
     for found_here, scores in (*changes, (found.all_blocks, none)):
         assert found_here.predictions_changed == int((scores.argmax(1) != whole.argmax(1)).sum())
-        rise = F.cross_entropy(scores, labels) - F.cross_entropy(whole, labels)
+        rise = nn.functional.cross_entropy(scores, labels) - nn.functional.cross_entropy(whole, labels)
         assert found_here.loss == pytest.approx(rise.item(), rel=1e-4)
     assert found.all_blocks.predictions_changed > 0
     words = ["all", "blocks", str(found.all_blocks.predictions_changed), "of", "32", f"{found.all_blocks.loss:+.4f}"]
@@ -79,8 +76,7 @@ def test_numbers_of_blocks_equal_their_contribution_and_their_maps(model, batch,
     va.insert_(model, va.AttentionBlock2d, names="layer1", pattern=va.Window(5), num_heads=2, gate_init=0.5)
     va.insert_(model, "se", names="conv1", exact=False)
     images, modes = batch[0][:4], [m.training for m in model.modules()]
-    expected = va.contribution(model, images)
-    found = va.measure_blocks(model, x=images)
+    expected, found = va.contribution(model, images), va.measure_blocks(model, x=images)
     assert [m.training for m in model.modules()] == modes
     assert list(found) == [block.site for block in expected.blocks]
     assert [one["residual_ratio"] for one in found.values()] == [block.ratio for block in expected.blocks]
@@ -133,8 +129,7 @@ def test_a_new_block_contributes_zero_and_a_broken_block_nan(batch):
 
 
 def test_blocks_of_the_network_count_and_replacements_do_not(batch):
-    block = va.AttentionBlock2d(8, 2, gate_init=1.0)
-    dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), block)
+    dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), va.AttentionBlock2d(8, 2, gate_init=1.0))
     found = va.contribution(dense, batch[0][:2])
     assert ([one.site for one in found.blocks], found.predictions) == (["1"], 2 * 16 * 16)
     vit = timm.create_model("test_vit", img_size=64, num_classes=5)
@@ -147,8 +142,7 @@ def test_blocks_of_the_network_count_and_replacements_do_not(batch):
 
 
 def test_copies_of_a_block_in_a_wrapper_are_one_block(model, batch):
-    peft = pytest.importorskip("peft")
-    sites = list(va.inserted_blocks(model))
+    peft, sites = pytest.importorskip("peft"), list(va.inserted_blocks(model))
     config = peft.LoraConfig(target_modules=["conv1"], modules_to_save=["inserted"], r=2)
     tuned = peft.get_peft_model(copy.deepcopy(model), config)
     measured = va.measure_blocks(tuned, batch[0])
@@ -161,12 +155,11 @@ def test_scores_can_be_feature_maps():
     images, labels = torch.randn(2, 3, 64, 64), torch.randint(4, (2, 64, 64))
     segmenter = torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights_backbone=None, num_classes=4)
     va.insert_(segmenter.backbone, names="4", num_heads=2, gate_init=1.0, example_input=images)
-    found = va.contribution(segmenter, (images, labels))
-    scores = segmenter.eval()(images)["out"]
+    found, scores = va.contribution(segmenter, (images, labels)), segmenter.eval()(images)["out"]
     with va.disabled(segmenter):
         others = segmenter(images)["out"]
     assert found.all_blocks.predictions_changed == int((scores.argmax(1) != others.argmax(1)).sum())
-    rise = F.cross_entropy(others, labels) - F.cross_entropy(scores, labels)
+    rise = nn.functional.cross_entropy(others, labels) - nn.functional.cross_entropy(scores, labels)
     assert found.all_blocks.loss == pytest.approx(rise.item(), rel=1e-3) != 0
     assert found.predictions == 2 * 64 * 64
 

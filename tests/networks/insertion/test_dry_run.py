@@ -96,8 +96,7 @@ def test_fused_kernels_and_several_images_are_counted():
     # MACs of the patch embedding, of a block (12c² per token and 2c per pair of tokens), and of the head.
     expected = 196 * 768 * 192 + 197 * 12 * 192**2 + 2 * 192 * 197**2 + 192 * 1000
     for model, images in ((timms, 1), (torchs, 2)):
-        report = va.insert_(model, dry_run=True, example_input=(images, 3, 224, 224))
-        assert report.model_cost.macs == expected
+        assert va.insert_(model, dry_run=True, example_input=(images, 3, 224, 224)).model_cost.macs == expected
     # MACs of a convolution and its gradient, and of the products of queries, keys and values.
     net = Net(with_gradients, stem=nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(inplace=True)))
     cost = va.insert_(net, names="stem.0", example_input=(2, 3, 4, 4)).model_cost
@@ -105,8 +104,7 @@ def test_fused_kernels_and_several_images_are_counted():
 
 
 def test_the_image_has_the_input_shape_of_the_network():
-    gray_model = network("resnet18", in_chans=1)
-    assert va.insert_(gray_model, dry_run=True).blocks[0].target.input_shape == (1, 1, 224, 224)
+    assert va.insert_(network("resnet18", in_chans=1), dry_run=True).blocks[0].target.input_shape == (1, 1, 224, 224)
 
 
 def test_small_and_large_feature_maps_raise_warnings():
@@ -134,8 +132,7 @@ def test_proposals_can_be_executed(name, size, expected):
     found = look(name, size).proposals
     assert [call.partition(": ")[0] for call in found] == [f"va.insert_(model, {sites})" for sites in expected]
     for call in found:
-        model = network(name)
-        example = "" if size is None else f", example_input=(1, 3, {size}, {size})"
+        model, example = network(name), "" if size is None else f", example_input=(1, 3, {size}, {size})"
         code = call.partition(": ")[0].removesuffix(")") + f"{example})"
         assert eval(code, {"va": va, "model": model}).verb == "inserted"
 

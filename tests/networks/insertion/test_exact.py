@@ -154,8 +154,7 @@ ON_MAPS_OF_THE_NETWORK = [("cbam", 16, False), (rare, 0, True), (RareConv, 0, Tr
 def test_a_block_is_an_identity_on_the_feature_maps_of_the_network(block, seed, gated):
     torch.manual_seed(seed)
     x, model = torch.randn(2, 3, 6, 6) * (100 if gated else 1), nn.Sequential(nn.Conv2d(3, 32, 1), nn.ReLU())
-    before = model(x)
-    report = va.insert_(model, block, names="0", example_input=x)
+    before, report = model(x), va.insert_(model, block, names="0", example_input=x)
     assert torch.equal(model(x), before)
     assert (report.output_change, report.blocks[0].identity[1].get("gated", False)) == (0, gated)
 
@@ -175,8 +174,7 @@ def test_a_block_that_is_an_identity_learns_in_a_network_that_depends_on_its_mem
     last = Net(lambda net, x: x + x.is_contiguous())  # as the rounding of a convolution depends on it
     model, x = nn.Sequential(nn.Conv2d(3, 8, 1), last), torch.randn(2, 3, 4, 4)
     before = model(x)
-    report = va.insert_(model, ChannelsLast, names="0", example_input=x)
-    assert report.blocks[0].identity == ("", {"scale": 1.0})
+    assert va.insert_(model, ChannelsLast, names="0", example_input=x).blocks[0].identity == ("", {"scale": 1.0})
     assert torch.equal(model(x), before)
     model(x).square().sum().backward()
     assert all(p.grad.all() for p in va.inserted_blocks(model)["0"].parameters())
@@ -189,8 +187,7 @@ def test_a_scale_of_zero_is_refused():
 
 def test_the_report_contains_the_output_change_of_inexact_blocks():
     model, x = network(), torch.randn(IMAGES)
-    before = model(x)
-    report = va.insert_(model, "cbam", names="0", example_input=x, exact=False)
+    before, report = model(x), va.insert_(model, "cbam", names="0", example_input=x, exact=False)
     changed = float((model(x) - before).detach().norm() / before.detach().norm())
     assert report.output_change == pytest.approx(changed)
     assert f"{100 * changed:.2g} %" in str(report)
@@ -243,6 +240,5 @@ def test_a_gate_interpolates_between_the_feature_map_and_the_block_output(block,
 
 def test_any_block_is_inserted_on_the_meta_device():
     model = network().to("meta")
-    report = va.insert_(model, OwnSE, names="0", example_input=(1, 3, 14, 14))
-    assert report.blocks[0].identity[1] == {"scale": 2.0}
+    assert va.insert_(model, OwnSE, names="0", example_input=(1, 3, 14, 14)).blocks[0].identity[1] == {"scale": 2.0}
     assert {p.device.type for p in model.parameters()} == {"meta"}

@@ -79,8 +79,7 @@ def test_blocks_at_every_selected_module_preserve_the_output_and_train(case, tmp
     else:
         with pytest.raises(va.errors.SiteError, match="larger again"):
             va.insert_(model, stages=-1, example_input=example)
-    before = run(model, example)
-    report = va.insert_(model, names=names, example_input=example)
+    before, report = run(model, example), va.insert_(model, names=names, example_input=example)
     assert {(x.block, x.target.input_shape) for x in report.blocks} == {(KINDS.get(case, "AttentionBlock2d"), shape)}
     assert all(map(torch.equal, run(model, example), before))
     blocks = va.inserted_blocks(model).values()

@@ -15,22 +15,14 @@ from torch import nn
 import vision_attn as va
 
 
-class Initialized(nn.Module):
-    """Data-dependent initialization by the first batch, as in ActNorm, and a running mean."""
-
-    def __init__(self):
-        super().__init__()
-        self.loc = nn.Parameter(torch.zeros(8, 1, 1))
-        self.register_buffer("initialized", torch.tensor(0))
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x):
-        if not self.initialized:
-            with torch.no_grad():
-                self.loc.copy_(-x.mean((0, 2, 3))[:, None, None])
-                self.initialized.fill_(1)
-        self.mean.lerp_(x.mean((0, 2, 3)).detach(), 0.1)
-        return x + self.loc - self.mean[:, None, None]
+def initialize(layer, x):
+    """Run a layer with data-dependent initialization by the first batch, as in ActNorm, and a running mean."""
+    if not layer.initialized:
+        with torch.no_grad():
+            layer.loc.copy_(-x.mean((0, 2, 3))[:, None, None])
+            layer.initialized.fill_(1)
+    layer.mean.lerp_(x.mean((0, 2, 3)).detach(), 0.1)
+    return x + layer.loc - layer.mean[:, None, None]
 
 
 def skip(first, output=lambda x: x):
@@ -40,12 +32,13 @@ def skip(first, output=lambda x: x):
         x = net.stem(x)
         return output(x + net.body(x))
 
-    body = nn.Sequential(first, nn.Conv2d(8, 8, 3, padding=1))
-    return Net(run, stem=nn.Conv2d(3, 8, 3, padding=1), body=body)
+    return Net(run, stem=nn.Conv2d(3, 8, 3, padding=1), body=nn.Sequential(first, nn.Conv2d(8, 8, 3, padding=1)))
 
 
 def test_insertion_does_not_change_parameters_and_buffers_that_forward_writes():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Initialized(), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    parts = {"loc": nn.Parameter(torch.zeros(8, 1, 1)), "initialized": nn.Buffer(torch.tensor(0))}
+    layer = Net(initialize, **parts, mean=nn.Buffer(torch.zeros(8)))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), layer, nn.BatchNorm2d(8), nn.ReLU()).eval()
     twin, x = copy.deepcopy(model), 5 + torch.randn(2, 3, 16, 16)
     va.insert_(model, names="3", num_heads=2, example_input=(1, 3, 16, 16))
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in twin.state_dict().items())
@@ -67,9 +60,10 @@ def test_insertion_does_not_call_hooks_or_advance_random_states():
     assert calls == [1]
 
 
-@pytest.mark.parametrize(
-    "output", [lambda x: SimpleNamespace(logits=x), lambda x: x.detach().numpy(), lambda x: [SimpleNamespace(t=x)]]
-)
+OUTPUTS = [lambda x: SimpleNamespace(logits=x), lambda x: x.detach().numpy(), lambda x: [SimpleNamespace(t=x)]]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
 def test_outputs_in_objects_and_arrays_are_compared(output):
     with pytest.raises(va.errors.SiteError, match="changes this tensor in place"):
         va.insert_(skip(nn.ReLU(inplace=True), output), names="body.0", at="before", example_input=(1, 3, 32, 32))

@@ -14,8 +14,7 @@ import vision_attn as va
 
 def test_flipped_bits_are_detected(tmp_path):
     """Checksums of archives and hashes of adapters detect flipped bits in the content."""
-    refused = 0
-    files = attack_files.honest(tmp_path)
+    refused, files = 0, attack_files.honest(tmp_path)
     for path in (tmp_path / "zip.pth", tmp_path / "adapter.safetensors"):
         content, original = path.read_bytes(), attack_files.comparable(files[path](path))
         for bit in random.Random(0).sample(range(8 * len(content)), 150):
