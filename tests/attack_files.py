@@ -97,7 +97,7 @@ FILES = {
     "claims more.pth": lambda path: path.write_bytes(as_legacy(pickled([crafted.tensor(2**28, (2**28,), (1,), None)]))),
     "lists.index.json": lambda path: path.write_text('{"a":[' + f"{'[' * 100}{']' * 100}," * 10_000 + "0]}"),
     "names.index.json": lambda path: path.write_text(
-        json.dumps({"weight_map": {hex(i): hex(i) for i in range(350_000)}})
+        json.dumps({"weight_map": {f"{i}": f"{i}" for i in range(350_000)}})
     ),
     "holes.index.json": lambda path: (path.touch(), os.truncate(path, 2**36)),
     # Computing the hash would take minutes.
@@ -269,13 +269,12 @@ def run_in_fork(tasks):
 
 def attack(count):
     """Read all hostile files and ``count`` mutations, and return the failures."""
-    outcomes, faults, results = Counter(), [], []
+    results = []
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
         for name in ("hostile", "honest", "harmful"):
             (folder / name).mkdir()
-        files = honest(folder / "honest")
-        paths = hostile(folder / "hostile")
+        files, paths = honest(folder / "honest"), hostile(folder / "hostile")
         harm = harmful(folder / "harmful", folder / "honest" / "adapter.safetensors")
         # Imports and codecs for non-ASCII names are loaded before memory is measured.
         for path, read in files.items():
@@ -292,12 +291,9 @@ def attack(count):
         results += [("hostile", path.name, result) for path, result in zip(paths, run_in_fork(tasks), strict=True)]
         for path, read in harm.items():
             results += [("harmful", path.name, *run_in_fork([partial(attempt, read, path)]))]
-    for kind, name, (outcome, fault) in results:
-        outcomes[kind, outcome] += 1
-        if fault:
-            faults.append((kind, name, outcome, fault))
+    outcomes = Counter((kind, outcome) for kind, _, (outcome, _) in results)
     print(f"{len(paths)} hostile files", *sorted(outcomes.items()), sep="\n")
-    return faults
+    return [result for result in results if result[2][1]]
 
 
 if __name__ == "__main__":

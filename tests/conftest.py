@@ -93,8 +93,7 @@ def image_folder(tmp_path_factory):
     import numpy as np
     from PIL import Image
 
-    root = tmp_path_factory.mktemp("images")
-    generator = np.random.default_rng(0)
+    root, generator = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
     for split, count in (("train", 24), ("val", 8)):
         for channel, name in enumerate(("blue", "green", "red")):
             folder = root / split / name

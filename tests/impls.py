@@ -46,6 +46,21 @@ PATTERNS = [case.pattern for case in CASES.values()]
 POSITIONS = (None, va.RelPosDecomposed, va.RelPosTable, va.AbsPos, va.Rope(), va.ConditionalPos(3), va.SinCos())
 
 
+#: Options of a block that use every feature.
+OPTIONS = {
+    "shifted window, table": {"pattern": va.Window(7, shift=3), "position": va.RelPosTable()},
+    "decomposed": {"position": va.RelPosDecomposed(feat_size=(7, 7))},
+    "causal, table": {"position": va.RelPosTable(feat_size=(7, 7)), "causal": True},
+    "neighborhood, decomposed": {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
+    "rotary, multi-query": {"position": va.Rope(), "num_kv_heads": 1, "qk_norm": True},
+    "rows, convolution": {"pattern": "rows", "position": va.ConditionalPos(3), "output_gate": True},
+    "absolute": {"position": va.AbsPos((7, 7))},
+    "match": {"qk_norm": "match"},
+    "pooled": {"kv_stride": 2},
+    "stripes, sinusoidal": {"pattern": va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7), "position": va.SinCos()},
+}
+
+
 def make_position(position, pattern, size):
     """Return a position encoding; tables are created for feature maps of a size, or for the windows of a pattern."""
     if not isinstance(position, type):

@@ -51,13 +51,8 @@ class Record:
     operations: list[Operation] = field(default_factory=list)
     calls: list[AttentionCall] = field(default_factory=list)
 
-    @property
-    def launches(self) -> int:
-        return sum(operation.launches for operation in self.operations)
-
-    @property
-    def megabytes(self) -> float:
-        return sum(operation.bytes for operation in self.operations) / 1e6
+    launches = property(lambda self: sum(operation.launches for operation in self.operations))
+    megabytes = property(lambda self: sum(operation.bytes for operation in self.operations) / 1e6)
 
 
 def measure(function, backward: bool = False) -> Record:

@@ -277,8 +277,7 @@ def attention_output(
     >>> attention_output(np.ones((2, 4, 3, 5)), state, num_heads=2).shape
     (2, 4, 3, 5)
     """
-    x = x.astype(np.float64)
-    state = {key: value.astype(np.float64) for key, value in state.items()}
+    x, state = x.astype(np.float64), {key: value.astype(np.float64) for key, value in state.items()}
     b, c, *size = x.shape
     n, m, d, e = num_heads, num_kv_heads or num_heads, key_dim or c // num_heads, value_dim or c // num_heads
     scale = d**-0.5 if scale is None else scale

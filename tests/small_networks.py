@@ -28,6 +28,19 @@ def resnet(num_classes=5, **options):
     return timm.create_model("resnet18", channels=(16, 16, 32, 64), num_classes=num_classes, **options).eval()
 
 
+class Net(nn.Module):
+    """A network from named modules or parameters and a function that runs them."""
+
+    def __init__(self, run, **parts):
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args, **options):
+        return self.run(self, *args, **options)
+
+
 class NarrowResNet(torchvision.models.ResNet):
     """ResNet-18 of torchvision with an eighth of the channels after the first convolution."""
 
@@ -72,14 +85,18 @@ def assert_same(state, other):
     assert all(torch.equal(value, other[key]) for key, value in state.items())
 
 
+def results(function, *maps, parameters=()):
+    """Return the output, and the gradients of the feature maps and of parameters."""
+    maps = [x.clone().requires_grad_() for x in maps]
+    torch.manual_seed(0)  # for dropout
+    y = function(*maps)
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    leaves = [x for x in (*maps, *parameters) if x.requires_grad]
+    return [y.detach(), *torch.autograd.grad((y * weight).sum(), leaves, materialize_grads=True)]
+
+
 def assert_same_function(ours, theirs, *maps, atol=1e-12):
     """Assert that two functions of feature maps have the same outputs and gradients."""
-    results = []
-    for function in (ours, theirs):
-        leaves = [x.clone().requires_grad_() for x in maps]
-        y = function(*leaves)
-        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-        results.append((y.detach(), *torch.autograd.grad((y * weight).sum(), leaves)))
-    for found, expected in zip(*results, strict=True):
+    for found, expected in zip(results(ours, *maps), results(theirs, *maps), strict=True):
         assert expected.abs().max() > 0.1  # zeros would be equal for any function
         torch.testing.assert_close(found, expected, rtol=0, atol=atol)

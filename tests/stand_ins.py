@@ -16,8 +16,7 @@ def layer_of(path, *given, **options):
 
 def transformers_layer(path, *given, config=None, attn_implementation="sdpa", **options):
     """Create a layer of transformers from a configuration, given its path in ``transformers.models``."""
-    kind = path.rpartition(".")[2].removesuffix("Attention")
-    transformers = pytest.importorskip("transformers")
+    kind, transformers = path.rpartition(".")[2].removesuffix("Attention"), pytest.importorskip("transformers")
     maker = getattr(transformers, config or f"{kind}VisionConfig", None) or getattr(transformers, f"{kind}Config")
     return layer_of(f"transformers.models.{path}", maker(attn_implementation=attn_implementation, **options), *given)
 

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import vision_attn as va
 from vision_attn.cli import main
@@ -13,13 +12,6 @@ from vision_attn.cli import main
 
 def insert(*block, **options):
     return va.insert_(nn.Sequential(nn.Conv2d(3, 16, 1)), *block, names="0", example_input=(1, 3, 14, 14), **options)
-
-
-def capture_tokens():
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True), 1).eval()
-    assert len(va.swap_(model).swapped) == 1
-    with va.capture(model):
-        model(torch.randn(1, 9, 32))
 
 
 CONV = nn.Conv2d(3, 8, 1)
@@ -68,12 +60,10 @@ MISTAKES = [
     # The window size does not divide the feature map.
     (lambda: insert("halo"), r"HaloAttn does not \(AssertionError at \"_assert\(H % self.block_size == 0, ''\)\"\)"),
     (lambda: insert(fail), "the block at '0' cannot be built for 16 channels: KeyError: 'window'"),
-    (capture_tokens, "layers.0.self_attn: the positions of its 9 tokens on the image are unknown"),
 ]
 
 
 @pytest.mark.parametrize(("make", "message"), MISTAKES)
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 def test_python_mistakes_raise_one_line_errors(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
@@ -82,8 +72,7 @@ def test_python_mistakes_raise_one_line_errors(make, message):
 def test_the_table_of_relative_positions_has_the_size_of_the_feature_map():
     cases = (va.RelPosTable(), "full", (14, 14)), (va.RelPosTable((9, 9)), "full", (9, 9))
     for position, pattern, feat_size in (*cases, (va.RelPosDecomposed(), va.Window(7), None)):
-        report = insert(position=position, pattern=pattern)
-        assert report.blocks[0].options["position"].feat_size == feat_size
+        assert insert(position=position, pattern=pattern).blocks[0].options["position"].feat_size == feat_size
 
 
 def test_the_figure_of_one_image_needs_no_batch():
@@ -102,7 +91,7 @@ class Breaks(nn.Conv2d):
     def forward(self, x):
         if self.training:
             raise KeyError("window")
-        return F.conv2d(x, self.weight)
+        return nn.functional.conv2d(x, self.weight)
 
 
 def test_an_error_in_the_code_of_a_block_shows_its_line(image_folder, tmp_path, capsys):

@@ -134,8 +134,6 @@ from timm.data import auto_augment
 from torch.nn.modules import module
 from torch.optim import optimizer
 from torch.utils.flop_counter import flop_registry
-
-
 def state():
     tables = [vars(x) for x in (auto_augment, module, optimizer)]
     containers = [value for table in tables for value in table.values() if isinstance(value, dict | list)]
@@ -146,8 +144,6 @@ def state():
         sys.displayhook, threading.excepthook, warnings.showwarning, *map(signal.getsignal, signal.valid_signals()),
         torch.autograd.graph.saved_tensors_hooks.__init__, torch.nn.Module.__call__, torch.compiler.set_stance,
     ]
-
-
 for name in sys.argv[1:]:  # other packages register much
     pkgutil.resolve_name(name)
 before = state()
@@ -169,8 +165,7 @@ def test_imports_register_nothing_globally():
     nodes = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     names |= {f"{node.module}:{alias.name}" for node in nodes for alias in node.names}
     others = sorted(name for name in names if not name.startswith("vision_attn"))
-    command = [sys.executable, "-c", GLOBAL_STATE, *others]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", GLOBAL_STATE, *others], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 

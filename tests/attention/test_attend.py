@@ -178,8 +178,7 @@ LARGE = [
 
 @pytest.mark.parametrize(("block", "options", "size"), LARGE)
 def test_no_tensor_of_size_queries_times_keys_is_allocated_forward_or_backward(block, options, size):
-    block, x = block(16, 2, **options), torch.randn(1, 16, *size, requires_grad=True)
-    elements = []
+    block, x, elements = block(16, 2, **options), torch.randn(1, 16, *size, requires_grad=True), []
 
     def record(func, inputs, outputs):
         elements.extend(tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in outputs)
@@ -210,8 +209,7 @@ def test_a_custom_implementation_is_available_to_every_block(monkeypatch):
     x, mask = torch.randn(3, 8, 3, 3), torch.rand(9, 9) < 0.7
     found = [block(x, mask) for block in model]
     va.set_impl_(model, "bmm")
-    for y, block in zip(found, model, strict=True):
-        torch.testing.assert_close(y, 2 * block(x, mask))
+    torch.testing.assert_close(found, [2 * block(x, mask) for block in model])
     with pytest.raises(ValueError, match=r"name must .*'einx', 'bmm'"):
         va.implementations.register_impl("bmm", twice)
 

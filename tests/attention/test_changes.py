@@ -12,7 +12,6 @@ from torch import nn
 import vision_attn as va
 from vision_attn.attention.fixed_options import FixedOptions
 
-SIZES = ((5, 7), (6, 4), (1, 3))
 #: Options that may change after the block was built, and other values.
 LIVE = {"scale": 0.3, "causal": True, "impl": "einx"}
 
@@ -130,7 +129,7 @@ def random_change(rng, block):
 
 def random_call(rng, block):
     """Return a function that calls a block in a random mode, with gradients of the parameters where there are any."""
-    shape = rng.randint(1, 3), 16, *rng.choice(SIZES)
+    shape = rng.randint(1, 3), 16, *rng.choice([(5, 7), (6, 4), (1, 3)])
     dtype, seed = block.proj.weight.dtype, rng.randrange(1000)
     x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
     if rng.random() < 0.3:
@@ -144,11 +143,8 @@ def random_call(rng, block):
         if mode == "grad":
             y = block(x, mask)
             return [y, *(g for g in torch.autograd.grad(y.square().sum(), [*block.parameters()], allow_unused=True))]
-        if mode == "no_grad":
-            with torch.no_grad():
-                return [block(x, mask)]
-        if mode == "inference":
-            with torch.inference_mode():
+        if mode in ("no_grad", "inference"):
+            with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
                 return [block(x, mask)]
         if mode == "autocast":
             with torch.autocast("cpu"):

@@ -10,7 +10,6 @@ import timm
 import torch
 from impls import CPU_IMPLS, PATTERNS, POSITIONS, make_position
 from launches import Operations
-from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import vision_attn as va
@@ -83,16 +82,14 @@ def test_blocks_can_be_inserted_into_and_removed_from_networks_without_values(de
 
 #: Patterns with other layouts: identities, rearrangements, padding, overlapping keys, and gathered positions.
 LAYOUTS = ["full", *PATTERNS[3:8]]
-OTHERS = [pattern for pattern in PATTERNS if pattern not in LAYOUTS]
-CAPTURED = [*LAYOUTS, *(pytest.param(pattern, marks=pytest.mark.slow) for pattern in OTHERS)]
+CAPTURED = [pytest.param(pattern, marks=[pytest.mark.slow] * (pattern not in LAYOUTS)) for pattern in PATTERNS]
 
 
 @pytest.mark.parametrize("pattern", CAPTURED, ids=str)
 def test_capture_copies_nothing_from_one_device_to_another(pattern):
     with FakeTensorMode(), torch.device("cuda"):
-        model, x = nn.Sequential(va.AttentionBlock2d(16, 4, pattern=pattern)), torch.empty(2, 16, *SIZE)
-        reduced = pattern in LAYOUTS[::2]
-        selected = ([(1, 1)], [3, 0], "max") if reduced else ([(0, 0), (3, 4)], [0, 2], None)
+        model, x = torch.nn.Sequential(va.AttentionBlock2d(16, 4, pattern=pattern)), torch.empty(2, 16, *SIZE)
+        selected = ([(1, 1)], [3, 0], "max") if pattern in LAYOUTS[::2] else ([(0, 0), (3, 4)], [0, 2], None)
         for queries, heads, reduction in ((None, None, None), selected):
             options = {"heads": heads, "reduction": reduction}
             with va.capture(model, queries, **options) as maps, torch.no_grad(), one_device("cuda"):

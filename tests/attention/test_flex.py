@@ -10,7 +10,6 @@ from torch._dynamo.exc import Unsupported
 from torch._subclasses import FakeTensorMode
 
 import vision_attn as va
-from vision_attn.attention import flex
 from vision_attn.attention.implementations import attend
 from vision_attn.attention.scopes import scope
 
@@ -27,8 +26,8 @@ def test_a_neighborhood_is_a_block_mask_and_copies_no_tokens(monkeypatch):
     assert mask.sparsity() > 30  # percent of the blocks are skipped
     # Only the kernel and the two projections read and write memory: no tokens are copied.
     kernel = lambda q, k, v, **options: q.new_empty(*q.shape[:3], v.shape[3])  # noqa: E731
-    monkeypatch.setattr(flex, "compiled", lambda *shapes: kernel)
-    monkeypatch.setattr(flex, "pattern_mask", lambda *grouping: None)
+    monkeypatch.setattr("vision_attn.attention.flex.compiled", lambda *shapes: kernel)
+    monkeypatch.setattr("vision_attn.attention.flex.pattern_mask", lambda *grouping: None)
     block = va.Attention2d(64, 2, impl="flex", pattern=va.Neighborhood(7), device="meta", dtype=torch.bfloat16)
     x = torch.empty(8, 64, 56, 56, device="meta", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     with torch.no_grad():
@@ -85,8 +84,7 @@ COMPILED = [
 @pytest.mark.slow
 @pytest.mark.parametrize("options", COMPILED, ids=str)
 def test_the_compiled_kernel_equals_bmm(options):
-    block = va.Attention2d(32, 2, impl="flex", **options).eval()
-    mask = torch.rand(2, 1, 90, 90) > 0.3
+    block, mask = va.Attention2d(32, 2, impl="flex", **options).eval(), torch.rand(2, 1, 90, 90) > 0.3
     mask[:, :, 7] = False
     for given in (None, mask):
         check_compiled(block, torch.randn(2, 32, 9, 10), given)

@@ -56,8 +56,7 @@ layer = partial(va.Attention2d, device="meta")
 
 
 def feature_map(*shape, dtype, train=True, memory_format=torch.channels_last):
-    x = torch.empty(*shape, dtype=dtype, device="meta")
-    return x.to(memory_format=memory_format).requires_grad_(train)
+    return torch.empty(*shape, dtype=dtype, device="meta").to(memory_format=memory_format).requires_grad_(train)
 
 
 def make_mask(name, dtype, keys=TOKENS):
@@ -107,22 +106,14 @@ BOTH = (HALF, SINGLE)
 #: patterns. All pairs occur, but not all products: the types alternate between the positions of a pattern, and between
 #: the masks of an option.
 LAYERS = [
-    *(
-        (64, {"pattern": pattern, "position": make_position(position, pattern, SIZE)}, None, BOTH[(row + column) % 2])
-        for row, pattern in enumerate((*PATTERNS, va.Window(7)))
-        for column, position in enumerate(POSITIONS)
-    ),
-    *(
-        (96, options, mask, BOTH[(row + column) % 2])
-        for row, options in enumerate(OPTIONS)
-        for column, mask in enumerate((None, "bool", "float32 per image and head"))
-    ),
-    *(
-        (64, {"pattern": pattern, "position": va.Rope()}, mask, BOTH[(row + column) % 2])
-        for row, pattern in enumerate(("full", "rows", va.Window(4, shift=2), va.Neighborhood(3)))
-        for column, mask in enumerate(MASKS)
-    ),
+    (64, {"pattern": pattern, "position": make_position(position, pattern, SIZE)}, None, BOTH[(row + column) % 2])
+    for row, pattern in enumerate((*PATTERNS, va.Window(7)))
+    for column, position in enumerate(POSITIONS)
 ]
+ROTARY = [{"pattern": p, "position": va.Rope()} for p in ("full", "rows", va.Window(4, shift=2), va.Neighborhood(3))]
+for width, blocks, masks in ((96, OPTIONS, (None, "bool", "float32 per image and head")), (64, ROTARY, MASKS)):
+    for row, options in enumerate(blocks):
+        LAYERS += [(width, options, mask, BOTH[(row + column) % 2]) for column, mask in enumerate(masks)]
 
 
 @pytest.mark.parametrize(("channels", "options", "mask", "dtype"), LAYERS, ids=str)

@@ -78,8 +78,7 @@ def test_memory_that_a_cuda_graph_reads_is_never_freed(monkeypatch, pattern, pos
     block, x = layer(pattern, position, causal=pattern == "rows"), images(1)
     owned = set(map(pointer, (x, *block.parameters())))
     block(x)
-    kept = [one for one in gc.get_objects() if type(one) is torch.Tensor]
-    read = set()
+    kept, read = [one for one in gc.get_objects() if type(one) is torch.Tensor], set()
     with monkeypatch.context() as patch, Operations(lambda func, inputs, outputs: read.update(map(pointer, inputs))):
         capture(patch)
         block(x)

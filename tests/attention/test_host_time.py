@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 from launches import Operations, Record, fake_attention
-from timm.layers.attention2d import Attention2d as TimmAttention2d
-from timm.layers.bottleneck_attn import BottleneckAttn
+from timm import layers as timm_layers
 from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 import vision_attn as va
@@ -24,7 +23,7 @@ def layers():
     """Return for each row a layer, its peer, and the number of frames and operations that the layer may have more."""
     window = {"pattern": va.Window(2), "position": va.RelPosTable()}
     shifted = {"pattern": va.Window(2, shift=1), "position": va.RelPosTable()}
-    timm = TimmAttention2d(64, num_heads=4)
+    timm = timm_layers.Attention2d(64, num_heads=4)
     return {
         "full": (va.Attention2d(64, 4), timm, 10, 13),
         "decomposed": (va.Attention2d(64, 4, position=va.RelPosDecomposed((SIDE, SIDE))), relative_timm(), 1, -2),
@@ -37,7 +36,7 @@ def layers():
 
 
 def relative_timm():
-    layer = BottleneckAttn(64, feat_size=(SIDE, SIDE), num_heads=4, dim_head=16)
+    layer = timm_layers.bottleneck_attn.BottleneckAttn(64, feat_size=(SIDE, SIDE), num_heads=4, dim_head=16)
     return torch.nn.Sequential(layer, torch.nn.Conv2d(64, 64, 1))  # BottleneckAttn has no output projection
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import einx
 import pytest
 import torch
-from impls import CASES
+from impls import PATTERNS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vision_attn as va
@@ -22,26 +22,18 @@ from vision_attn.attention.patterns import Grouping, resolve_pattern
 
 
 def test_documented_expressions_match_the_code():
-    x, found = torch.randn(2, 3, 4, 12, 12), {}
-    for name, (pattern, *_) in CASES.items():
+    """``test_readme.py`` compares them with the page."""
+    x = torch.randn(2, 3, 4, 12, 12)
+    for pattern in PATTERNS:
         if isinstance(pattern, va.Neighborhood | va.Halo):
             continue
         line = resolve_pattern(pattern).expand_to_rank(2).rearrangement
-        found[name] = line.einx
         # Without padding and shifts, every pattern is a plain reshape.
         plain = va.Window(pattern.size) if isinstance(pattern, va.Window) else pattern
         grouping = Grouping(resolve_pattern(plain).expand_to_rank(2), (12, 12), (12, 12), torch.device("cpu"))
         sizes = grouping.query_layout.rearrangement.sizes
         names = {"maps": x, "b": 2, "n": 3, "d": 4, **sizes}
         assert torch.equal(eval(line.torch, names), einx.id(line.einx, x, **sizes))
-    documented = {
-        "full": "b n d h w -> b n (h w) d",
-        "rows": "b n d h w -> (b h) n w d",
-        "columns": "b n d h w -> (b w) n h d",
-        "window": "b n d (gh h) (gw w) -> (b gh gw) n (h w) d",
-        "grid": "b n d (h gh) (w gw) -> (b gh gw) n (h w) d",
-    }
-    assert found | documented == found
 
 
 def test_neighborhoods_at_the_border():
@@ -110,8 +102,7 @@ def test_a_grouping_created_in_another_mode_is_not_used_in_training(mode, positi
     block, x = va.Attention2d(8, 2, pattern=SHIFTED["pattern"], position=position), torch.randn(2, 8, 5, 7)
     x.requires_grad_()
     MODES[mode](block, x.detach())
-    found = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
-    weights = block.attention_weights(x)
+    found, weights = torch.autograd.grad(block(x).sum(), [x, *block.parameters()]), block.attention_weights(x)
     mask = next(iter(block.plans.groupings.values())).allowed()
     assert type(mask) is torch.Tensor
     assert not torch._C._functorch.is_functorch_wrapped_tensor(mask)  # the transform has ended

@@ -7,11 +7,8 @@ import torch
 from impls import CASES, CPU_IMPLS, make_position
 
 import vision_attn as va
-from vision_attn.attention import plan
 from vision_attn.attention.inputs import PositionBias
 from vision_attn.attention.position import PositionEncoding
-
-SHIFTED = va.Window(3, shift=1)
 
 
 def layer(**options):
@@ -20,8 +17,7 @@ def layer(**options):
 
 
 def images(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*(shape or (2, 16, 5, 7)), dtype=torch.float64, generator=generator)
+    return torch.randn(*(shape or (2, 16, 5, 7)), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def outputs(block, *inputs):
@@ -31,21 +27,16 @@ def outputs(block, *inputs):
     return [y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])]
 
 
-def assert_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_a_gate_can_be_added_to_a_block_that_has_a_plan():
     """``test_changes.py`` changes the options that are not modules."""
     used, new = layer(), layer()
     outputs(used, images())
     used.gate = new.gate = torch.nn.Conv2d(16, 16, 1).double()
-    assert_equal(outputs(used, images()), outputs(new, images()))
+    torch.testing.assert_close(outputs(used, images()), outputs(new, images()))
 
 
 def test_the_number_of_plans_is_limited(monkeypatch):
-    monkeypatch.setattr(plan, "CACHED_PLANS", 3)
+    monkeypatch.setattr("vision_attn.attention.plan.CACHED_PLANS", 3)
     block, kept = layer(), []
     for batch in range(1, 6):
         block(images(batch, 16, 2, 3))
@@ -60,7 +51,7 @@ def test_contexts_of_two_sizes_in_one_block(impl, position):
     used = layer(**options)
     for size in ((4, 6), (9, 3), (4, 6)):
         inputs = images(), None, images(2, 16, *size)
-        assert_equal(outputs(used, *inputs), outputs(layer(**options), *inputs))
+        torch.testing.assert_close(outputs(used, *inputs), outputs(layer(**options), *inputs))
         with pytest.raises(ValueError, match="mask must broadcast"):
             used(images(), torch.ones(35, 2, dtype=torch.bool), inputs[2])
 
@@ -118,16 +109,20 @@ def test_custom_encodings_keep_the_pattern(name, impl):
 
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-8])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"pattern": SHIFTED}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"pattern": va.Window(3, shift=1)}], ids=str)
 @pytest.mark.parametrize("position", [None, va.RelPosDecomposed, va.RelPosTable], ids=str)
 def test_scales_that_are_not_positive(position, options, scale, monkeypatch):
     """The fused kernels multiply their -inf by the scale, so such a scale is multiplied with the queries."""
     position = make_position(position, options.get("pattern", "full"), (5, 7))
     expected = outputs(layer(impl="bmm", scale=scale, position=position, **options), images())
     for impl in ("sdpa", "einx"):
-        assert_equal(outputs(layer(impl=impl, scale=scale, position=position, **options), images()), expected)
+        torch.testing.assert_close(
+            outputs(layer(impl=impl, scale=scale, position=position, **options), images()), expected
+        )
     monkeypatch.setattr("vision_attn.attention.dispatch.CHUNKED_DEVICES", ())  # as on a GPU
-    assert_equal(outputs(layer(impl="sdpa", scale=scale, position=position, **options), images()), expected)
+    torch.testing.assert_close(
+        outputs(layer(impl="sdpa", scale=scale, position=position, **options), images()), expected
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 5, 7), (2, 16, 0, 7)])

@@ -7,16 +7,13 @@ import numpy as np
 import pytest
 import reference
 import torch
-import torch.nn.functional as F
 from impls import CPU_IMPLS
 from torch import nn
 
 import vision_attn as va
-from vision_attn.attention import dispatch
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 
-DOUBLE = {"dtype": torch.float64}
-RELATIVE = va.RelPosDecomposed((3, 4))
+DOUBLE, RELATIVE = {"dtype": torch.float64}, va.RelPosDecomposed((3, 4))
 TABLE = "relative_position_bias_table"
 PARAMETERS = [
     (2, {"position": RELATIVE}, {"height_rel": (5, 8), "width_rel": (7, 8)}),
@@ -57,7 +54,7 @@ def test_the_bias_is_computed_in_chunks_on_a_cpu_and_folded_on_other_devices(siz
     assert calls
     assert all(q.shape[3] == 8 and mask.shape[3:] == (q.shape[2], k.shape[2]) for q, k, mask in calls)
     count = len(calls)
-    monkeypatch.setattr(dispatch, "RECOMPUTE_ABOVE", 0)
+    monkeypatch.setattr("vision_attn.attention.dispatch.RECOMPUTE_ABOVE", 0)
     block(x).sum().backward()
     assert len(calls) == 3 * count  # one more forward pass, and its recomputation in the backward pass
     calls.clear()
@@ -79,9 +76,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("kind", "old_size", "new_size", "changed"), SIZES)
-def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
-    kind, old_size, new_size, changed, tmp_path
-):
+def test_tables_of_another_size_are_resized_on_load_and_reported(kind, old_size, new_size, changed, tmp_path):
     old, new = (nn.Sequential(va.Attention2d(16, 2, position=kind(size))) for size in (old_size, new_size))
     torch.save(old.state_dict(), tmp_path / "model.pth")
     if changed is None:  # of other proportions
@@ -111,21 +106,6 @@ def test_blocks_with_one_and_three_axes_equal_the_definition(size):
                 np.testing.assert_allclose(block(x), expected, atol=1e-12)
 
 
-@torch.no_grad()
-def test_keys_of_a_pooled_feature_map_are_rotated_by_their_position_on_the_feature_map_of_the_queries():
-    block = va.Attention2d(16, 2, position=va.Rope(temperature=10.0), kv_stride=2, **DOUBLE)
-    x = torch.randn(1, 16, 4, 6, **DOUBLE)
-    q, k, v = block.qkv(x).chunk(3, 1)
-    queries, keys = (np.indices(size).reshape(2, -1) for size in ((4, 6), (2, 3)))
-    heads = []
-    parts = (y.unflatten(1, (2, 8)).flatten(3).mT[0].numpy() for y in (q, F.avg_pool2d(k, 2), F.avg_pool2d(v, 2)))
-    for q, k, v in zip(*parts, strict=True):
-        rotated = reference.rotate(q, queries, 10.0), reference.rotate(k, 2 * keys + 0.5, 10.0)
-        heads.append(reference.attention(*rotated, v, 8**-0.5).T)
-    expected = block.proj(torch.from_numpy(np.concatenate(heads)).view(1, 16, 4, 6))
-    torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(("pattern", "size"), [("full", (5, 6)), (va.Window((2, 3)), (3, 4))], ids=str)
 def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, size):
     options = {"pattern": pattern, "num_kv_heads": 1, "scale": 0.7, **DOUBLE}
@@ -133,7 +113,7 @@ def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, s
     plain.load_state_dict(block.state_dict(), strict=False)
     x = torch.randn(2, 8, *size, **DOUBLE)
     tables = zip((block.position.height, block.position.width), size, strict=True)
-    height, width = (F.interpolate(x.T[None], size=length, mode="linear")[0].T for x, length in tables)
+    height, width = (nn.functional.interpolate(x.T[None], size=length, mode="linear")[0].T for x, length in tables)
     q = block.qkv(x)[:, :8].unflatten(1, (2, 4)).flatten(3)
     expected = plain(x, mask=0.7 * q.mT @ (height[:, None] + width).flatten(0, 1).T)
     for impl in CPU_IMPLS:

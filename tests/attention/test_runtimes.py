@@ -54,8 +54,7 @@ def test_graphs_for_one_size_contain_masks_and_indices_as_constants(name):
     names = {target.name().removeprefix("aten::").partition(".")[0] for target in used if hasattr(target, "name")}
     assert "index_select" in names or name == "Rope"
     # Some runtimes do not support these operators: see apple/coremltools#2517 for alias.
-    unwanted = {"alias", "arange", "scatter", "index_put", "index", "logical_and", "eq", "lt", "ge", "cos"}
-    assert not names & unwanted
+    assert not names & {"alias", "arange", "scatter", "index_put", "index", "logical_and", "eq", "lt", "ge", "cos"}
 
 
 @pytest.mark.slow

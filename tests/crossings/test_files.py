@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, seed, settings, strategies as st
 from safetensors.torch import save_file
-from small_networks import copied, randomize_
+from small_networks import Net, copied, randomize_
 from torch import nn
 
 import vision_attn as va
@@ -44,15 +44,12 @@ CASES = {
 }  # fmt: skip
 
 
-class Net(nn.Module):
-    def __init__(self, inserted=False):
-        super().__init__()
-        self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 2)
-        if inserted:
-            va.insert_(self, names="norm", num_heads=2, example_input=torch.zeros(1, 3, 8, 8))
-
-    def forward(self, x):
-        return self.fc(self.norm(self.conv(x)).mean((2, 3)))
+def network(inserted):
+    run = lambda net, x: net.fc(net.norm(net.conv(x)).mean((2, 3)))  # noqa: E731
+    net = Net(run, conv=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8), fc=nn.Linear(8, 2))
+    if inserted:
+        va.insert_(net, names="norm", num_heads=2, example_input=torch.zeros(1, 3, 8, 8))
+    return randomize_(net)
 
 
 def lay_out(state, layout):
@@ -85,7 +82,7 @@ def write(path, kind, state, entry, extras, protocol, crc):
 
 def check(kind, dtype, protocol, entry, wrappers, prefix, style, extras, layout, inserted, crc, numbers):
     torch.manual_seed(numbers)
-    source, target = randomize_(Net(inserted)), randomize_(Net(inserted))
+    source, target = network(inserted), network(inserted)
     state = {key: x.to(dtype) if x.is_floating_point() else x for key, x in source.state_dict().items()}
     expected = {key: x.to(source.state_dict()[key]) for key, x in copied(source.to(dtype)).items()}
     renames, undo = style
@@ -99,8 +96,7 @@ def check(kind, dtype, protocol, entry, wrappers, prefix, style, extras, layout,
         write(path, kind, named, entry, extras, protocol, crc)
         report = va.load_checkpoint_(target, path, prefix=prefix if undo else "", rename=undo)
     assert set(report.loaded) == set(expected)
-    assert report.entry == ("" if kind == "safetensors" else entry)
-    assert report.prefix == prefix
+    assert (report.entry, report.prefix) == ("" if kind == "safetensors" else entry, prefix)
     for key, x in target.state_dict().items():
         torch.testing.assert_close(x, expected[key].to(x.dtype), rtol=0, atol=0)
 

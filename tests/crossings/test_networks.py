@@ -11,7 +11,6 @@ import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
-from torch.nn.utils.parametrizations import weight_norm
 
 import vision_attn as va
 
@@ -31,8 +29,7 @@ HAS_PEFT = find_spec("peft") is not None
 PACKAGE = str(Path(va.__file__).parent)
 #: Kinds of with blocks, and the fraction of forward passes that enter another one.
 KINDS = {"disabled": 0.1, "capture": 0.2, "padded": 0.5, "context": 0.8, "use_impl": 0.2}
-RECOMPUTE = ["", "one segment", "reentrant", "without reentry"]
-SIZES = [(32, 32), (32, 48), (40, 32)]
+RECOMPUTE, SIZES = ["", "one segment", "reentrant", "without reentry"], [(32, 32), (32, 48), (40, 32)]
 #: Valid sizes of the two padded images in pixels: multiples of the stride of the network, and of its pooled keys.
 VALID = [(32, 32), (16, 24)]
 
@@ -402,7 +399,7 @@ class Networks(stateful.RuleBasedStateMachine):
     @rule()
     def normalize_weight(self):
         self.backward()
-        weight_norm(self.net.head)
+        nn.utils.parametrizations.weight_norm(self.net.head)
 
     @precondition(lambda self: HAS_PEFT and not self.tuned and not self.frozen and not self.scopes)
     @rule()
@@ -480,8 +477,8 @@ class Networks(stateful.RuleBasedStateMachine):
         parts = [site, f"{site}.inserted"][: 1 + self.blocks]
         compiled = compiled and self.compiles and not self.is_compiled(*parts)
         # With a dynamic graph, torch may compute a segment again by another graph (pytorch/pytorch#166926).
-        wrap = partial(torch.compile, backend="eager", dynamic=False) if compiled else checkpoint_wrapper
-        self.net.set_submodule(path, wrap(part))
+        wrapped = torch.compile(part, backend="eager", dynamic=False) if compiled else checkpoint_wrapper(part)
+        self.net.set_submodule(path, wrapped)
 
     @precondition(lambda self: self.blocks and self.options["a"]["temperature"])
     @rule()

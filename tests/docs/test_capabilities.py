@@ -1,4 +1,4 @@
-"""PyTorch features by implementation, as listed in docs/implementations.md, and networks with blocks."""
+"""PyTorch features by implementation, as listed in docs/implementations.md, and by block."""
 
 import copy
 import pickle
@@ -6,10 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-import timm
 import torch
-from impls import CPU_IMPLS
-from torch import nn
+from impls import CPU_IMPLS, OPTIONS
 from torch._dynamo.exc import Unsupported, UserError
 
 import vision_attn as va
@@ -106,8 +104,7 @@ def has_gradients_of_stacks(block):
     found = torch.vmap(torch.func.grad(loss))(*stacked)
     for index, one in enumerate(blocks):
         gradients = torch.autograd.grad(one(x).square().sum(), [*one.parameters()])
-        for name, gradient in zip(dict(one.named_parameters()), gradients, strict=True):
-            torch.testing.assert_close(found[name][index], gradient)
+        torch.testing.assert_close([found[name][index] for name, _ in one.named_parameters()], gradients)
 
 
 def has_forward_mode_gradients(block):
@@ -149,7 +146,7 @@ def runs_on_the_meta_device(block):
 
 @torch.no_grad()
 def is_traced_by_fx(block):
-    traced = torch.fx.symbolic_trace(nn.Sequential(block))
+    traced = torch.fx.symbolic_trace(torch.nn.Sequential(block))
     assert "call_module" in {node.op for node in traced.graph.nodes}
     torch.testing.assert_close(traced(example()), block(example()))
 
@@ -221,20 +218,7 @@ def test_the_table_lists_every_capability():
         assert f"| {' | '.join([name, *cells])} |" in PAGE
 
 
-OPTIONS = {
-    "shifted window, table": {"pattern": va.Window(7, shift=3), "position": va.RelPosTable()},
-    "decomposed": {"position": va.RelPosDecomposed(feat_size=(7, 7))},
-    "causal, table": {"position": va.RelPosTable(feat_size=(7, 7)), "causal": True},
-    "neighborhood, decomposed": {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
-    "rotary, multi-query": {"position": va.Rope(), "num_kv_heads": 1, "qk_norm": True},
-    "rows, convolution": {"pattern": "rows", "position": va.ConditionalPos(3), "output_gate": True},
-    "absolute": {"position": va.AbsPos((7, 7))},
-    "match": {"qk_norm": "match"},
-    "pooled": {"kv_stride": 2},
-    "stripes, sinusoidal": {"pattern": va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7), "position": va.SinCos()},
-}
-BLOCKS = ("AttentionBlock2d", "LinearAttention2d", "TransformerBlock2d", "StridedAttention2d")
-NAMES = (*OPTIONS, *BLOCKS)
+NAMES = (*OPTIONS, "AttentionBlock2d", "LinearAttention2d", "TransformerBlock2d", "StridedAttention2d")
 #: Blocks that are compiled and exported in the slow tests. The others are tested before a release.
 ALWAYS = ("rows, convolution", "TransformerBlock2d")
 
@@ -249,9 +233,10 @@ def test_every_pattern_position_and_block_runs_in_transforms_and_is_traced(name)
         supports(block_by_name(name))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in ALWAYS else pytest.mark.thorough) for n in NAMES]
-)
+MARKS = {name: pytest.mark.slow if name in ALWAYS else pytest.mark.thorough for name in NAMES}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in MARKS.items()])
 def test_every_block_is_compiled_and_exported_with_any_size(name):
     block = block_by_name(name)
     compiles_with_its_backward_pass(block)
@@ -265,25 +250,3 @@ def test_every_implementation_is_compiled_to_machine_code():
     for block in map(make_block, va.implementations.IMPLS):
         with torch.no_grad():
             torch.testing.assert_close(compiled(block, "inductor")(example()), block(example()), rtol=1e-4, atol=1e-5)
-
-
-# --- a network with blocks --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", [pytest.param("tiny", marks=pytest.mark.slow), "test_convnext"])
-def test_a_network_with_blocks_is_compiled_and_recomputes_its_activations(family):
-    model, x = timm.create_model(family, num_classes=5).eval(), torch.randn(2, 3, 64, 64)
-    va.insert_(model, stages=[-2, -1], gate_init=0.5, num_heads=4, example_input=x)
-
-    def gradients(run):
-        model.zero_grad()
-        y = run(x)
-        y.sum().backward()
-        return [y.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-
-    expected = gradients(model)
-    assert all(p.grad.any() for block in va.inserted_blocks(model).values() for p in block.parameters())
-    if family == "test_convnext":
-        model.set_grad_checkpointing(True)
-    for found, exact in zip(gradients(compiled(model) if family == "tiny" else model), expected, strict=True):
-        torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))

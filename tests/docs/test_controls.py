@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from border_solver import BorderSolver
 from controls import ConvBlock2d, CostVolumeBlock2d, NormBlock2d, SqueezeExciteBlock2d
-from torch.distributions import MultivariateNormal
 
 import vision_attn as va
 
@@ -44,11 +43,9 @@ def test_a_cost_volume_averages_the_values_of_other_positions(separate):
     found = torch.zeros(6, 8)
     for head, i in ((head, i) for head in (slice(0, 4), slice(4, 8)) for i in range(6)):
         others = [j for j in range(6) if j != i]
-        keys = features[:, -8:][others, head]
-        weights = torch.softmax(14 * F.cosine_similarity(features[i, head], keys), 0)
+        weights = torch.softmax(14 * F.cosine_similarity(features[i, head], features[:, -8:][others, head]), 0)
         found[i, head] = weights @ values[others, head]
-    expected = x + 0.5 * block.proj(found.T.view(1, 8, 2, 3))
-    torch.testing.assert_close(block(x), expected)
+    torch.testing.assert_close(block(x), x + 0.5 * block.proj(found.T.view(1, 8, 2, 3)))
 
 
 def test_the_costs_of_the_solver_are_ratios_of_gaussian_likelihoods():
@@ -57,7 +54,9 @@ def test_the_costs_of_the_solver_are_ratios_of_gaussian_likelihoods():
     neighbors = borders @ torch.randn(3, 3, dtype=torch.double) + torch.randn(500, 3, dtype=torch.double) + 1
     solver = BorderSolver(borders, neighbors, ridge=0)
     residual = neighbors - neighbors.mean(0) - (borders - borders.mean(0)) @ solver.weight
-    one, other = (MultivariateNormal(z.mean(0), z.T.cov(correction=0)) for z in (residual, neighbors))
+    one, other = (
+        torch.distributions.MultivariateNormal(z.mean(0), z.T.cov(correction=0)) for z in (residual, neighbors)
+    )
     predicted = neighbors.mean(0) + (borders[:5] - borders.mean(0)) @ solver.weight
     ratio = one.log_prob(neighbors[None, :5] - predicted[:, None]) - other.log_prob(neighbors[:5])
     constant = one.log_prob(one.mean) - other.log_prob(other.mean)

@@ -22,7 +22,6 @@ from small_networks import convolutions
 import vision_attn as va
 from vision_attn import cli
 from vision_attn.networks.models import create_model
-from vision_attn.recipes import compare
 from vision_attn.recipes.data import open_data, open_image
 from vision_attn.recipes.runs import from_json
 from vision_attn.recipes.train import build_network
@@ -57,6 +56,12 @@ def save(path, pixels, **options):
     Image.fromarray(np.asarray(pixels, np.uint8)).save(path, **options)
 
 
+def results_of(example, folder, *flags):
+    """Run an experiment, and return its results by variant and seed."""
+    example.main([*EXAMPLES[f"{example.__name__}.py"], *map(str, flags), "--output", str(folder)])
+    return json.loads((folder / "runs.json").read_text())["runs"]
+
+
 @pytest.fixture
 def run_here(monkeypatch, capsys):
     """Return a function that runs an example as a program in this process, and returns exit code, stdout and stderr."""
@@ -85,6 +90,13 @@ def few_timed_steps(monkeypatch):
     monkeypatch.setattr("experiments.ROUNDS", 5)
 
 
+def save_photographs(folder, pixels):
+    """Save 40 images of 32×32 for each split, whose channels are a function of column, row and number."""
+    column, row = np.meshgrid(np.arange(32), np.arange(32))
+    for number, split in itertools.product(range(40), ("train", "test")):
+        save(folder / split / "class" / f"{number:02}.png", np.stack(pixels(column, row, np.full_like(row, number)), 2))
+
+
 def interrupted_in_the_second_epoch():
     effects = itertools.chain([mock.DEFAULT], itertools.repeat(ZeroDivisionError))
     return mock.patch.object(torch, "save", mock.Mock(wraps=torch.save, side_effect=effects))
@@ -104,12 +116,6 @@ def test_every_example_is_tested():
     shared = {"border_solver.py", "controls.py", "experiments.py", "recall_task.py"}
     shared |= {"pieces_picture.py"}  # draws photographs of scikit-image
     assert scripts - shared == set(EXAMPLES)  # all other scripts are tutorials, which the tests of notebooks cover
-
-
-def test_torch_hub_loads_the_networks():
-    for name in ("resnet56_a", "resnet20_attention"):
-        model = torch.hub.load(str(ROOT), name, source="local", trust_repo=True)
-        assert sum(p.numel() for p in model.parameters()) > 20_000
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # raised in a thread without a CUDA context
@@ -162,8 +168,7 @@ def test_cifar_runs_its_controls_and_stops_if_the_loss_is_not_finite(cifar, tmp_
     summary = json.loads((tmp_path / "controls/runs.json").read_text())
     sizes = {name: by_seed["0"]["parameters"] for name, by_seed in summary["runs"].items()}
     assert list(sizes) == controls
-    deeper = create_model("resnet32", num_classes=3)
-    assert sizes.pop("resnet32") == sum(p.numel() for p in deeper.parameters())
+    assert sizes.pop("resnet32") == sum(p.numel() for p in create_model("resnet32", num_classes=3).parameters())
     assert max(sizes.values()) - min(sizes.values()) < 400, "blocks of about the same size"
     assert [environment["torch"] for environment in summary["environments"]] == [torch.__version__]
     code, _, err = run_here("cifar.py", *flags, "attention", "--lr", "1e30", "--output", tmp_path / "diverged")
@@ -220,9 +225,7 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
     torch.save(timm.create_model("resnet20").state_dict(), tmp_path / "net.pth")
     monkeypatch.setattr(mosaic, "HELD_OUT", 11)
     monkeypatch.setattr(mosaic, "MOSAICS", 8)
-    arguments = ["--data", str(tmp_path / "data"), "--weights", str(tmp_path / "net.pth"), "--output", str(tmp_path)]
-    mosaic.main([*arguments, *EXAMPLES["mosaic.py"]])
-    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    runs = results_of(mosaic, tmp_path, "--data", tmp_path / "data", "--weights", tmp_path / "net.pth")
     assert set(runs) == {"nearest-neighbor", "matching"}
     saved, extractor = torch.load(tmp_path / "photographs-1.pt"), mosaic.FeatureExtractor()
     extractor.thaw(tmp_path / "net.pth", parts=1)  # the untrained last stage must reproduce the saved features
@@ -238,11 +241,8 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
 def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, monkeypatch):
     shredded = importlib.import_module("shredded")
     monkeypatch.setattr(shredded, "EVALUATED", 16)
-    column, row = np.meshgrid(np.arange(32), np.arange(32))
-    for number in range(40):  # brightness follows the column; each photograph has its own stripes
-        for split in ("train", "test"):
-            pixels = np.stack([4 * column, row * (number + 1) % 256, np.full_like(row, 6 * number)], 2)
-            save(tmp_path / split / "class" / f"{number:02}.png", pixels)
+    # Brightness follows the column; each photograph has its own stripes.
+    save_photographs(tmp_path, lambda column, row, number: [4 * column, row * (number + 1) % 256, 6 * number])
     pool = shredded.load_photographs(tmp_path, "test")
     strips, following = shredded.canvases(2, pool, torch.Generator().manual_seed(0))
     scored = following >= 0
@@ -253,9 +253,7 @@ def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, m
     assert len(shredded.load_photographs(tmp_path, "train")) + len(shredded.load_photographs(tmp_path, "val")) == 40
     costs = torch.tensor([[[0.0, 1, 2], [0, 9, 5], [1, 2, 0]]])  # the first column is the nearest of two rows
     assert shredded.found_one_to_one(costs).tolist() == [[2, 0, 1]]
-    arguments = ["--data", str(tmp_path), *EXAMPLES["shredded.py"]]
-    shredded.main([*arguments, "--output", str(tmp_path / "runs")])
-    runs = json.loads((tmp_path / "runs/runs.json").read_text())["runs"]
+    runs = results_of(shredded, tmp_path / "runs", "--data", tmp_path)
     assert runs["borders"]["0"]["found %"] == 100
     assert runs["solver"]["0"]["found %"] > 90
     trained = ("plain", "separate-cost-volume", "matching")
@@ -265,10 +263,7 @@ def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, m
 def test_the_neighbors_of_a_tile_are_its_continuations(tmp_path, monkeypatch):
     tiles = importlib.import_module("tiles")
     monkeypatch.setattr(tiles, "EVALUATED", 16)
-    column, row = np.meshgrid(np.arange(32), np.arange(32))
-    for number, split in itertools.product(range(40), ("train", "test")):  # green is the row, red the column
-        pixels = np.stack([7 * column, 7 * row, np.full_like(row, 6 * number)], 2)
-        save(tmp_path / split / "class" / f"{number:02}.png", pixels)
+    save_photographs(tmp_path, lambda column, row, number: [7 * column, 7 * row, 6 * number])
     drawn, index = tiles.canvases(2, tiles.load_photographs(tmp_path, "test"), torch.Generator().manual_seed(0))
     found = tiles.targets(drawn, index)
     for number, (down, right) in enumerate(tiles.DIRECTIONS.values()):
@@ -276,8 +271,7 @@ def test_the_neighbors_of_a_tile_are_its_continuations(tmp_path, monkeypatch):
         assert inside.sum() == 2 * 4 * 12
         step = found[:, number][inside].sub(drawn[inside])[:, :, 0, 0] * 255
         torch.testing.assert_close(step, torch.tensor([56.0 * right, 56.0 * down, 0]).expand_as(step))
-    tiles.main([*EXAMPLES["tiles.py"], "--data", str(tmp_path), "--output", str(tmp_path / "runs")])
-    runs = json.loads((tmp_path / "runs/runs.json").read_text())["runs"]
+    runs = results_of(tiles, tmp_path / "runs", "--data", tmp_path)
     assert runs["solver"]["0"]["found %"] > 90
     assert runs["heads-1"]["0"]["parameters"] // 1000 == runs["two-blocks-1"]["0"]["parameters"] // 1000 == 304
 
@@ -286,10 +280,9 @@ def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch
     pytest.importorskip("skimage")
     stereo = importlib.import_module("stereo")
     monkeypatch.setattr(stereo, "EVALUATED", 2)
-    stereo.main([*EXAMPLES["stereo.py"], "--output", str(tmp_path)])
-    results = json.loads((tmp_path / "runs.json").read_text())
+    runs = results_of(stereo, tmp_path)
     assert set(json.loads((tmp_path / "milliseconds.json").read_text())) == {"cost-volume", "matching"}
-    assert set(results["runs"]["matching"]["0"]) == {"parameters", "synthetic px", "real px", "real within 3 px %"}
+    assert set(runs["matching"]["0"]) == {"parameters", "synthetic px", "real px", "real within 3 px %"}
     left, right, disparity = stereo.synthetic_pair(torch.Generator().manual_seed(1))
     source = (torch.arange(stereo.WIDTH) - disparity).round().long()  # column of each left position in the right view
     error = (right.gather(2, source.clamp(0).expand(3, -1, -1)) - left).abs().mean(0)[source >= 0]
@@ -298,7 +291,7 @@ def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch
 
 @pytest.fixture
 def video(tmp_path, monkeypatch):
-    """Return the example of one-shot video with a random backbone, its arguments, and a folder of two drives."""
+    """Return the example of one-shot video with a random backbone, and a folder of two drives."""
     video, rng = importlib.import_module("one_shot_video"), np.random.default_rng(0)
     monkeypatch.setattr(video, "create_backbone", lambda: timm.create_model("tf_efficientnet_lite0"))
     monkeypatch.setattr(video, "EVALUATED", 16)
@@ -306,14 +299,12 @@ def video(tmp_path, monkeypatch):
         for kind, suffix, shape in (("images", "webp", (48, 64, 3)), ("labels", "png", (48, 64))):
             path = tmp_path / "camvid" / split / kind / f"{drive}_{position:06}.{suffix}"
             save(path, rng.integers(0, 12 if kind == "labels" else 256, shape))
-    arguments = ["--data", str(tmp_path), "--output", str(tmp_path / "runs"), *EXAMPLES["one_shot_video.py"]]
-    return video, arguments, tmp_path
+    return video, tmp_path
 
 
 def test_video_is_segmented_without_reading_the_test_split(video, monkeypatch):
-    video, arguments, folder = video
-    video.main([*arguments, "--split", "val"])  # the folder has no test split
-    results = json.loads((folder / "runs" / "runs.json").read_text())["runs"]
+    video, folder = video
+    results = results_of(video, folder / "runs", "--data", folder, "--split", "val")  # there is no test split
     assert tuple(results) == video.VARIANTS
     drives = {f"{drive} pixels %" for drive in ("0001TP", "Seq05VD")}
     assert all(set(runs["0"]) == {"parameters", "pixels %", "classes %", *drives} for runs in results.values())
@@ -330,7 +321,7 @@ def test_video_is_segmented_without_reading_the_test_split(video, monkeypatch):
 
 
 def test_pairs_of_video_frames_have_consistent_labels(video):
-    video, _, folder = video
+    video, folder = video
     features, labels, pairs, _ = video.load_frames(str(folder), "train", "cpu")
     assert features.shape == (12, 152, 6, 8)
     every = itertools.product(range(12), repeat=2)  # six frames of each of two drives
@@ -342,7 +333,7 @@ def test_pairs_of_video_frames_have_consistent_labels(video):
 
 
 def test_labels_of_the_same_video_frame_are_copied(video):
-    video, *_ = video
+    video, _ = video
     generator = torch.Generator().manual_seed(0)
     features, labels = torch.randn(4, 9, 6, 8, generator=generator), torch.randint(12, (4, 6, 8), generator=generator)
     frames = features, labels, torch.arange(4)[:, None].expand(-1, 2), np.array(["a", "a", "b", "b"])
@@ -377,13 +368,12 @@ def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, pl
     def build(variant, seed, output, **values):
         settings = from_json(values, seed=seed, output=output / f"{variant}-{seed}")
         plain = replace(settings, weights=None, reset_head=False, freeze_backbone=False, pretrained=False)
-        classes, _, _ = open_data(plain)
-        model, _ = build_network(plain, classes, None, lambda line: None, resumed=False)
-        name = "/".join(settings.output.relative_to(tmp_path / "runs").parts)
+        model, _ = build_network(plain, open_data(plain)[0], None, lambda line: None, resumed=False)
+        name = settings.output.relative_to(tmp_path / "runs").as_posix()
         built[name] = settings, list(va.inserted_blocks(model).values())
         return {"top-1 %": 50.0}
 
-    monkeypatch.setattr(compare, "train_variant", build)
+    monkeypatch.setattr("vision_attn.recipes.compare.train_variant", build)
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
         (tmp_path / "data" / split).symlink_to(image_folder / "train")
@@ -413,10 +403,7 @@ def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, pl
         assert colors[1:].index(colors[0]) == ["row", "column", "diagonal"].index(path.parent.name)
 
 
-@pytest.mark.slow
-def test_a_folder_of_images_leads_to_a_file_that_classifies_without_torch(
-    image_folder, tmp_path, monkeypatch, capsys, run_here
-):
+def test_an_exported_file_classifies_without_torch(image_folder, tmp_path, monkeypatch, capsys, run_here):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "flowers").symlink_to(image_folder)
     shutil.copyfile(image_folder / "val" / "red" / "0.png", "rose.jpg")  # the suffix is not used
@@ -448,17 +435,16 @@ def test_classify_agrees_with_the_library(tmp_path, run_here, flags):
     assert cli.main(["export", str(tmp_path / "net"), "--output", str(tmp_path / "net.onnx"), *flags]) == 0
     with torch.no_grad():
         probabilities = model(torch.stack([model.transform(open_image(path)) for path in pictures])).softmax(1)
-    ranked = [
-        [f"{model.classes[i]} {100 * row[i]:.1f} %" for i in row.argsort(descending=True)] for row in probabilities
-    ]
-    expected = ["  ".join([str(path), *names]) for path, names in zip(pictures, ranked, strict=True)]
+    expected = []
+    for path, row in zip(pictures, probabilities, strict=True):
+        ranked = [f"{model.classes[i]} {100 * row[i]:.1f} %" for i in row.argsort(descending=True)]
+        expected.append("  ".join([str(path), *ranked]))
     code, out, err = run_here("classify.py", tmp_path / "net.onnx", *pictures)
     assert (code, out.splitlines(), err) == (0, expected, "")
     (tmp_path / "half.png").write_bytes(pictures[0].read_bytes()[:500])
-    code, out, err = run_here("classify.py", tmp_path / "net.onnx", tmp_path / "half.png")
-    assert (code, out, str(tmp_path / "half.png") in err) == (1, "", True)
-    code, out, err = run_here("classify.py", pictures[0], pictures[0])
-    assert (code, out, str(pictures[0]) in err) == (1, "", True)
+    for network, picture in ((tmp_path / "net.onnx", tmp_path / "half.png"), (pictures[0], pictures[0])):
+        code, out, err = run_here("classify.py", network, picture)
+        assert (code, out, str(picture) in err) == (1, "", True)
 
 
 def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, monkeypatch):
@@ -471,8 +457,7 @@ def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, m
         save(tmp_path / split / name.format(number), enlarged, lossless=True)
     measure, measured = street.measure, []
     monkeypatch.setattr(street, "measure", lambda *pair: measured.append((*pair, measure(*pair))) or measured[-1][2])
-    arguments = [*EXAMPLES["street_segmentation.py"], "--data", str(tmp_path), "--output", str(tmp_path / "runs")]
-    street.main([*arguments, "--split", "val"])
+    results_of(street, tmp_path / "runs", "--data", tmp_path, "--split", "val")
     for labels, predictions, scores in measured:
         labeled = labels != 11
         expected = jaccard_score(labels[labeled], predictions[labeled], average="macro", zero_division=0)
@@ -484,18 +469,16 @@ def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, m
     street.build_loss(labels := torch.from_numpy(rng.integers(0, 12, (2, 6, 8))))(logits, labels).backward()
     assert ((logits.grad == 0).all(1) == (labels == 11)).all()
 
-    outputs = []
+    outputs, images = [], torch.rand(1, 3, 180, 240)
     for variant in street.BLOCKS:
         torch.manual_seed(0)
-        model = street.build_network(variant, scratch=True).eval()
         with torch.no_grad():
-            outputs.append(model(torch.rand(1, 3, 180, 240, generator=torch.Generator().manual_seed(1))))
+            outputs.append(street.build_network(variant, scratch=True).eval()(images))
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 def test_the_picture_of_the_readme_shows_what_its_training_found(tmp_path, monkeypatch, capsys):
-    picture = importlib.import_module("readme_picture")
-    noise = torch.rand(2, 3, 28, 42)
+    picture, noise = importlib.import_module("readme_picture"), torch.rand(2, 3, 28, 42)
 
     def photograph(name, size):
         return torch.nn.functional.interpolate(noise[[int(name == "chelsea")]], size, mode="bilinear")
@@ -553,9 +536,8 @@ def test_training_images_are_not_evaluated(finetuning, tmp_path):
 
 
 @pytest.mark.parametrize("regime", ["frozen", "thawed"])
-def test_fine_tuning_starts_from_equal_outputs_and_trains_the_parameters_of_its_regime(
-    finetuning, tmp_path, monkeypatch, regime
-):
+def test_fine_tuning_trains_the_parameters_of_its_regime(finetuning, tmp_path, monkeypatch, regime):
+    """All networks start from equal outputs."""
     (images, labels), _ = finetuning.load_images(tmp_path / "images.pt", "flowers", 0, False)
     batches, enlarge = [], finetuning.enlarge
     monkeypatch.setattr(finetuning, "enlarge", lambda *args: batches.append(enlarge(*args)) or batches[-1])
@@ -569,8 +551,7 @@ def test_fine_tuning_starts_from_equal_outputs_and_trains_the_parameters_of_its_
         finetuning.train(model, images, labels, seed=0, steps=2, learning_rate=1e-3)
         inputs[block] = list(batches)
         changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
-        new = {key for key in before if "inserted" in key or key.startswith("classifier.")}
-        backbone = before.keys() - new
+        backbone = before.keys() - {key for key in before if "inserted" in key or key.startswith("classifier.")}
         assert {"classifier.weight", "classifier.bias"} <= changed
         assert any("inserted" in key for key in changed) == (block != "plain")
         if regime == "frozen":
@@ -607,8 +588,8 @@ def test_fine_tuning_writes_a_comparison_of_each_data_set(finetuning, tmp_path, 
     finetuning.main([*arguments, "--data", str(tmp_path / "data")])
     for data_set, classes in zip(finetuning.SETS, (5, 2, 2), strict=True):
         folder = tmp_path / "runs" / f"frozen-{data_set}"
-        results = json.loads((folder / "runs.json").read_text())["runs"]
-        trained = {name: by_seed["0"]["trained parameters"] for name, by_seed in results.items()}
+        runs = json.loads((folder / "runs.json").read_text())["runs"]
+        trained = {name: by_seed["0"]["trained parameters"] for name, by_seed in runs.items()}
         assert trained == {"plain": 1281 * classes, "attention": 1281 * classes + 50_960}
         assert "learning rate 0.001" in (folder / "comparison.md").read_text()
 

@@ -38,8 +38,7 @@ def test_reports_display_their_text_in_a_notebook(tmp_path):
     for report in reports:
         page = ElementTree.fromstring(f"<div>{report._repr_html_()}</div>")  # every tag is closed
         assert sorted(" ".join(page.itertext()).split()) == sorted(str(report).split())
-        assert bool(page.findall(".//table")) == (not isinstance(report, LoadReport))
-        assert page.findall(".//b") == []
+        assert (bool(page.findall(".//table")), page.findall(".//b")) == (not isinstance(report, LoadReport), [])
 
 
 def test_every_walkthrough_has_a_current_notebook(tmp_path):
@@ -48,8 +47,7 @@ def test_every_walkthrough_has_a_current_notebook(tmp_path):
     notebooks = runpy.run_path(str(ROOT / "docs" / "notebooks.py"))
     walkthroughs = notebooks["WALKTHROUGHS"]
     assert [path.stem for path in MADE] == sorted(walkthroughs), REMEDY
-    outdated = [name for name, path in walkthroughs.items() if not notebooks["is_current"](path)]
-    assert outdated == [], REMEDY
+    assert [name for name, path in walkthroughs.items() if not notebooks["is_current"](path)] == [], REMEDY
     changed = tmp_path / "quickstart.py"
     changed.write_text(walkthroughs["quickstart"].read_text().replace("stages=-2", "stages=-1"))
     assert not notebooks["is_current"](changed)

@@ -30,8 +30,7 @@ from vision_attn.recipes import settings
 from vision_attn.recipes.compare import VARIANTS, settings_for_variant
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, DOCS = (ROOT / "README.md").read_text(), [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = [ROOT / name for name in ("docs", "examples", "weights")]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(page for folder in FOLDERS for page in folder.rglob("*.md"))]
 #: Imports of packages in the extra `integrations`. A page with such imports runs in a separate process, because some of
@@ -163,8 +162,7 @@ def test_the_code_runs_and_prints_the_output_on_the_page(path, tmp_path, monkeyp
 
 def first_cells(text, table):
     """Return the words in backquotes in the first column of the table whose header starts with this text."""
-    body = text.partition(table)[2].partition("\n\n")[0]
-    cells = re.findall(r"^\| ([^|]*`.*?) \|", body, re.MULTILINE)
+    cells = re.findall(r"^\| ([^|]*`.*?) \|", text.partition(table)[2].partition("\n\n")[0], re.MULTILINE)
     return [word for cell in cells for word in re.findall(r"`(.+?)`", cell)]
 
 
@@ -282,8 +280,7 @@ def navigation():
 
 def test_every_page_is_linked_and_in_the_navigation():
     links = [(path, link) for path in DOCS for link in re.findall(r"\]\(([^)]+\.md)[^)]*\)", path.read_text())]
-    linked = {(path.parent / link).resolve() for path, link in links}
-    assert set(DOCS[1:]) <= linked
+    assert set(DOCS[1:]) <= {(path.parent / link).resolve() for path, link in links}
     assert {relative(path) for path in (ROOT / "docs").rglob("*.md")} <= set(navigation())
     notebooks = {relative(path.with_suffix(".md")) for path in (ROOT / "examples/notebooks").glob("*.ipynb")}
     assert {path for path in navigation() if not (ROOT / path).exists()} == notebooks

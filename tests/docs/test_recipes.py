@@ -21,7 +21,6 @@ from torchvision.utils import save_image
 from ultralytics import YOLO
 from ultralytics.nn.tasks import DetectionModel
 from ultralytics.utils import DEFAULT_CFG
-
 torch.manual_seed(0)
 DEFAULT_CFG.plots = False
 for i in range(16):
@@ -38,23 +37,18 @@ checkpoint = YOLO("yolov8n.yaml")
 checkpoint.model = DetectionModel("yolov8n.yaml", nc=1, verbose=False)
 checkpoint.save("yolov8n.pt")
 """,
-    "FSDP2 and DDP": """
-import torch.distributed as dist
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-""",
+    "FSDP2 and DDP": "import torch.distributed as dist\n"
+    "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
 }
 
 #: Code that runs after the last block of a section: checks of statements in its prose.
 AFTER = {
     "Ultralytics YOLO": """
 images, restored, started = torch.rand(2, 3, 160, 160), YOLO("yolov8n.pt").model.eval(), []
-
 @torch.no_grad()
 def remember(trainer):
     started.append(trainer.model.eval()(images)[0])
     trainer.model.train()
-
 again = YOLO("yolov8n.pt")
 again.add_callback("on_pretrain_routine_end", remember)
 again.train(trainer=WithAttention, data="squares.yaml", epochs=1, imgsz=160, batch=4, workers=0)
@@ -93,35 +87,27 @@ with torch.no_grad():
 from mmengine.model import BaseModule
 from mmengine.structures import BaseDataElement
 from mmengine.runner import Runner
-
 @MODELS.register_module()
 class Backbone(BaseModule):
     def __init__(self):
         super().__init__(init_cfg=dict(type="Kaiming", layer="Conv2d"))
         layers = torch.nn.Conv2d(3, 32, 3, 2), torch.nn.ReLU(), torch.nn.Conv2d(32, 64, 3, 2)
         self.layers = torch.nn.Sequential(*layers)
-
     def forward(self, images):
         return self.layers(images)
-
 def projection(model):
     return va.inserted_blocks(model.backbone)["layers.2"].attn.proj.weight
-
 model = WithAttention(dict(type="Backbone"))
 before = [p.clone() for p in model.backbone.layers.parameters()]
 model.init_weights()
 assert all(not torch.equal(p, old) for p, old in zip(model.backbone.layers[0].parameters(), before))
 assert projection(model).abs().max() == 0
 data = [dict(images=torch.randn(3, 64, 64), labels=i % 5) for i in range(8)]
-runner = Runner(
-    dict(type="WithAttention", backbone=dict(type="Backbone")),
-    "work",
-    dict(dataset=data, batch_size=4, sampler=dict(type="DefaultSampler"), collate_fn=dict(type="default_collate")),
-    train_cfg=dict(by_epoch=True, max_epochs=1),
-    optim_wrapper=dict(
-        optimizer=dict(type="SGD", lr=0.01), paramwise_cfg=dict(custom_keys={"inserted": dict(lr_mult=5)})
-    ),
-)
+loader = dict(batch_size=4, sampler=dict(type="DefaultSampler"), collate_fn=dict(type="default_collate"))
+rates = dict(optimizer=dict(type="SGD", lr=0.01), paramwise_cfg=dict(custom_keys={"inserted": dict(lr_mult=5)}))
+options = dict(train_cfg=dict(by_epoch=True, max_epochs=1), optim_wrapper=rates)
+model_config = dict(type="WithAttention", backbone=dict(type="Backbone"))
+runner = Runner(model_config, "work", dict(dataset=data, **loader), **options)
 runner.train()
 assert projection(runner.model).abs().max() > 0
 assert {group["lr"] for group in runner.optim_wrapper.param_groups} == {0.01, 0.05}
@@ -140,9 +126,7 @@ assert va.inserted_blocks(net)["layer4.1"].attn.proj.weight.abs().max() > 0
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 assert EventAccumulator(trainer.logger.log_dir).Reload().Tags()["images"] == ["layer4.1.inserted.attn"]
 """,
-    "fastai": """
-assert all(block.attn.proj.weight.abs().max() > 0 for block in va.inserted_blocks(learn.model).values())
-""",
+    "fastai": "assert all(b.attn.proj.weight.abs().max() > 0 for b in va.inserted_blocks(learn.model).values())",
     "Hugging Face Trainer": """
 loaded = ResNetForImageClassification.from_pretrained("run/checkpoint-2").eval()
 va.load_adapter_(loaded, "run/checkpoint-2/blocks.safetensors")
@@ -151,7 +135,6 @@ assert all(block.attn.proj.weight.abs().max() > 0 for block in va.inserted_block
 """,
     "PEFT": """
 from peft import PeftModel
-
 images = torch.rand(2, 3, 64, 64)
 expected = tuned(images)
 merged = tuned.merge_and_unload()

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import runpy
 import shutil
 from pathlib import Path
 from statistics import mean, stdev
@@ -10,6 +11,7 @@ from statistics import mean, stdev
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+TABLES = runpy.run_path(str(ROOT / "docs/result_tables.py"))
 FILES = sorted((ROOT / "examples/experiments/results").glob("*.json"))
 FOLDER = ROOT / "examples/experiments/results"
 RESULTS, OVERVIEW = (FOLDER / "README.md").read_text(), (ROOT / "docs/results.md").read_text()
@@ -20,32 +22,15 @@ MEAN, INTERVAL = r"\d+\.\d+ ± \d+\.\d+", r"−?\d+\.\d+ to −?\d+\.\d+"
 
 
 def comparisons(file):
-    """Yield the scores by variant and seed, the differences, and the decimals on the page for each comparison."""
+    """Yield the scores by variant and seed, the differences, and the measurement of each comparison."""
     recorded = json.loads(file.read_text())
-    if "variants" in recorded:
-        yield {name: variant["scores"] for name, variant in recorded["variants"].items()}, recorded["differences"], 1
-        return
-    for title, differences in recorded["differences"].items():
-        scores = {}
-        if "options" in recorded:  # counts, such as steps, have no decimals
-            for name, runs in recorded["runs"].items():
-                scores[name] = {seed: run[title] for seed, run in runs.items()}
-            yield scores, differences, 1 if title.endswith("%") else 2 if title[-2:] in ("px", "dB") else 0
-            continue
-        sigma, images = title.split(", ")
-        for name, run in recorded["runs"].items():
-            if f", {sigma}," in name:
-                scores.setdefault(name.partition(",")[0], {})[name.split(", ")[2]] = run[images]
-        yield scores, differences, 2
+    scores, differences = TABLES["read_scores"](recorded), recorded["differences"]
+    for title in scores if isinstance(differences, list) else differences:
+        yield scores[title], differences if isinstance(differences, list) else differences[title], title
 
 
-def format_interval(low, high, decimals):
-    if any(limit and round(limit, decimals) == 0 for limit in (low, high)):
-        decimals += 1
-    return f"{low:.{decimals}f} to {high:.{decimals}f}".replace("-", "−")
-
-
-def format_mean(scores, decimals):
+def format_mean(scores, title):
+    decimals = next((digits for unit, digits in TABLES["DECIMALS"].items() if title.endswith(unit)), 2)
     return f"{mean(scores):.{decimals}f} ± {stdev(scores):.{decimals}f}"
 
 
@@ -55,18 +40,18 @@ class Numbers:
     def __init__(self, files):
         self.means, self.seeds, self.intervals = set(), set(), set()
         for file in files:
-            for scores, differences, decimals in comparisons(file):
-                if decimals:
-                    self._add(scores, differences, decimals)
+            for comparison in comparisons(file):
+                if comparison[2] != "steps":  # the page has no numbers of steps
+                    self._add(*comparison)
 
-    def _add(self, scores, differences, decimals):
-        for variant_scores in scores.values():
-            values = [*variant_scores.values()]
-            self.seeds.add(", ".join(f"{score:.{decimals}f}" for score in values))
-            self.means.add(format_mean(values, decimals))
+    def _add(self, scores, differences, title):
+        for values in map(dict.values, scores.values()):
+            self.means.add(format_mean([*values], title))
+            digits = len(format_mean([*values], title).rpartition(".")[2])
+            self.seeds.add(", ".join(f"{score:.{digits}f}" for score in values))
         for difference in differences:
-            low, high = difference["low"], difference["high"]
-            self.intervals |= {format_interval(low, high, decimals), format_interval(-high, -low, decimals)}
+            for low, high in ((difference["low"], difference["high"]), (-difference["high"], -difference["low"])):
+                self.intervals.add(TABLES["format_interval"]({"low": low, "high": high}, title))
 
 
 def rows_and_text(section):
@@ -84,8 +69,7 @@ def test_tables_and_text_equal_the_recorded_runs(title):
     """The last test of this file compares the intervals in the tables."""
     section = SECTIONS[title]
     rows, text = rows_and_text(section)
-    table = "\n".join(rows)
-    recorded = Numbers(linked_files(section))
+    table, recorded = "\n".join(rows), Numbers(linked_files(section))
     assert set(re.findall(MEAN, table)) == recorded.means
     assert set(re.findall(SEEDS, table)) <= recorded.seeds
     assert set(re.findall(INTERVAL, text)) <= recorded.intervals
@@ -99,8 +83,7 @@ def test_means_follow_from_the_seeds_of_their_row():
     found = 0
     for row in rows_and_text(RESULTS)[0]:
         for seeds, shown in re.findall(rf"({SEEDS}) \| \**({MEAN})", row):
-            scores = [float(score) for score in seeds.split(", ")]
-            digits = len(seeds.rpartition(".")[2])
+            scores, digits = [float(score) for score in seeds.split(", ")], len(seeds.rpartition(".")[2])
             expected = [float(number) for number in shown.split(" ± ")]
             assert [mean(scores), stdev(scores)] == pytest.approx(expected, abs=1.1 * 10**-digits), row
             found += 1
@@ -110,8 +93,8 @@ def test_means_follow_from_the_seeds_of_their_row():
 def verdicts(files, one, other):
     """Yield the recorded verdicts on two variants, which are given by their means on the page."""
     for file in files:
-        for scores, differences, decimals in comparisons(file):
-            shown = {name: format_mean([*found.values()], decimals) for name, found in scores.items()}
+        for scores, differences, title in comparisons(file):
+            shown = {name: format_mean([*found.values()], title) for name, found in scores.items()}
             for difference in differences:
                 if [shown[name] for name in difference["variants"]] == [one, other]:
                     yield difference["verdict"]

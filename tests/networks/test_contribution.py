@@ -5,23 +5,18 @@ import copy
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 import torchvision
 from reach import anatomy
 from torch import nn
 
 import vision_attn as va
-import vision_attn.networks.models
-from vision_attn.networks import contributions
-from vision_attn.networks.contributions import disabled
 
 SITES = ["layer2.2", "layer3.2"]
 
 
 @pytest.fixture
 def batch():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(32, 3, 16, 16, generator=generator), torch.arange(32) % 10
+    return torch.randn(32, 3, 16, 16, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 10
 
 
 @pytest.fixture
@@ -56,20 +51,19 @@ def test_ratios_and_effects_equal_those_of_the_network_without_blocks(model, bat
     images, labels = batch
     assert found.predictions == 32
     with torch.no_grad():
-        whole = model.eval()(images)
-        without = {}
+        whole, without = model.eval()(images), {}
         for site in SITES:
             other = copy.deepcopy(model)
             va.inserted_blocks(other)[site].gate.zero_()
             without[site] = other(images)
-            with disabled(model, site):
+            with va.disabled(model, site):
                 assert torch.equal(model(images), without[site])
         va.remove_(other := copy.deepcopy(model))
         none = other(images)
     changes = [(block.ablation, without[block.site]) for block in found.blocks]
     for found_here, scores in (*changes, (found.all_blocks, none)):
         assert found_here.predictions_changed == int((scores.argmax(1) != whole.argmax(1)).sum())
-        rise = F.cross_entropy(scores, labels) - F.cross_entropy(whole, labels)
+        rise = nn.functional.cross_entropy(scores, labels) - nn.functional.cross_entropy(whole, labels)
         assert found_here.loss == pytest.approx(rise.item(), rel=1e-4)
     assert found.all_blocks.predictions_changed > 0
     words = ["all", "blocks", str(found.all_blocks.predictions_changed), "of", "32", f"{found.all_blocks.loss:+.4f}"]
@@ -78,20 +72,16 @@ def test_ratios_and_effects_equal_those_of_the_network_without_blocks(model, bat
 
 @pytest.mark.parametrize("most", [1, 2**24])
 def test_numbers_of_blocks_equal_their_contribution_and_their_maps(model, batch, monkeypatch, most):
-    monkeypatch.setattr(contributions, "MAX_WEIGHTS", most)  # one query at a time, or all
+    monkeypatch.setattr("vision_attn.networks.contributions.MAX_WEIGHTS", most)  # one query at a time, or all
     va.insert_(model, va.AttentionBlock2d, names="layer1", pattern=va.Window(5), num_heads=2, gate_init=0.5)
     va.insert_(model, "se", names="conv1", exact=False)
     images, modes = batch[0][:4], [m.training for m in model.modules()]
-    expected = va.contribution(model, images)
-    found = va.measure_blocks(model, x=images)
+    expected, found = va.contribution(model, images), va.measure_blocks(model, x=images)
     assert [m.training for m in model.modules()] == modes
     assert list(found) == [block.site for block in expected.blocks]
     assert [one["residual_ratio"] for one in found.values()] == [block.ratio for block in expected.blocks]
-    assert {site: one.get("gate") for site, one in found.items()} == {
-        "conv1": None,
-        "layer1.2": 0.5,
-        **dict.fromkeys(SITES, 1.0),
-    }
+    gates = {"conv1": None, "layer1.2": 0.5, **dict.fromkeys(SITES, 1.0)}
+    assert {site: one.get("gate") for site, one in found.items()} == gates
     with torch.no_grad(), va.capture(model.eval()) as maps:
         model(images)
     for path, attention in maps.items():
@@ -106,7 +96,7 @@ def test_numbers_of_blocks_equal_their_contribution_and_their_maps(model, batch,
 
 def test_the_report_recommends_a_remedy_only_if_the_loss_is_lower_without_the_blocks(model, batch):
     images, _ = batch
-    with torch.no_grad(), disabled(model):
+    with torch.no_grad(), va.disabled(model):
         labels_without = model.eval()(images).argmax(1)
     with torch.no_grad():
         labels_with = model(images).argmax(1)
@@ -124,7 +114,7 @@ def test_contribution_does_not_change_the_model(model, batch):
     model.layer1.eval()
     before = anatomy(model)
     va.contribution(model, batch[0])
-    with pytest.raises(RuntimeError), disabled(model):
+    with pytest.raises(RuntimeError), va.disabled(model):
         model(torch.randn(1, 4, 32, 32))
     assert anatomy(model) == before
 
@@ -139,8 +129,7 @@ def test_a_new_block_contributes_zero_and_a_broken_block_nan(batch):
 
 
 def test_blocks_of_the_network_count_and_replacements_do_not(batch):
-    block = va.AttentionBlock2d(8, 2, gate_init=1.0)
-    dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), block)
+    dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), va.AttentionBlock2d(8, 2, gate_init=1.0))
     found = va.contribution(dense, batch[0][:2])
     assert ([one.site for one in found.blocks], found.predictions) == (["1"], 2 * 16 * 16)
     vit = timm.create_model("test_vit", img_size=64, num_classes=5)
@@ -153,8 +142,7 @@ def test_blocks_of_the_network_count_and_replacements_do_not(batch):
 
 
 def test_copies_of_a_block_in_a_wrapper_are_one_block(model, batch):
-    peft = pytest.importorskip("peft")
-    sites = list(va.inserted_blocks(model))
+    peft, sites = pytest.importorskip("peft"), list(va.inserted_blocks(model))
     config = peft.LoraConfig(target_modules=["conv1"], modules_to_save=["inserted"], r=2)
     tuned = peft.get_peft_model(copy.deepcopy(model), config)
     measured = va.measure_blocks(tuned, batch[0])
@@ -167,12 +155,11 @@ def test_scores_can_be_feature_maps():
     images, labels = torch.randn(2, 3, 64, 64), torch.randint(4, (2, 64, 64))
     segmenter = torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights_backbone=None, num_classes=4)
     va.insert_(segmenter.backbone, names="4", num_heads=2, gate_init=1.0, example_input=images)
-    found = va.contribution(segmenter, (images, labels))
-    scores = segmenter.eval()(images)["out"]
-    with disabled(segmenter):
+    found, scores = va.contribution(segmenter, (images, labels)), segmenter.eval()(images)["out"]
+    with va.disabled(segmenter):
         others = segmenter(images)["out"]
     assert found.all_blocks.predictions_changed == int((scores.argmax(1) != others.argmax(1)).sum())
-    rise = F.cross_entropy(others, labels) - F.cross_entropy(scores, labels)
+    rise = nn.functional.cross_entropy(others, labels) - nn.functional.cross_entropy(scores, labels)
     assert found.all_blocks.loss == pytest.approx(rise.item(), rel=1e-3) != 0
     assert found.predictions == 2 * 64 * 64
 
@@ -199,14 +186,14 @@ def test_blocks_are_selected_by_name_and_by_function(model, batch):
         {"names": "**.2", "where": lambda name, block: name.startswith("layer3")},
         {"where": lambda name, block: isinstance(block, va.AttentionBlock2d) and block.channels == 64},
     ):
-        with disabled(model, **options):
+        with va.disabled(model, **options):
             outputs.append(model(images))
     assert all(torch.equal(outputs[0], y) for y in outputs)
     assert not torch.equal(outputs[0], model(images))
     with pytest.raises(va.errors.SiteError, match=r"where .* layer2\.2, layer3\.2"):
-        disabled(model, where=lambda name, block: False)
+        va.disabled(model, where=lambda name, block: False)
 
 
 def test_wrong_sites_and_batches_are_rejected(model):
     with pytest.raises(ValueError, match=r"names: no module matches 'layer1'. Available: layer2\.2, layer3\.2"):
-        disabled(model, ["layer1"])
+        va.disabled(model, ["layer1"])

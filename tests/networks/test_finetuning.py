@@ -6,18 +6,16 @@ from functools import cache, partial
 import pytest
 import timm
 import torch
+from impls import OPTIONS
 from reach import anatomy, as_after_training
 from small_networks import copied, copies
-from timm.layers import BatchNormAct2d
-from timm.optim import create_optimizer_v2
-from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
+from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 import vision_attn as va
-import vision_attn.networks.models
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.networks.insertion.registry import inserted_keys
 from vision_attn.networks.inspection.wrappers import unwrap_key
@@ -97,7 +95,7 @@ def test_a_frozen_backbone_is_bitwise_unchanged_while_its_blocks_train(name):
 
 NORMS = [
     lambda: nn.InstanceNorm2d(8, track_running_stats=True),
-    lambda: BatchNormAct2d(8, drop_layer=nn.Dropout),
+    lambda: timm.layers.BatchNormAct2d(8, drop_layer=nn.Dropout),
     lambda: nn.BatchNorm2d(8, momentum=None),
 ]
 
@@ -259,8 +257,7 @@ def test_additional_trained_parameters_are_selected_by_globs():
     model.train()(images())
     assert not model.layer3[0].bn1.training
     assert model.layer3[0].bn1.weight.requires_grad
-    everything = sum(p.numel() for p in model.parameters())
-    assert va.unfreeze_backbone_(model) == everything
+    assert va.unfreeze_backbone_(model) == sum(p.numel() for p in model.parameters())
     with pytest.raises(ValueError, match=r"also_train='head\.\*' matches no parameter"):
         va.freeze_backbone_(model, also_train=("fc.*", "head.*"))
     va.remove_(model)
@@ -271,14 +268,12 @@ def test_additional_trained_parameters_are_selected_by_globs():
 
 def by_parameter(model, groups, lr=1.0):
     """Return the learning rate and weight decay of each parameter."""
-    keys = {id(parameter): key for key, parameter in model.named_parameters()}
-    found = [
-        (keys[id(parameter)], (group.get("lr_scale", 1.0) * group.get("lr", lr), group["weight_decay"]))
-        for group in groups
-        for parameter in group["params"]
-    ]
-    assert len(dict(found)) == len(found), "each parameter once"
-    return dict(found)
+    keys, found = {id(parameter): key for key, parameter in model.named_parameters()}, {}
+    for group in groups:
+        rate = group.get("lr_scale", 1.0) * group.get("lr", lr)
+        found |= {keys[id(parameter)]: (rate, group["weight_decay"]) for parameter in group["params"]}
+    assert len(found) == sum(len(group["params"]) for group in groups), "each parameter once"
+    return found
 
 
 @pytest.mark.parametrize("name", ["resnet20", "convnext_atto", "swin_tiny_patch4_window7_224"])
@@ -335,21 +330,12 @@ def test_scales_and_positions_of_any_shape_have_no_weight_decay():
     assert any("position" in key for key in found)
 
 
-OPTIONS = [
-    {"qk_norm": True}, {"qk_norm": "cosine"}, {"qk_norm": "match"}, {"output_gate": True}, {"num_kv_heads": 1},
-    {"kv_stride": 2}, {"groups": 2}, {"position": va.SinCos()},
-    {"position": va.ConditionalPos(3)}, {"position": va.AbsPos(8)}, {"position": va.RelPosTable(8)},
-    {"position": va.RelPosDecomposed(8)}, {"position": va.RelPosTable(), "pattern": va.Window(4)},
-    {"gate_init": 0.1, "output_gate": True, "qk_norm": "cosine"},
-]  # fmt: skip
-
-
 #: A block and its options.
 BLOCKS = [
-    *(("attention", options) for options in OPTIONS),
-    *((name, {}) for name in ("TransformerBlock2d", "LinearAttention2d", "se", "gc", "eca", "cbam")),
+    *(("attention", {**options, "num_heads": 2}) for options in OPTIONS.values()),
+    ("attention", {"gate_init": 0.1, "output_gate": True, "groups": 2}),
+    *((name, {}) for name in ("LinearAttention2d", "se", "gc", "eca", "cbam")),
     ("TransformerBlock2d", {"qk_norm": "cosine", "position": va.RelPosTable(8)}),
-    ("attention", {"position": va.Rope(), "num_heads": 2}),
 ]
 
 
@@ -359,16 +345,14 @@ def test_only_weights_of_projections_are_decayed_in_every_block(block, options):
     va.insert_(model, block, names="0", example_input=(1, 3, 8, 8), **options)
     found = by_parameter(model, va.parameter_groups(model, 1.0, weight_decay=0.1))
     positions = [path for path, part in model.named_modules() if isinstance(part, PositionEncoding)]
-    kinds = nn.Linear, nn.modules.conv._ConvNd
-    layers = [path for path, part in model.named_modules() if isinstance(part, kinds)]
+    layers = [path for path, part in model.named_modules() if isinstance(part, nn.Linear | nn.modules.conv._ConvNd)]
     decayed = {f"{path}.weight" for path in layers if not path.startswith(tuple(positions) or ("no position",))}
     assert {key for key, (_, decay) in found.items() if decay} == decayed & found.keys()
     assert found.keys() == dict(model.named_parameters()).keys()
 
 
 def test_timm_optimizers_accept_the_groups_and_their_state_fits_a_rebuilt_model():
-    options = {"weight_decay": 0.01, "attention_lr": 0.3, "layer_decay": 0.5}
-    model = network()
+    options, model = {"weight_decay": 0.01, "attention_lr": 0.3, "layer_decay": 0.5}, network()
     optimizer = create_optimizer_v2(va.parameter_groups(model, 0.1, **options), "lamb")
     model(images()).sum().backward()
     optimizer.step()

@@ -212,8 +212,7 @@ def test_a_compiled_model_runs_in_eager_inside_and_compiled_in_another_thread(mo
         return lambda *args: runs.append(threading.get_ident()) or graph(*args)
 
     compiled, x = torch.compile(model, fullgraph=True, backend=backend), IMAGES[0]
-    expected = compiled(x)
-    alone = {name: run(model, x, name) for name in KINDS}
+    expected, alone = compiled(x), {name: run(model, x, name) for name in KINDS}
 
     @torch.no_grad()
     def other():

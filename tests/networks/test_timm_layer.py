@@ -1,5 +1,6 @@
 """Blocks as attention layers in timm's networks."""
 
+import re
 from functools import partial
 
 import pytest
@@ -7,29 +8,22 @@ import timm
 import torch
 from reach import as_after_training
 from small_networks import copies
-from timm.models._efficientnet_builder import decode_arch_def
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
-from timm.models.mobilenetv3 import MobileNetV3
 from torch import nn
 
 import vision_attn as va
-from vision_attn.attention.blocks import StridedAttention2d
 
 
 def find_blocks(model, kind=va.AttentionBlock2d):
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-def narrow(layer):
-    return {"block_args": {"attn_layer": layer}, "channels": (16, 16, 32, 64)}
-
-
-def of_byobnet(layer):
-    return {"attn_layer": layer or "", "attn_kwargs": {}}
-
-
-#: The class of a block can be passed directly.
-LAYERS = [("resnet18", narrow, va.AttentionBlock2d), ("test_byobnet", of_byobnet, va.timm_layer(num_heads=4))]
+NARROW = {"channels": (16, 16, 32, 64)}
+#: A network, a function that returns its options for a layer, and the layer. The class can be passed directly.
+LAYERS = [
+    ("resnet18", lambda layer: {"block_args": {"attn_layer": layer}, **NARROW}, va.AttentionBlock2d),
+    ("test_byobnet", lambda layer: {"attn_layer": layer or "", "attn_kwargs": {}}, va.timm_layer(num_heads=4)),
+]
 
 
 @pytest.mark.parametrize(("name", "options", "layer"), LAYERS)
@@ -57,20 +51,16 @@ def small_botnet(layer, **options):
     return ByobNet(config, num_classes=3, img_size=(16, 32)).eval()
 
 
-@pytest.mark.parametrize(
-    ("layer", "options"),
-    [(va.timm_layer(StridedAttention2d, num_heads=4), {}), (va.timm_layer(StridedAttention2d), {"num_heads": 4})],
-)
+@pytest.mark.parametrize(("options", "kwargs"), [({"num_heads": 4}, {}), ({}, {"num_heads": 4})])
 @torch.no_grad()
-def test_it_replaces_bottleneck_attention(layer, options):
-    model, theirs = small_botnet(layer, **options), small_botnet("bottleneck")
-    blocks = find_blocks(model, StridedAttention2d)
+def test_it_replaces_bottleneck_attention(options, kwargs):
+    layer = va.timm_layer(va.blocks.StridedAttention2d, **options)
+    model, theirs = small_botnet(layer, **kwargs), small_botnet("bottleneck")
+    blocks = find_blocks(model, va.blocks.StridedAttention2d)
     found = [(block.stride, block.attn.position.config) for block in blocks]
     assert found == [(2, va.RelPosDecomposed((4, 8))), (1, va.RelPosDecomposed((2, 4)))]
-    state = {
-        name.replace("self_attn.", "self_attn.attn.").replace("pos_embed", "position"): value
-        for name, value in theirs.state_dict().items()
-    }
+    names = {"self_attn.": "self_attn.attn.", "pos_embed": "position"}
+    state = {re.sub("|".join(names), lambda x: names[x[0]], key): x for key, x in theirs.state_dict().items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     assert {name.rsplit(".", 2)[1] for name in missing} == {"qkv", "proj"}  # These are the biases and a projection.
@@ -85,10 +75,10 @@ def test_it_replaces_bottleneck_attention(layer, options):
 @pytest.mark.parametrize("num_heads", [4, 16])  # timm tests layers with 8 channels, which 16 heads do not divide.
 def test_it_replaces_squeeze_and_excitation(num_heads):
     layer = va.timm_layer(num_heads=num_heads)
-    blocks = decode_arch_def([["ds_r1_k3_s1_e1_c16_se0.25_nre"], ["ir_r2_k3_s2_e4_c32_se0.25"]])
-    models = timm.create_model("efficientnet_b0", num_classes=3, se_layer=layer), MobileNetV3(blocks, 3, se_layer=layer)
-    for model, count in zip(models, (16, 3), strict=True):
-        assert len(find_blocks(model)) == count
+    for kind in (timm.models.EfficientNet, timm.models.MobileNetV3):
+        arch = [["ds_r1_k3_s1_e1_c16_se0.25_nre"], ["ir_r2_k3_s2_e4_c32_se0.25"]]
+        model = kind(timm.models._efficientnet_builder.decode_arch_def(arch), 3, se_layer=layer)
+        assert len(find_blocks(model)) == 3
         assert not any("conv_reduce" in name for name in model.state_dict())
         assert model.eval()(torch.randn(1, 3, 32, 32)).shape == (1, 3)
 

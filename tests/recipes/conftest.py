@@ -5,6 +5,17 @@ import sys
 import pytest
 
 
+@pytest.fixture
+def base(image_folder, tmp_path):
+    """Return settings for a short run of a small network with four steps per epoch."""
+    from vision_attn.recipes.settings import Settings
+
+    return Settings(
+        data=image_folder, model="tiny", img_size=16, names=("layer1",), epochs=3, batch_size=16, lr=0.05,
+        clip_grad=5.0, device="cpu", workers=0, output=tmp_path / "run",
+    )  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def fresh_accelerate():
     """Forget the device and the precision after each test, as a new process does."""

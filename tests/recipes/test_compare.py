@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -123,14 +124,11 @@ def test_a_convolution_has_as_many_parameters_as_attention():
 
 
 @pytest.fixture
-def base(image_folder):
-    return Settings(
-        data=image_folder, model="tiny", device="cpu", epochs=2, batch_size=36, workers=0, names=("layer2",),
-        block_options=("num_heads=4",),
-    )  # fmt: skip
+def base(base):
+    return replace(base, img_size=None, epochs=2, batch_size=36, names=("layer2",), block_options=("num_heads=4",))
 
 
-def test_a_comparison_resumes_where_it_was_interrupted(base, tmp_path, monkeypatch, capsys):
+def test_a_comparison_resumes_where_it_was_interrupted(base, tmp_path, capsys):
     variants = dict(settings_for_variant(word, base) for word in ("plain", "rope=--block-options 'position=Rope()'"))
     complete, resumed, shared = tmp_path / "complete", tmp_path / "resumed", {"command": "a command", "jobs": 1}
     found = compare_settings(variants, seeds=(0, 1), output=complete, **shared)
@@ -141,41 +139,29 @@ def test_a_comparison_resumes_where_it_was_interrupted(base, tmp_path, monkeypat
     written = (complete / "comparison.md").read_text()
     assert all(text in written for text in ("a command", "| plain ", "| rope "))
     summary = json.loads((complete / "runs.json").read_text())
-    assert summary["runs"] == found
-    assert summary["environments"][0]["vision_attn"] == va.__version__
-    train, calls = module.train, []
-
-    def interrupted(settings, log):
-        calls.append(settings)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return train(settings, log)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "train", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            compare_settings(variants, seeds=(0, 1), output=resumed, **shared)
+    assert (summary["runs"], summary["environments"][0]["vision_attn"]) == (found, va.__version__)
+    effects = [mock.DEFAULT, mock.DEFAULT, KeyboardInterrupt]
+    interrupted = mock.patch.object(module, "train", mock.Mock(wraps=module.train, side_effect=effects))
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        compare_settings(variants, seeds=(0, 1), output=resumed, **shared)
     again = compare_settings(variants, seeds=(0, 1), output=resumed, **shared)
     assert "4 runs, 2 of them complete" in capsys.readouterr().out
     assert all(again[name]["1"]["top-1 %"] == one["1"]["top-1 %"] for name, one in found.items())
-    more = compare_settings(variants, seeds=(0, 1, 2), output=resumed, **shared)
-    assert list(more["plain"]) == ["0", "1", "2"]
+    assert list(compare_settings(variants, seeds=(0, 1, 2), output=resumed, **shared)["plain"]) == ["0", "1", "2"]
     other = {name: replace(one, lr=0.3) for name, one in variants.items()}
     with pytest.raises(ValueError, match=r"--output: .*resumed has a comparison with other settings \(--lr\). Choose"):
         compare_settings(other, seeds=(0, 1), output=resumed, **shared)
 
 
-def test_an_aborted_comparison_with_other_settings_names_its_folder(base, tmp_path, monkeypatch):
+def test_an_aborted_comparison_with_other_settings_names_its_folder(base, tmp_path):
     def interrupted(settings, log):
         settings.output.mkdir(exist_ok=True)
         (settings.output / "settings.json").write_text(json.dumps({"lr": 0.5}))
         raise KeyboardInterrupt
 
     variants = dict(settings_for_variant(word, base) for word in ("plain", "attention"))
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "train", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            compare_settings(variants, seeds=[0], output=tmp_path / "c", command="", jobs=1)
+    with mock.patch.object(module, "train", interrupted), pytest.raises(KeyboardInterrupt):
+        compare_settings(variants, seeds=[0], output=tmp_path / "c", command="", jobs=1)
     with pytest.raises(ValueError, match=r"--output: .*c has a comparison with other settings \(--lr\)"):
         compare_settings(variants, seeds=[0], output=tmp_path / "c", command="", jobs=1)
 

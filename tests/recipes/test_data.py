@@ -44,8 +44,7 @@ IMAGES = [
 @pytest.mark.parametrize(("image", "name", "options", "expected"), IMAGES)
 def test_images_of_any_mode_become_rgb(image, name, options, expected, tmp_path):
     image.save(tmp_path / name, **options)
-    found = np.asarray(open_image(tmp_path / name))
-    assert np.unique(found.reshape(-1, 3), axis=0).tolist() == [list(expected)]
+    assert np.unique(np.asarray(open_image(tmp_path / name)).reshape(-1, 3), axis=0).tolist() == [list(expected)]
 
 
 def test_images_are_rotated_by_their_exif_orientation(tmp_path):
@@ -202,8 +201,7 @@ def test_a_worker_ignores_signals_to_the_group_until_training_ends(image_folder,
     images = open_data(Settings(data=image_folder))[1]
     images.transform = make_transforms(Settings(), CONFIG)[0]
     loader = make_loader(make_accelerator(Settings(device="cpu")), images, 2, 1, train=True)
-    others = multiprocessing.active_children()
-    batches = iter(loader)
+    others, batches = multiprocessing.active_children(), iter(loader)
     next(batches)
     (worker,) = (one for one in multiprocessing.active_children() if one not in others)
     os.kill(worker.pid, number)
@@ -224,8 +222,7 @@ def test_a_worker_that_is_killed_is_named(image_folder, tmp_path):
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not list(tmp_path.glob("run/state/0*[1-9]-*")):
         time.sleep(0.05)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for child in children:
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         os.kill(int(child), signal.SIGKILL)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -254,8 +251,7 @@ def test_augmentation_follows_from_the_seed_the_epoch_and_the_image(places, size
         images.transform, images.seed = make_transforms(settings, {**CONFIG, "input_size": (3, size, size)})[0], seed
         images.epoch.fill_(number)
         images.rows = list(rows)
-        loader = torch.utils.data.DataLoader(images, 3, num_workers=workers)
-        return next(iter(loader))[0]
+        return next(iter(torch.utils.data.DataLoader(images, 3, num_workers=workers)))[0]
 
     first = epoch(1)
     assert torch.equal(epoch(1, workers=2), first)
@@ -268,8 +264,7 @@ def test_augmentation_follows_from_the_seed_the_epoch_and_the_image(places, size
 def test_small_images_are_padded_and_cropped_and_photographs_are_resized(places):
     image = open_image(places / "train" / "a" / "00.png")
     config = {**CONFIG, "crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1.0,) * 3}
-    small = make_transforms(Settings(hflip=0.0), config)[0]
-    corners = set()
+    small, corners = make_transforms(Settings(hflip=0.0), config)[0], set()
     for number in range(40):
         seed_all(number)
         found = small(image)

@@ -74,8 +74,7 @@ def page(tmp_path_factory):
 
 def test_the_page_has_the_maps_within_their_rounding(page):
     model, images, path = page
-    shown = content(path)["images"]
-    for image, one in zip(images, shown, strict=True):
+    for image, one in zip(images, content(path)["images"], strict=True):
         picture = Image.open(io.BytesIO(base64.b64decode(one["source"].partition(",")[2])))
         assert one["size"] == [16, 24]
         assert np.abs(np.asarray(picture) / 255 - image.movedim(0, 2).numpy()).mean() < 0.1
@@ -88,8 +87,7 @@ def test_the_page_has_the_maps_within_their_rounding(page):
         for block, seen in zip(one["blocks"], maps.values(), strict=True):
             width = seen.entropy()[0].exp().mean(1) / seen.weights[0, 0, 0].numel()
             assert block["distance"] == pytest.approx(seen.distance()[0].mean(1).tolist())
-            assert block["width"] == pytest.approx(width.tolist())
-            assert block["selects"] == seen.describe_width()
+            assert (block["width"], block["selects"]) == (pytest.approx(width.tolist()), seen.describe_width())
             assert "so the attention selects positions." in block["selects"]
         largest = [seen.weights.max().item() * seen.weights[0, 0, 0].numel() for seen in maps.values()]
         assert [block["largest"] for block in one["blocks"]] == pytest.approx(largest)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -152,7 +151,7 @@ def test_a_network_without_a_configuration_is_exported_with_an_example_input(tmp
         va.export_model(network, tmp_path / "net.pt2", example_input=(1, 1, 12, 20), normalize=True)
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
 def test_a_full_disk_is_named_with_the_file_and_a_remedy(tmp_path, monkeypatch, capsys):
     def write(program, file, about):
         Path("/dev/full").write_bytes(b"weights")

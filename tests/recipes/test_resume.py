@@ -31,16 +31,12 @@ from vision_attn.errors import CheckpointError, DataError, Interrupted, Training
 from vision_attn.networks.models import create_model
 from vision_attn.recipes import train as module
 from vision_attn.recipes.runs import newest_state
-from vision_attn.recipes.settings import Settings
 
 
 @pytest.fixture
-def base(image_folder, tmp_path):
-    """Return settings for a short run with four steps per epoch and all components that are random or have a state."""
-    return Settings(
-        data=image_folder, model="tiny", img_size=16, names=("layer1",), epochs=2, batch_size=16, opt="adamw",
-        lr=0.002, warmup_epochs=0.5, clip_grad=5.0, ema=0.9, device="cpu", workers=0, output=tmp_path / "run",
-    )  # fmt: skip
+def base(base):
+    """Return settings with all components that are random or have a state."""
+    return replace(base, epochs=2, opt="adamw", lr=0.002, warmup_epochs=0.5, ema=0.9)
 
 
 def train(settings, **options):
@@ -125,8 +121,7 @@ def test_an_interrupted_run_is_resumed_bitwise(base, name, tmp_path, monkeypatch
 def test_a_run_killed_while_it_writes_is_resumed_bitwise(base, place, tmp_path, monkeypatch):
     """The killed process leaves an incomplete state, or the best network without a state of its epoch."""
     train(base)
-    killed = replace(base, output=tmp_path / "killed", resume="auto")
-    replace_folder = os.replace
+    killed, replace_folder = replace(base, output=tmp_path / "killed", resume="auto"), os.replace
 
     def half(source, target):
         if Path(target).name == "00001-0000004":
@@ -221,8 +216,7 @@ def test_auto_starts_or_resumes_and_more_epochs_extend_a_run(base, monkeypatch):
     again = train(base)
     assert not any(line.startswith("epoch ") for line in again)
     assert any(line.startswith("all 1 epochs are complete; a larger --epochs continues the run") for line in again)
-    extended = train(base, epochs=2, output=None, resume=str(base.output))
-    assert any(line.startswith("epoch 2/2") for line in extended)
+    assert any(line.startswith("epoch 2/2") for line in train(base, epochs=2, output=None, resume=str(base.output)))
     with pytest.raises(ValueError, match=r"settings differ from .*: --epochs"):
         train(base)
 

@@ -30,15 +30,6 @@ OURS = "vision_attn.attention.blocks:AttentionBlock2d"
 CLASSES = ("blue", "green", "red")
 
 
-@pytest.fixture
-def base(image_folder, tmp_path):
-    """Return settings for a short run of a small network with four steps per epoch."""
-    return Settings(
-        data=image_folder, model="tiny", img_size=16, names=("layer1",), epochs=3, batch_size=16, lr=0.05,
-        clip_grad=5.0, device="cpu", workers=0, output=tmp_path / "run",
-    )  # fmt: skip
-
-
 def quiet(line):
     pass
 
@@ -48,8 +39,7 @@ def changed_keys(state, other):
 
 
 def test_settings_are_restored_from_their_file_except_call_settings(base, tmp_path):
-    file = tmp_path / "settings.json"
-    settings = replace(base, seed=3, amp="no")
+    file, settings = tmp_path / "settings.json", replace(base, seed=3, amp="no")
     file.write_text(json.dumps(asdict(settings), default=str))
     assert read_settings(tmp_path, ()) == replace(settings, output=None)
     file.write_text(json.dumps({"lr": 1e-3, "epochs": 5, "names": ["layer3"]}))
@@ -84,13 +74,11 @@ INVALID = [
     ({"seed": 2**32}, r"--seed must be at most 4294967295, got 4294967296"),
     ({"hflip": -0.5}, r"--hflip must be at least 0, got -0\.5"),
     ({"reprob": 1.5}, r"--reprob must be at most 1, got 1\.5"),
-    ({"model": "resnet21"}, r"model: 'resnet21' does not exist\. Did you mean .*resnet20"),
     ({"model": "vit_tiny_patch16_224", "names": (), "img_size": 64}, "64×64.* needs --img-size 224"),
     ({"block_options": ("pos=Rope()",)}, "--block-options do not match --block attention: .*'pos'"),
     ({"block_options": ("num_heads=4", "num_heads=2")}, "--block-options .*'num_heads=2'"),
     ({"block_options": ("context_channels=4",)}, "--block-options must not contain context_channels"),
     ({"block": "vision_attn:Nothing"}, "--block .*MODULE:CLASS, got 'vision_attn:Nothing'"),
-    ({"names": ("layer9",)}, "^names: no module matches 'layer9'"),
     ({"pattern": "row"}, "pattern .*got 'row'. Did you mean 'rows'"),
     ({"pattern": "Windo(7)"}, r"expected one of .*Window.* got Windo\(7\)"),
     ({"batch_size": 100}, "--batch-size .* 72, .* got 100"),
@@ -106,7 +94,6 @@ INVALID = [
     ({"freeze_backbone": True}, "--freeze-backbone requires --weights or --pretrained"),
     ({"aa": "rand-x9"}, "--aa .*rand-m9-mstd0.5, got 'rand-x9'"),
     ({"resume": "nothing"}, "--output .* --resume nothing, got .*run"),
-    ({"resume": "nothing", "output": None}, "nothing: no such run"),
     ({"model": None}, "--model is required: .*--model resnet18 --pretrained"),
     ({"data": None}, "--data is required: a folder of images"),
     ({"dataset": "nothing"}, "cannot read torch/nothing in .* Pass its folder as --data"),
@@ -128,10 +115,8 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     history = module.train(replace(base, log_with=("tensorboard",)), log=lines.append)
     best = module.best_epoch(history)
     assert best["eval_top1"] > 90
-    names = {path.name for path in folder.iterdir()}
-    assert names == {".lock", "logs", "metrics.csv", "model", "settings.json", "state"}
-    with open(folder / "metrics.csv") as file:
-        rows = list(csv.DictReader(file))
+    assert {x.name for x in folder.iterdir()} == {".lock", "logs", "metrics.csv", "model", "settings.json", "state"}
+    rows = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert rows[-1] == {key: str(value) for key, value in history[-1].items()}
     assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
@@ -165,8 +150,7 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
 
 
 def test_the_score_is_the_accuracy_and_the_mean_loss():
-    logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0], [0.0, 4.0]])
-    labels = torch.tensor([0, 1, 1, 1])
+    logits, labels = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0], [0.0, 4.0]]), torch.tensor([0, 1, 1, 1])
     acc = make_accelerator(Settings(device="cpu"))
     scores, predicted = module.score(torch.nn.Identity(), [(logits[:3], labels[:3]), (logits[3:], labels[3:])], acc)
     assert scores == {"loss": pytest.approx(float(F.cross_entropy(logits, labels))), "top1": 75.0}
@@ -359,8 +343,7 @@ def test_blocks_are_inserted_from_the_settings(base):
 def test_a_network_has_the_size_of_the_data_and_no_crop_for_small_images(base):
     plain = replace(base, model="test_resnet", names=(), img_size=None)
     for side, fraction in ((16, 1.0), (72, 0.95)):
-        model = build(plain, side)
-        config = model.pretrained_cfg
+        config = build(plain, side).pretrained_cfg
         assert (config["input_size"], config["crop_pct"]) == ((3, side, side), fraction)
 
 
@@ -437,14 +420,12 @@ def test_a_copy_of_the_recipe_with_a_few_changed_lines_trains_resumes_and_is_use
 
     assert "epoch 1/1" in run("my_train.py", *words.split(), "--epochs", "1")
     assert "resumed at epoch 2" in run("my_train.py", "--resume", "run", "--epochs", "2")
-    image = str(image_folder / "val" / "red" / "0.png")
-    assert run("-m", "vision_attn", "predict", "run", image).count("%") == 3
+    assert run("-m", "vision_attn", "predict", "run", str(image_folder / "val" / "red" / "0.png")).count("%") == 3
     assert "largest difference" in run("-m", "vision_attn", "export", "run", "-o", "net.pt2")
 
 
 def test_every_setting_has_a_help_text():
-    names = [field.name for field in fields(Settings)]
-    source = Path(check.__code__.co_filename).read_text()
+    names, source = [field.name for field in fields(Settings)], Path(check.__code__.co_filename).read_text()
     body = source[source.index("class Settings") : source.index("class Comparison")].splitlines()
     for name in names:
         (at,) = (at for at, line in enumerate(body) if line.strip().startswith(f"{name}: "))

@@ -12,8 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import vision_attn as va
-import vision_attn.networks.models
-from vision_attn.networks.capture import recording
 from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 
 
@@ -39,25 +37,12 @@ def test_queries_are_image_positions():
             torch.testing.assert_close(found.weights.sum((-2, -1)), torch.ones(2, 4, 2))
 
 
-def test_masks_per_query_windows_and_strided_keys_are_captured():
-    block, x = va.Attention2d(8, 2), torch.randn(1, 8, 2, 2)
-    mask = torch.eye(4, dtype=torch.bool)
-    for given, expected in ((mask, [0, 0, 1, 0]), (mask[0], [1, 0, 0, 0])):
-        with va.capture(block, queries=[(1, 0)]) as maps:
-            block(x, given)
-        assert maps[""].weights[0, 0, 0].flatten().tolist() == expected
-    x = torch.randn(1, 8, 6, 7)
-    for pattern, rows, columns in ((va.Window(3), range(3, 6), range(3)), (va.Halo((2, 3), 1), range(3, 6), range(4))):
-        block = va.Attention2d(8, 2, pattern=pattern)
-        with va.capture(block) as every, va.capture(block, queries=[(5, 6), (4, 1)]) as maps:
-            block(x)
-        torch.testing.assert_close(maps[""].weights, every[""].weights[:, :, [41, 29]])
-        assert (maps[""].weights[0, 0, 1] > 0).nonzero().tolist() == [[r, c] for r in rows for c in columns]
+def test_strided_keys_are_captured():
+    """``test_reference.py`` compares the weights with masks, and of every pattern."""
     block = va.Attention2d(8, 2, kv_stride=2)
     with va.capture(block, queries=[(0, 0)]) as maps:
-        block(x)
-    assert maps[""].weights.shape == (1, 2, 1, 3, 4)
-    assert maps[""].map_size == (6, 7)
+        block(torch.randn(1, 8, 6, 7))
+    assert (maps[""].weights.shape, maps[""].map_size) == ((1, 2, 1, 3, 4), (6, 7))
     assert maps[""].distance().shape == (1, 2, 1)
 
 
@@ -93,8 +78,7 @@ def test_sites_are_selected_and_heads_are_reduced():
     points, last = [(0, 0), (31, 8.5)], "layer3.2.inserted.attn"
     with va.capture(model, points) as every:
         model(x)
-    weights = every[last].weights
-    chosen = weights[:, [3, 1]]
+    chosen = every[last].weights[:, [3, 1]]
     cases = [
         ("layer3.*.inserted.attn", None, ("head 3", "head 1"), chosen),
         (["layer3.2"], "mean", ("mean of 2 heads",), chosen.mean(1, keepdim=True)),
@@ -109,10 +93,11 @@ def test_sites_are_selected_and_heads_are_reduced():
         maps["layer2"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "point", "axes"),
-    [(va.blocks.Attention1d, (12,), (11,), r"\(x\)"), (va.blocks.Attention3d, (2, 6, 4), (1, 3, 2.5), r"\(t, y, x\)")],
-)
+RANKS = [(va.blocks.Attention1d, (12,), (11,), r"\(x\)")]
+RANKS += [(va.blocks.Attention3d, (2, 6, 4), (1, 3, 2.5), r"\(t, y, x\)")]
+
+
+@pytest.mark.parametrize(("kind", "size", "point", "axes"), RANKS)
 def test_one_and_three_dimensional_feature_maps(kind, size, point, axes):
     block, x = kind(8, 2), torch.randn(2, 8, *size)
     with va.capture(block) as every, va.capture(block, [point]) as maps:
@@ -129,7 +114,7 @@ def test_large_maps_are_rejected(monkeypatch):
     model = nn.Sequential(va.Attention2d(8, 2), va.Attention2d(8, 2)).bfloat16()
     x = torch.randn(1, 8, 16, 16, dtype=torch.bfloat16)
     # The map of all positions has 2 · 256 · 256 · 4 bytes, in at least float32.
-    monkeypatch.setattr(recording, "MAX_BYTES", 600_000)
+    monkeypatch.setattr("vision_attn.networks.capture.recording.MAX_BYTES", 600_000)
     with pytest.raises(ValueError, match=r"'1' .*allow_large"), va.capture(model, "all"):
         model(x)
     for options in ({"queries": [(0, 0)]}, {"allow_large": True}, {"reduction": "mean"}, {"names": "1"}):
@@ -140,8 +125,7 @@ def test_large_maps_are_rejected(monkeypatch):
 
 def test_a_single_query_stores_one_row():
     # All weights would be 4096 · 1024 for each head.
-    block, x = va.Attention2d(8, 4, pattern=va.Window(32)), torch.randn(1, 8, 64, 64)
-    sizes = []
+    block, x, sizes = va.Attention2d(8, 4, pattern=va.Window(32)), torch.randn(1, 8, 64, 64), []
 
     def record(func, inputs, outputs):
         sizes.extend(tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in outputs)
@@ -192,8 +176,7 @@ def test_distance_is_in_pixels_between_centers_of_positions():
     # One key at the center (2, 3) of the image, and a query at the first of 2×2 positions, (1, 1.5).
     strided = seen([[[1]]], (1, 1), [(0, 0)], map_size=(2, 2))
     torch.testing.assert_close(strided.distance(), torch.full((1, 1, 1), math.hypot(1, 1.5)))
-    line = AttentionMap(torch.ones(1, 1, 1, 4) / 4, ((0,),), (8,))
-    assert line.distance().item() == pytest.approx(3)
+    assert AttentionMap(torch.ones(1, 1, 1, 4) / 4, ((0,),), (8,)).distance().item() == pytest.approx(3)
 
 
 def test_head_similarity_is_one_for_equal_and_zero_for_disjoint_weights():
@@ -216,8 +199,7 @@ def test_rollout_across_blocks_and_feature_map_sizes():
     torch.testing.assert_close(found["b"].weights[0, 0, :, 0], torch.tensor([[0.5, 0.5], [0.375, 0.625]]))
     assert AttentionMaps({"b": second}).rollout(residual=0)["b"].weights[0, 0, :, 0].tolist() == [[1, 0], [1, 0]]
     # One position covers both positions of the first block, with weight ½ each.
-    small = seen([[[1]]], (1, 1), [(0, 0)])
-    found = AttentionMaps({"a": first, "s": small}).rollout()["s"].weights.flatten()
+    found = AttentionMaps({"a": first, "s": seen([[[1]]], (1, 1), [(0, 0)])}).rollout()["s"].weights.flatten()
     torch.testing.assert_close(found, torch.tensor([0.375, 0.625]))
     # For a query that may not attend to any position, only the shortcut remains.
     closed = seen([[[0, 0], [0, 0]]], (1, 2), cells)
@@ -228,12 +210,8 @@ def test_rollout_across_blocks_and_feature_map_sizes():
 
 def test_rollout_starts_anew_at_a_second_call():
     """The second call may be for another image, as in a Siamese network."""
-    cells = [(0, 0), (0, 1)]
-    first, second = (seen([[row, [1, 0]]], (1, 2), cells) for row in ([0, 1], [1, 0]))
+    first, second = (seen([[row, [1, 0]]], (1, 2), [(0, 0), (0, 1)]) for row in ([0, 1], [1, 0]))
     found = AttentionMaps({"a": first, "b": second, "a:2": second, "b:2": first, "c": second}).rollout()
-    parts = (
-        AttentionMaps(part).rollout()
-        for part in ({"a": first, "b": second}, {"a:2": second, "b:2": first}, {"c": second})
-    )
-    for path, expected in {name: one for part in parts for name, one in part.items()}.items():
-        assert torch.equal(found[path].weights, expected.weights)
+    for part in ({"a": first, "b": second}, {"a:2": second, "b:2": first}, {"c": second}):
+        for path, expected in AttentionMaps(part).rollout().items():
+            assert torch.equal(found[path].weights, expected.weights)

@@ -54,8 +54,7 @@ def test_heads_and_queries():
 
 
 def test_queries_and_keys_can_have_different_resolutions():
-    weights = torch.rand(1, 1, 1, 4, 4)
-    attention = AttentionMap(weights, ((7, 2),), (32, 32), map_size=(8, 8), heads=("rollout",))
+    attention = AttentionMap(torch.rand(1, 1, 1, 4, 4), ((7, 2),), (32, 32), map_size=(8, 8), heads=("rollout",))
     figure = attention.figure(torch.rand(1, 3, 32, 32))
     assert figure.axes[1].patches[0].get_xy() == (8, 28)
     assert figure.axes[1].get_title(loc="left") == "attention, rollout"
@@ -69,11 +68,9 @@ def test_a_video_has_a_panel_for_each_frame_of_the_map():
     attention = AttentionMap(weights, ((1, 0, 3), (3, 1, 0)), (8, 16, 32))
     figure = attention.figure(video, query=1)
     panels = figure.axes[:5]
-    titles = [axis.get_title(loc="left") for axis in panels]
-    assert titles == ["image 0", "frame 1", "frame 3", "frame 5", "frame 7"]
+    assert [axis.get_title(loc="left") for axis in panels] == ["image 0", "frame 1", "frame 3", "frame 5", "frame 7"]
     assert [axis.images[0].get_array().flat[0] for axis in panels] == [7 / 8, 1 / 8, 3 / 8, 5 / 8, 7 / 8]
-    marked = [[patch.get_xy() for patch in axis.patches] for axis in panels]
-    assert marked == [[(0, 8)], [], [], [], [(0, 8)]]
+    assert [[patch.get_xy() for patch in axis.patches] for axis in panels] == [[(0, 8)], [], [], [], [(0, 8)]]
     expected = 32 * weights[:, :, 1].mean(1).flatten(0, 1)
     np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected, rtol=1e-5)
     both = attention.figure(video, query=[0, 1], reduction="none")

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import timm
 import torch
-from small_networks import captured
+from small_networks import Net, captured
 from stand_ins import layer_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -24,8 +24,7 @@ def vit(**options):
 
 
 def tuned_with_lora():
-    peft = pytest.importorskip("peft")
-    net = vit()
+    peft, net = pytest.importorskip("peft"), vit()
     va.swap_(net)
     with warnings.catch_warnings(action="ignore"):
         return peft.get_peft_model(net, peft.LoraConfig(target_modules=["qkv"], r=2, init_lora_weights=False)).eval()
@@ -49,46 +48,33 @@ def with_training_dropout():
 
 def eager():
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=64
-    )
-    net = transformers.ViTModel(config).eval()
+    options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 64}
+    net = transformers.ViTModel(transformers.ViTConfig(**options)).eval()
     va.swap_(net)
     net.set_attn_implementation("eager")
     return net
-
-
-class Calls(nn.Module):
-    """Layers of torch, with the arguments of a call for each."""
-
-    num_prefix_tokens = 0
-
-    def __init__(self, *calls):
-        super().__init__()
-        self.stem, self.calls = nn.Conv2d(3, 16, 8, 8), calls
-        self.layers = nn.ModuleList(nn.MultiheadAttention(16, 2, batch_first=True) for _ in calls)
-
-    def forward(self, x):
-        x = self.stem(x).flatten(2).mT
-        for layer, call in zip(self.layers, self.calls, strict=True):
-            x = call(layer, x)
-        return x
 
 
 def with_weights(layer, x):
     return layer(x, x, x, need_weights=True)[0]
 
 
-def with_positions(layer, x):
-    return layer(x + 1, x + 1, x, need_weights=False)[0]
-
-
-def plain(layer, x):
-    return layer(x, x, x, need_weights=False)[0]
+def plain(layer, x, query=None):
+    query = x if query is None else query
+    return layer(query, query, x, need_weights=False)[0]
 
 
 def called(*calls):
-    net = Calls(*calls).eval()
+    """Return a network of swapped layers of torch, with a function that calls each."""
+
+    def run(net, x):
+        x = net.stem(x).flatten(2).mT
+        for layer, call in zip(net.layers, net.calls, strict=True):
+            x = call(layer, x)
+        return x
+
+    layers = nn.ModuleList(nn.MultiheadAttention(16, 2, batch_first=True) for _ in calls)
+    net = Net(run, stem=nn.Conv2d(3, 16, 8, 8), layers=layers, calls=calls, num_prefix_tokens=0).eval()
     va.swap_(net)
     return net
 
@@ -100,7 +86,7 @@ WITHOUT_MAPS = [
     (with_training_dropout, "a dropout has another mode"),
     (eager, "does not support this call.*eager attention"),
     (lambda: called(with_weights), "such as need_weights=True"),
-    (lambda: called(with_positions), "positions that are added to queries and keys only"),
+    (lambda: called(lambda layer, x: plain(layer, x, x + 1)), "positions that are added to queries and keys only"),
 ]
 
 
@@ -144,21 +130,14 @@ def test_an_explorer_without_maps_has_the_error(tmp_path):
         va.explore(with_hooks(), IMAGES, tmp_path / "explorer.html")
 
 
-class ForwardFeatures(nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x):
-        return self.net.forward_features(x)
+def forward_features(net):
+    return Net(lambda wrapper, x: wrapper.net.forward_features(x), net=net)
 
 
 def in_transformers(net):
     transformers = pytest.importorskip("transformers")
-    config = transformers.TimmWrapperConfig(
-        architecture="vit_tiny_patch16_224", model_args={"depth": 2, "img_size": 64}
-    )
-    wrapped = transformers.TimmWrapperModel._from_config(config).eval()
+    options = {"architecture": "vit_tiny_patch16_224", "model_args": {"depth": 2, "img_size": 64}}
+    wrapped = transformers.TimmWrapperModel._from_config(transformers.TimmWrapperConfig(**options)).eval()
     wrapped.timm_model.load_state_dict(net.state_dict(), strict=False)
     return wrapped
 
@@ -169,17 +148,15 @@ def as_backbone(net):
     return backbone
 
 
-@pytest.mark.parametrize("wrap", [ForwardFeatures, in_transformers, as_backbone])
+@pytest.mark.parametrize("wrap", [forward_features, in_transformers, as_backbone])
 def test_a_vit_whose_forward_is_not_called_has_the_same_maps(wrap):
-    net = vit()
-    wrapped = wrap(vit())
+    net, wrapped = vit(), wrap(vit())
     for model in (net, wrapped):
         va.swap_(model)
     expected, found = captured(net, IMAGES), captured(wrapped, IMAGES)
     assert len(expected) == len(found) == 2
     for one, other in zip(expected.values(), found.values(), strict=True):
-        assert one.weights.shape[3:] == (4, 4)
-        assert one.prefix.shape[2] == 1
+        assert (one.weights.shape[3:], one.prefix.shape[2]) == ((4, 4), 1)
         torch.testing.assert_close(other.weights, one.weights, atol=1e-6, rtol=1e-5)
 
 
@@ -198,9 +175,8 @@ def test_swapped_attention_that_is_wrapped_in_place_has_the_same_maps(path, wrap
 
 
 def test_a_feature_pyramid_of_a_library_has_maps():
-    net = layer_of(
-        "segmentation_models_pytorch.DPT", "tu-vit_tiny_patch16_224.augreg_in21k", encoder_weights=None
-    ).eval()
+    encoder = "tu-vit_tiny_patch16_224.augreg_in21k"
+    net = layer_of("segmentation_models_pytorch.DPT", encoder, encoder_weights=None).eval()
     va.swap_(net)
     maps = captured(net, torch.rand(1, 3, 224, 224), queries=[(8, 8)])
     assert {one.weights.shape for one in maps.values()} == {(1, 3, 1, 14, 14)}
@@ -233,8 +209,7 @@ def test_a_copy_of_the_usual_class_is_swapped_by_its_structure(options):
     assert layer.running_block.attn_drop.p == options.get("drop", 0.0)
     va.unswap_(layer)
     assert type(layer) is Copied
-    tokens = va.convert.from_layer(layer, rank=1)(x.mT).mT
-    torch.testing.assert_close(tokens, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(va.convert.from_layer(layer, rank=1)(x.mT).mT, expected, atol=1e-5, rtol=1e-5)
 
 
 #: A change of the layer, and the reason why it is not swapped.

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import vision_attn as va
-import vision_attn.networks.models
 from vision_attn.networks.checkpoints.file_format import Saved, write_saved
 from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.checkpoints.weights import PRESETS
@@ -69,14 +68,10 @@ def lightning(state):
     return {"state_dict": {**prefixed("model.", state), "criterion.pos_weight": torch.ones(3)}, "epoch": 3}
 
 
-def script(state):
-    return {"state_dict": state, "args": argparse.Namespace(lr=0.1), "best": torch.tensor(91.7)}
-
-
-ONES = torch.ones(8)
+ARGUMENTS, ONES = argparse.Namespace(lr=0.1), torch.ones(8)
 #: Content of a file, the expected entry with the weights, and the prefix. Others are in tests/crossings/test_files.py.
 FORMATS = {
-    "training script": (script, "state_dict", ""),
+    "training script": (lambda s: {"state_dict": s, "args": ARGUMENTS, "best": ONES[0]}, "state_dict", ""),
     "model and its average": (lambda state: {"model_ema": averaged(state), "model": state}, "model", ""),
     "average alone": (lambda state: {"model_ema": state}, "model_ema", ""),
     "AveragedModel": (lambda s: {"model": {"n_averaged": torch.tensor(3), **prefixed("module.", s)}}, "model", ""),
@@ -111,9 +106,10 @@ def test_weights_are_found_in_any_format_and_selected_by_prefix(name, state, tmp
         assert_same(model.state_dict(), state)
 
 
-@pytest.mark.parametrize(
-    ("name", "wrap"), [("model.safetensors", nn.DataParallel), ("pytorch_model.bin", torch.compile)]
-)
+WRAPPED = [("model.safetensors", nn.DataParallel), ("pytorch_model.bin", torch.compile)]
+
+
+@pytest.mark.parametrize(("name", "wrap"), WRAPPED)
 def test_folders_are_read_complete_or_in_shards(name, wrap, state, tmp_path):
     """flash-attention#2778: transformers, accelerate and diffusers write shards of a large network."""
     index = shards(tmp_path, name, state)
@@ -283,20 +279,15 @@ def test_a_model_without_values_is_rejected(tmp_path):
             va.load_checkpoint_(empty, path)
 
 
-def expanded():
-    return torch.ones(1).expand(3)
+#: Functions that create an expanded or sparse tensor, or one in inference mode.
+UNWRITABLE = [
+    lambda: torch.ones(1).expand(3),
+    lambda: torch.ones(3).to_sparse(),
+    torch.inference_mode()(lambda: torch.ones(3)),
+]
 
 
-def sparse():
-    return torch.ones(3).to_sparse()
-
-
-@torch.inference_mode()
-def created_in_inference_mode():
-    return torch.ones(3)
-
-
-@pytest.mark.parametrize("make", [expanded, sparse, created_in_inference_mode])
+@pytest.mark.parametrize("make", UNWRITABLE)
 def test_if_a_tensor_cannot_be_written_the_model_is_unchanged(make, tmp_path):
     model = nn.Linear(2, 2)
     model.odd = nn.Buffer(make())
@@ -516,8 +507,7 @@ def test_the_first_convolution_is_converted_to_other_input_channels_on_request(g
     theirs, model = (randomize_(small_network(in_chans=count)).eval() for count in (given, wanted))
     path = save(theirs.state_dict(), tmp_path)
     assert_rejected(rf"{given} input .* {wanted}\. .*in_chans={given}.*adapt_input_conv=True", model, path)
-    report = va.load_checkpoint_(model, path, adapt_input_conv=True)
-    weight = theirs[0].weight
+    report, weight = va.load_checkpoint_(model, path, adapt_input_conv=True), theirs[0].weight
     repeated = weight.repeat(1, 3, 1, 1)[:, :wanted] * given / wanted
     converted = timm.models.adapt_input_conv(wanted, weight) if given == 3 else repeated
     torch.testing.assert_close(model[0].weight, converted)

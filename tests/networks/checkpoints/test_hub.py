@@ -2,7 +2,6 @@
 
 import json
 import threading
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub.constants as hub
@@ -19,15 +18,13 @@ from vision_attn.recipes.settings import Settings
 from vision_attn.recipes.train import build_network
 
 COMMIT = "0123456789" * 4
-SIZE = (1, 3, 32, 32)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Write a repository with a network, its adapter, and a pickle, and return its folder."""
-    folder = tmp_path_factory.mktemp("hub") / "net"
-    model = timm.create_model("tiny", num_classes=3)
-    va.insert_(model, names="layer2", num_heads=4, example_input=SIZE)
+    folder, model = tmp_path_factory.mktemp("hub") / "net", timm.create_model("tiny", num_classes=3)
+    va.insert_(model, names="layer2", num_heads=4, example_input=(1, 3, 32, 32))
     va.save_model(randomize_(model).eval(), folder, classes=["a", "b", "c"])
     va.save_adapter(model, folder / "adapter.safetensors")
     torch.save(model.state_dict(), folder / "net.pth")
@@ -82,8 +79,7 @@ def test_a_network_is_loaded_without_other_files_and_again_offline(folder, reque
     assert not [path for path in requests if path.endswith((".pth", ".md"))]
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     del requests[:]
-    network = va.load_model(names[0])
-    assert network.classes == ("a", "b", "c")
+    assert va.load_model(names[0]).classes == ("a", "b", "c")
     image = str(image_folder / "val" / "red" / "0.png")
     assert main(["predict", names[0], image, "--top", "1"]) == 0
     assert main(["explore", names[0], image, "-o", str(folder.parent / "page.html")]) == 0
@@ -115,8 +111,8 @@ def test_a_file_is_loaded_at_a_revision(folder, requests, monkeypatch):
 
 
 def test_training_starts_from_weights_of_the_hub_with_a_new_classifier_for_other_classes(folder, requests):
-    given = Settings(model="tiny", img_size=32, names=("layer2",), block_options=("num_heads=4",))
-    given = replace(given, weights="hf-hub:user/net", reset_head=True)
+    options = {"img_size": 32, "names": ("layer2",), "block_options": ("num_heads=4",), "reset_head": True}
+    given = Settings(model="tiny", weights="hf-hub:user/net", **options)
     model, new_head = build_network(given, "abcde", None, lambda line: None, resumed=False)
     state, expected = model.state_dict(), va.load_model(folder).state_dict()
     assert new_head == ["fc.*"]

@@ -15,21 +15,12 @@ def make(name, **options):
     return randomize_(timm.create_model(name, num_classes=3, **options)).eval()
 
 
-def swin(**options):
-    sizes = {"depths": (2, 1, 1, 1), "embed_dim": 24, "num_heads": (1, 1, 2, 2)}
-    return make("swin_tiny_patch4_window7_224", **sizes, **options)
-
-
 def swin_of_authors(state):
     """A stage ended with its downsampling; masks and indices were saved."""
     old = {re.sub(r"layers\.(\d)\.down", lambda m: f"layers.{int(m[1]) - 1}.down", k): x for k, x in state.items()}
     old = {key.replace("head.fc.", "head."): x for key, x in old.items()}
     old["layers.0.blocks.0.attn.relative_position_index"] = torch.zeros(49, 49, dtype=torch.long)
     return {**old, "layers.0.blocks.1.attn_mask": torch.zeros(64, 49, 49)}
-
-
-def convnext(**options):
-    return make("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 16, 24, 32), conv_mlp=False, **options)
 
 
 def convnext_of_authors(state):
@@ -43,27 +34,11 @@ def convnext_of_authors(state):
     return state
 
 
-def dinov2(**options):
-    return make("vit_small_patch14_reg4_dinov2", depth=2, embed_dim=24, num_heads=2, reg_tokens=4, **options)
-
-
 def dinov2_of_authors(state):
     """The class token is not among the registers, and positions include it; blocks may be in chunks."""
     state = {key.replace("reg_token", "register_tokens"): x for key, x in state.items()}
     state["pos_embed"] = torch.cat([torch.zeros_like(state["pos_embed"][:, :1]), state["pos_embed"]], 1)
     return {**state, "mask_token": torch.zeros(1, 24)}
-
-
-def deit3(**options):
-    return make("deit3_small_patch16_224", depth=2, embed_dim=24, num_heads=2, img_size=64, **options)
-
-
-def deit3_of_authors(state):
-    return {re.sub(r"ls(\d)\.gamma", r"gamma_\1", key): x for key, x in state.items()}
-
-
-def sam(**options):
-    return make("samvit_base_patch16", depth=2, embed_dim=24, num_heads=2, global_attn_indexes=(1,), **options)
 
 
 def sam_of_authors(state):
@@ -72,20 +47,24 @@ def sam_of_authors(state):
     return {**state, "prompt_encoder.no_mask_embed.weight": torch.zeros(1, 256)}
 
 
+SWIN = {"depths": (2, 1, 1, 1), "embed_dim": 24, "num_heads": (1, 1, 2, 2)}
+CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32), "conv_mlp": False}
+VIT = {"depth": 2, "embed_dim": 24, "num_heads": 2}
+#: An architecture of timm, its options, the conversion to the keys of the authors, and the size of images.
 AUTHORS = {
-    "Swin": (lambda: swin(), swin_of_authors, 224),
-    "ConvNeXt": (lambda: convnext(), convnext_of_authors, 96),
-    "DINOv2": (lambda: dinov2(img_size=56), dinov2_of_authors, 56),
-    "DeiT III": (lambda: deit3(), deit3_of_authors, 64),
-    "SAM": (lambda: sam(img_size=64), sam_of_authors, 64),
+    "Swin": ("swin_tiny_patch4_window7_224", SWIN, swin_of_authors, 224),
+    "ConvNeXt": ("convnext_atto", CONVNEXT, convnext_of_authors, 96),
+    "DINOv2": ("vit_small_patch14_reg4_dinov2", {**VIT, "reg_tokens": 4, "img_size": 56}, dinov2_of_authors, 56),
+    "SAM": ("samvit_base_patch16", {**VIT, "global_attn_indexes": (1,), "img_size": 64}, sam_of_authors, 64),
 }
 
 
 @pytest.mark.parametrize("name", AUTHORS)
 @pytest.mark.parametrize("inserted", [False, True])
 def test_keys_of_the_authors_are_converted_by_timm(name, inserted, tmp_path):
-    create, rename, side = AUTHORS[name]
-    theirs, net, x = create(), create(), torch.rand(1, 3, side, side)
+    architecture, options, rename, side = AUTHORS[name]
+    theirs, net = (make(architecture, **options) for _ in range(2))
+    x = torch.rand(1, 3, side, side)
     torch.save({"model": rename(copied(theirs)), "epoch": 1}, tmp_path / "net.pth")
     if inserted and name == "ConvNeXt":
         va.insert_(net, stages=-2, num_heads=2, example_input=x)
@@ -114,8 +93,7 @@ def test_positions_for_another_image_size_are_resized_as_in_timm(name, tmp_path)
     torch.save(theirs.state_dict(), tmp_path / "net.pth")
     filter_fn = sys.modules[type(net).__module__].checkpoint_filter_fn
     timm.models.load_checkpoint(reference, str(tmp_path / "net.pth"), filter_fn=filter_fn)
-    report = va.load_checkpoint_(net, tmp_path / "net.pth")
-    x = torch.rand(1, 3, wanted, wanted)
+    report, x = va.load_checkpoint_(net, tmp_path / "net.pth"), torch.rand(1, 3, wanted, wanted)
     torch.testing.assert_close(net(x), reference(x))
     assert any(key in name for name in report.converted)
     assert "converted to the shape in the model" in str(report)

@@ -20,7 +20,7 @@ import torchvision.models.maxvit as torchvision_maxvit
 import torchvision.models.swin_transformer as torchvision_swin
 import torchvision.models.video.swin_transformer as torchvision_video
 from page_sections import markdown
-from small_networks import assert_same as assert_same_state
+from small_networks import assert_same as assert_same_state, results
 from stand_ins import diffusers_attention, layer_of, transformers_layer
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -34,7 +34,6 @@ from vision_attn.networks.convert.equivalence import compare
 from vision_attn.networks.convert.window_layers import PaddedAttention
 
 BLOCKS = {1: va.blocks.Attention1d, 2: va.Attention2d, 3: va.blocks.Attention3d}
-TorchvisionMaxVit = torchvision_maxvit.RelativePositionalMultiHeadAttention
 #: Gated attention requires a recent version of timm.
 GATED = {"gated": True} if "gated" in inspect.signature(tl.Attention).parameters else {}
 
@@ -74,21 +73,8 @@ def channels_last(layer, x):
     return (y[0] if isinstance(y, tuple) else y).movedim(-1, 1)
 
 
-def results(run, *maps, module=None):
-    """Return the output, and the gradients of the feature maps and of the parameters of a module."""
-    maps = [x.clone().requires_grad_() for x in maps]
-    torch.manual_seed(0)  # the network of relative positions can have dropout
-    y = run(*maps)
-    assert y.std() > 1e-3
-    inputs = [x for x in (*maps, *(() if module is None else module.parameters())) if x.requires_grad]
-    return [y, *torch.autograd.grad(y, inputs, randn(*y.shape, seed=9), allow_unused=True)]
-
-
-def assert_close(got, expected, atol):
-    for ours, theirs in zip(got, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        if theirs is not None:
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+def assert_close(found, expected, atol):
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def random_maps(shapes):
@@ -120,8 +106,7 @@ def multihead(layer, x, context=None):
 
 
 def maxvit_partition(kind, partition, rel_pos):
-    config = tm.maxxvit.MaxxVitTransformerCfg(4, rel_pos_type=rel_pos, window_size=(3, 5))
-    return kind(8, partition, config)
+    return kind(8, partition, tm.maxxvit.MaxxVitTransformerCfg(4, rel_pos_type=rel_pos, window_size=(3, 5)))
 
 
 def run_maxvit(layer, x):
@@ -166,8 +151,7 @@ add(partial(tm.nextvit.EfficientAttention, 8, head_dim=4), on_tokens, *each(qkv_
 add(partial(tm.metaformer.Attention, 8, head_dim=4), on_tokens)
 add(partial(tm.visformer.Attention, 8, 2, head_dim_ratio=0.5), on_map)
 add(partial(tm.fastvit.Attention, 8, 4, qkv_bias=True), on_map)
-map_attention = partial(tl.Attention2d, 8, 12, num_heads=4)
-add(map_attention, on_map, *each(head_first=yes_no, expand_first=yes_no, bias=yes_no))
+add(partial(tl.Attention2d, 8, 12, num_heads=4), on_map, *each(head_first=yes_no, expand_first=yes_no, bias=yes_no))
 queries = partial(tl.MultiQueryAttention2d, 8, num_heads=4)
 add(queries, on_map, {"use_bias": True}, {"key_dim": 3, "value_dim": 5, "dim_out": 6})
 bottleneck = partial(tl.bottleneck_attn.BottleneckAttn, 8, feat_size=(3, 5), num_heads=2)
@@ -217,14 +201,14 @@ for path, row in CONVERSIONS.items():
 monai = partial(layer_of, "monai.networks.blocks.selfattention.SABlock", 8, 2)
 add(monai, on_tokens, {"qkv_bias": True}, {"use_combined_linear": False, "dim_head": 3}, {"use_flash_attention": True})
 diffusers = partial(diffusers_attention, 8, heads=2, dim_head=4)
-diffusers_norm = partial(diffusers, norm_num_groups=4, residual_connection=True)
 add(diffusers, on_tokens, {"dim_head": 3})
 crossing = partial(diffusers, cross_attention_dim=6, bias=True, scale_qk=False)
 add(crossing, lambda layer, x, context: on_tokens(layer, x, tokens(context)), shapes=[(8, 3, 5), (6, 2, 2)])
 
 only = partial(add, swap_only=True)
 MASKS = randn(2, 15, 15)
-only(diffusers_norm, on_map, {}, {"rescale_output_factor": 2.0})
+normed = partial(diffusers, norm_num_groups=4, residual_connection=True)
+only(normed, on_map, {}, {"rescale_output_factor": 2.0})
 only(maxvit, on_map, {"rel_pos_cls": MLP})
 for mask in (randn(15, 15), randn(2, 1, 15, 15) > -1):
     only(vit, lambda layer, x, mask=mask: on_tokens(layer, x, mask))
@@ -243,14 +227,11 @@ for side in ((3, 5), (2, 3, 2)):
     monai = partial(layer_of, "monai.networks.nets.swin_unetr.WindowAttention", 8, 2, side)
     for mask in (None, MASKS[:, : math.prod(side), : math.prod(side)]):
         only(monai, lambda layer, x, mask=mask: on_tokens(layer, x, mask), {"qkv_bias": True}, shapes=[(8, *side)])
-efficientformer = partial(tm.efficientformer.Attention, 8, 3, 2, 1.5, resolution=(2, 3))
-only(efficientformer, on_tokens, shapes=[(8, 2, 3)])
-strided = partial(tm.nextvit.EfficientAttention, 8, head_dim=4, sr_ratio=2)
-only(strided, on_tokens, shapes=[(8, 2, 4)])
+only(partial(tm.efficientformer.Attention, 8, 3, 2, 1.5, resolution=(2, 3)), on_tokens, shapes=[(8, 2, 3)])
+only(partial(tm.nextvit.EfficientAttention, 8, head_dim=4, sr_ratio=2), on_tokens, shapes=[(8, 2, 4)])
 halo = partial(tl.halo_attn.HaloAttn, 8, num_heads=2, block_size=4, stride=2)
 only(halo, on_map, {"avg_down": True, "scale_pos_embed": True}, shapes=[(8, 4, 8)])
-pvt = partial(tm.pvt_v2.Attention, 8, 2)
-only(pvt, sized, {}, {"sr_ratio": 2}, {"linear_attn": True}, shapes=[(8, 4, 6)])
+only(partial(tm.pvt_v2.Attention, 8, 2), sized, {}, {"sr_ratio": 2}, {"linear_attn": True}, shapes=[(8, 4, 6)])
 only(partial(tm.twins.GlobalSubSampleAttn, 8, 2, sr_ratio=2), sized, shapes=[(8, 4, 6)])
 only(partial(tm.gcvit.WindowAttentionGlobal, 8, 2, (3, 5), use_global=False), on_tokens)
 only(partial(tm.tiny_vit.Attention, 8, 3, 2, 2, resolution=(3, 5)), on_tokens)
@@ -285,11 +266,12 @@ def test_parity_and_detection_of_a_wrong_order(make, variant, part, run, shapes,
         assert_same(block, partial(run, layer), *shapes, atol=1e-10 if shapes[0][0] > 8 else 1e-11)
     layer.train()
     maps, ran = random_maps(shapes), []
-    expected = results(partial(run, layer), *maps, module=layer)
+    expected = results(partial(run, layer), *maps, parameters=layer.parameters())
+    assert expected[0].std() > 1e-3
     (swapped,) = swap(layer).swapped
     assert swapped.difference < 1e-10
     source.running_block.register_forward_hook(lambda *_: ran.append(1))
-    assert_close(results(partial(run, layer), *maps, module=layer), expected, 1e-10)
+    assert_close(results(partial(run, layer), *maps, parameters=layer.parameters()), expected, 1e-10)
     assert ran == [1]
     reverse_rows(monkeypatch, other.get_submodule(part))
     (left,) = swap(other).skipped
@@ -309,10 +291,7 @@ def reverse_rows(monkeypatch, layer):
 
 def test_every_row_of_the_table_is_tested():
     rotary = "timm.layers.attention.AttentionRope", "timm.models.eva.", "transformers.models.dinov3_vit."
-    tried, elsewhere = (
-        set(),
-        ("keras.", "natten.", "ultralytics.", *rotary),
-    )  # tested below and in test_swap.py
+    tried, elsewhere = set(), ("keras.", "natten.", "ultralytics.", *rotary)  # tested below and in test_swap.py
     for make, variant, part, *_ in CASES:
         with suppress(pytest.skip.Exception):  # the library is not installed
             tried.add(find_conversion(make(**variant).get_submodule(part))[0])
@@ -348,10 +327,10 @@ def test_attention_of_yolo_is_swapped_in_evaluation(kind, options, monkeypatch):
     layer, other, x = randomized(make()), randomized(make()), randn(2, 16, 3, 4)
     for norm in (part for part in layer.modules() if isinstance(part, nn.BatchNorm2d)):
         norm.running_mean.copy_(randn(len(norm.running_mean)))
-    expected, ran = results(partial(on_map, layer), x, module=layer), []
+    expected, ran = results(partial(on_map, layer), x, parameters=layer.parameters()), []
     assert len(swap(layer).swapped) == 1
     layer.running_block.register_forward_hook(lambda *_: ran.append(1))
-    assert_close(results(partial(on_map, layer), x, module=layer), expected, 1e-10)
+    assert_close(results(partial(on_map, layer), x, parameters=layer.parameters()), expected, 1e-10)
     layer.train()(x)  # with batch statistics
     assert ran == [1]
     reverse_rows(monkeypatch, other)
@@ -396,8 +375,7 @@ def test_the_block_attends_to_padding_like_swin():
     assert block(last).is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(block(x[0]), y[0], rtol=0, atol=1e-12)
     assert torch.equal(torch.fx.symbolic_trace(nn.Sequential(block))(x), y)
-    padded = nn.functional.pad(x, (0, 2, 0, 1))
-    assert torch.equal(block.attention_weights(x), block.attention_weights(padded))
+    assert torch.equal(block.attention_weights(x), block.attention_weights(nn.functional.pad(x, (0, 2, 0, 1))))
     rolled_first = convert.from_layer(SOURCES["timm_swin"](), pattern=va.Window((3, 5), shift=1))
     for kind, options in ((block, {"mask": torch.ones(35, 35) > 0}), (block, {"context": x}), (rolled_first, {})):
         with pytest.raises(ValueError, match=r"x must .*, got 5×7"):
@@ -452,8 +430,7 @@ def test_a_keras_layer_is_not_changed_and_its_attributes_are_converted(keras, dt
     layer = built(keras.layers.MultiHeadAttention(2, 3, dtype=dtype, dropout=0.5, activity_regularizer="l2"), (3, 5, 6))
     layer.trainable = False
     seed = keras.src.random.seed_generator.global_seed_generator().state
-    before = [variable.value.clone() for variable in (*layer.variables, seed)]
-    block = convert.from_layer(layer)
+    before, block = [variable.value.clone() for variable in (*layer.variables, seed)], convert.from_layer(layer)
     assert {dense.dtype_policy.name for dense in (layer, layer._query_dense)} == {dtype}
     assert (layer.losses, layer.training, any(module.training for module in block.modules())) == ([], True, False)
     assert {(p.dtype, p.requires_grad) for p in block.parameters()} == {(torch.float32, False)}
@@ -584,7 +561,7 @@ def test_hooks_parametrizations_and_mixed_modes_are_rejected():
 
 
 def test_incompatible_ranks_and_patterns_are_rejected():
-    windows = TorchvisionMaxVit(8, 4, 9)
+    windows = torchvision_maxvit.RelativePositionalMultiHeadAttention(8, 4, 9)
     for layer, options, name in (
         (mha(), {"rank": 4}, "rank"),
         (SOURCES["torchvision_swin"](), {"rank": 2}, "rank"),
@@ -608,7 +585,6 @@ ALTERED = [
 
 @pytest.mark.parametrize(("change", "message"), ALTERED)
 def test_a_subclass_with_another_computation_is_detected(change, message):
-    forward = tl.Attention.forward
-    kind = type("Altered", (tl.Attention,), {"forward": lambda self, x: change(x, forward(self, x))})
+    kind = type("Altered", (tl.Attention,), {"forward": lambda self, x: change(x, tl.Attention.forward(self, x))})
     with pytest.raises(ConversionError, match=f"(?s){message}"):
         convert.from_layer(kind(8, 2))

@@ -4,7 +4,7 @@ import copy
 import inspect
 import re
 import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
@@ -13,13 +13,11 @@ import families
 import pytest
 import timm
 import torch
-from small_networks import assert_same, captured, copies
+from small_networks import assert_same, captured, copies, results
 from stand_ins import diffusers_attention, layer_of, transformers_layer
-from timm.layers import Attention as TimmAttention, AttentionPool2d
-from timm.layers.attention2d import MultiQueryAttention2d
+from timm.layers import Attention as TimmAttention, AttentionPool2d, MultiQueryAttention2d
 from timm.layers.bottleneck_attn import BottleneckAttn
 from timm.models.convit import GPSA
-from timm.models.maxxvit import MaxxVit, model_cfgs
 from timm.models.mobilenetv3 import _gen_mobilenet_v4
 from torch import nn
 from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
@@ -30,11 +28,12 @@ from vision_attn.networks.inspection.macs import count_macs
 
 
 def maxxvit(name, size=64, **options):
-    cfg = model_cfgs[name]
+    cfg = timm.models.maxxvit.model_cfgs[name]
     types = cfg.block_type if cfg.block_type[-1] == "M" else ("C", "C", "T", "T")
     small = {"embed_dim": (8, 8, 16, 16), "depths": (1, 1, 1, 1), "stem_width": (8, 8), "head_hidden_size": None}
     heads = replace(cfg.transformer_cfg, dim_head=4, rel_pos_dim=8, **options)
-    return MaxxVit(replace(cfg, **small, block_type=types, transformer_cfg=heads), img_size=size, num_classes=5)
+    cfg = replace(cfg, **small, block_type=types, transformer_cfg=heads)
+    return timm.models.MaxxVit(cfg, img_size=size, num_classes=5)
 
 
 def small(name, **options):
@@ -84,42 +83,34 @@ def swapped_modules(model):
 def calls_counted(model):
     """Yield a list with one entry per call of a block, because the original forward would have the same output."""
     calls, blocks = [], [module.running_block for module in swapped_modules(model).values()]
-    with ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(block.register_forward_hook(lambda *_: calls.append(1)))
-        yield calls
+    hooks = [block.register_forward_hook(lambda *_: calls.append(1)) for block in blocks]
+    yield calls
+    for hook in hooks:
+        hook.remove()
 
 
-def results(model, x):
-    """Return the output, and the gradients of the image and all parameters."""
-    x = x.clone().requires_grad_()
-    torch.manual_seed(0)
-    y = model(x)
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    inputs = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
-    return [y.detach(), *torch.autograd.grad((y * weights).sum(), inputs, materialize_grads=True)]
+def all_results(model, x):
+    return results(model, x, parameters=model.parameters())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_swapped_models_have_the_same_outputs_and_gradients(name):
     _, sizes, swapped, left = MODELS[name]
-    model = create(name)
-    images = [randn(2, 3, *size) for size in sizes]
-    before = [results(model, x) for x in images]
+    model, images = create(name), [randn(2, 3, *size) for size in sizes]
+    before = [all_results(model, x) for x in images]
     state, parameters = copy.deepcopy(model.state_dict()), [*map(id, model.parameters())]
 
     def parts():
         objects = [*model.named_modules(), *model.state_dict(keep_vars=True).items()]
         return [(name, id(x), type(x)) for name, x in objects]
 
-    objects = parts()
-    report = va.swap_(model)
+    objects, report = parts(), va.swap_(model)
     assert (len(report.swapped), len(report.skipped)) == (swapped, left)
     assert [*map(id, model.parameters())] == parameters  # existing optimizers still update them
     model.load_state_dict(state, strict=True)
     with calls_counted(model) as calls:
         for x, expected in zip(images, before, strict=True):
-            for got, wanted in zip(results(model, x), expected, strict=True):
+            for got, wanted in zip(all_results(model, x), expected, strict=True):
                 torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10 * max(1, wanted.abs().max().item()))
         assert len(calls) == swapped * len(images)
     assert_same(model.state_dict(), state)
@@ -170,8 +161,7 @@ def test_the_mode_of_each_module_may_be_set_without_a_method():
     with calls_counted(attention) as calls:
         assert torch.equal(attention(x), attention(x))
     assert len(calls) == 2
-    compiled = torch.compile(attention, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x), attention(x))
+    assert torch.equal(torch.compile(attention, backend="eager", fullgraph=True)(x), attention(x))
 
 
 def test_a_module_that_was_replaced_is_restored_with_its_class():
@@ -184,8 +174,7 @@ def test_a_module_that_was_replaced_is_restored_with_its_class():
 
 
 def test_a_swapped_model_can_be_compiled_exported_and_traced():
-    model = nn.Sequential(nn.Linear(8, 8), TimmAttention(8, 2)).eval()
-    x = torch.randn(2, 5, 8)
+    model, x = nn.Sequential(nn.Linear(8, 8), TimmAttention(8, 2)).eval(), torch.randn(2, 5, 8)
     y = model(x)
     va.swap_(model)
     with calls_counted(model) as calls, torch.no_grad():
@@ -294,7 +283,7 @@ def test_rotary_attention_of_timm(name, options):
     if "mixed" in name and not hasattr(theirs.blocks[0].attn, "num_kv_heads"):
         pytest.skip("timm 1.0.26 does not run mixed rotary embeddings in float64")
     assert len(va.swap_(ours).swapped) == 2
-    (y, *grads), (expected, *expected_grads) = (results(model, images) for model in (ours, theirs))
+    (y, *grads), (expected, *expected_grads) = (all_results(model, images) for model in (ours, theirs))
     torch.testing.assert_close(y, expected, atol=1e-12, rtol=1e-10)
     torch.testing.assert_close(grads, expected_grads, atol=1e-10, rtol=1e-8)
     for impl in ("bmm", "einx", "einsum", "sdpa"):
@@ -368,11 +357,8 @@ def test_a_swapped_network_runs_with_layerwise_casting():
     """diffusers stores the weights as float8, and casts them in a forward that it assigns to each layer."""
     kind = pytest.importorskip("diffusers").UNet2DModel
     options = {"sample_size": 16, "block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 8}
-    options |= {
-        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-    }
-    ours = perturbed(kind(**options, attention_head_dim=4), 0.3)
+    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+    ours = perturbed(kind(**options, down_block_types=down, up_block_types=up, attention_head_dim=4), 0.3)
     theirs, outputs, images = copy.deepcopy(ours), [], torch.randn(1, 3, 16, 16)
     assert va.swap_(ours).swapped
     for model in (ours, theirs):
@@ -583,8 +569,7 @@ NOT_SWAPPED = [
 def test_a_report_states_why_nothing_was_swapped(make, number, reasons, dry_run):
     model = make()
     kinds = [type(module) for module in model.modules()]
-    report = va.swap_(model, dry_run=dry_run)
-    first, *lines, last = str(report).splitlines()
+    first, *lines, last = str(va.swap_(model, dry_run=dry_run)).splitlines()
     assert first == f"0 modules {'would be ' * dry_run}swapped; {number} found"
     assert last == "See docs/convert.md for the supported layers, or call va.insert_ to add attention blocks."
     for line, reason in zip(lines, reasons, strict=True):

@@ -6,13 +6,10 @@ import pytest
 import timm
 import torch
 import torchvision
-from small_networks import assert_same, copied, resnet
+from small_networks import Net, assert_same, copied, resnet
 from torch import nn
 
 import vision_attn as va
-import vision_attn.networks.models
-from vision_attn.attention import dispatch
-from vision_attn.attention.blocks import AttentionBlock2d, use_impl
 from vision_attn.networks.inspection.costs import count_saved_bytes
 
 
@@ -40,7 +37,7 @@ def bytes_really_saved(block, x, impl):
         storages[storage.data_ptr()] = storage
         return tensor
 
-    with use_impl(block, impl), torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+    with va.use_impl(block, impl), torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
         block(x)
     return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in own)
 
@@ -55,12 +52,12 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_counted_bytes_equal_those_that_autograd_saves(options, monkeypatch):
     """Compare the counts with a GPU's, which adds relative positions to queries and keys; a CPU computes chunks."""
-    monkeypatch.setattr(dispatch, "CHUNKED_DEVICES", ())
+    monkeypatch.setattr("vision_attn.attention.dispatch.CHUNKED_DEVICES", ())
     for dtype, others in ((torch.float32, ("einsum", "einx")), (torch.bfloat16, ())):
-        block = AttentionBlock2d(32, 4, dtype=dtype, **options)
+        block = va.AttentionBlock2d(32, 4, dtype=dtype, **options)
         x = torch.randn(2, 32, 12, 12, dtype=dtype, requires_grad=True)
         for counted_as, impls in (("bmm", ("bmm", *others)), ("sdpa", ("sdpa",))):
-            with use_impl(block, counted_as):
+            with va.use_impl(block, counted_as):
                 counted = count_saved_bytes(block, tuple(x.shape), dtype)
             for impl in impls:
                 assert counted == pytest.approx(bytes_really_saved(block, x, impl), rel=0.02), impl
@@ -75,9 +72,7 @@ def test_the_network_itself_is_counted():
     model, products = timm.create_model("resnet20").eval(), []
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
-            module.register_forward_hook(
-                lambda module, args, out: products.append(out.numel() * module.weight[0].numel())
-            )
+            module.register_forward_hook(lambda layer, _, y: products.append(y.numel() * layer.weight[0].numel()))
     found = look("resnet20")
     with torch.no_grad():
         model(torch.zeros(1, 3, 32, 32))
@@ -85,20 +80,14 @@ def test_the_network_itself_is_counted():
     assert [block.site.partition(".")[0] for block in found.blocks] == ["layer1", "layer2", "layer3"]
 
 
-class Gradients(nn.Module):
-    """A network that computes gradients in its forward pass, and attention with values of another width."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(inplace=True))
-
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            y = self.stem(x)
-            (gradient,) = torch.autograd.grad(y.sum(), x)
-        q = (y.mean() * gradient).detach().flatten(2).mT
-        return nn.functional.scaled_dot_product_attention(q, q, q[..., :2])
+def with_gradients(net, x):
+    """Run a network that computes gradients, and attention with values of another width."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        y = net.stem(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+    q = (y.mean() * gradient).detach().flatten(2).mT
+    return nn.functional.scaled_dot_product_attention(q, q, q[..., :2])
 
 
 def test_fused_kernels_and_several_images_are_counted():
@@ -107,16 +96,15 @@ def test_fused_kernels_and_several_images_are_counted():
     # MACs of the patch embedding, of a block (12c² per token and 2c per pair of tokens), and of the head.
     expected = 196 * 768 * 192 + 197 * 12 * 192**2 + 2 * 192 * 197**2 + 192 * 1000
     for model, images in ((timms, 1), (torchs, 2)):
-        report = va.insert_(model, dry_run=True, example_input=(images, 3, 224, 224))
-        assert report.model_cost.macs == expected
+        assert va.insert_(model, dry_run=True, example_input=(images, 3, 224, 224)).model_cost.macs == expected
     # MACs of a convolution and its gradient, and of the products of queries, keys and values.
-    cost = va.insert_(Gradients(), names="stem.0", example_input=(2, 3, 4, 4)).model_cost
+    net = Net(with_gradients, stem=nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(inplace=True)))
+    cost = va.insert_(net, names="stem.0", example_input=(2, 3, 4, 4)).model_cost
     assert cost == (3 * 8 + 8, 2 * 16 * 3 * 8 + 16**2 * (3 + 2))
 
 
 def test_the_image_has_the_input_shape_of_the_network():
-    gray_model = network("resnet18", in_chans=1)
-    assert va.insert_(gray_model, dry_run=True).blocks[0].target.input_shape == (1, 1, 224, 224)
+    assert va.insert_(network("resnet18", in_chans=1), dry_run=True).blocks[0].target.input_shape == (1, 1, 224, 224)
 
 
 def test_small_and_large_feature_maps_raise_warnings():
@@ -144,8 +132,7 @@ def test_proposals_can_be_executed(name, size, expected):
     found = look(name, size).proposals
     assert [call.partition(": ")[0] for call in found] == [f"va.insert_(model, {sites})" for sites in expected]
     for call in found:
-        model = network(name)
-        example = "" if size is None else f", example_input=(1, 3, {size}, {size})"
+        model, example = network(name), "" if size is None else f", example_input=(1, 3, {size}, {size})"
         code = call.partition(": ")[0].removesuffix(")") + f"{example})"
         assert eval(code, {"va": va, "model": model}).verb == "inserted"
 

@@ -7,11 +7,11 @@ import pytest
 import timm
 import torch
 from any_block import OwnSE, SimAM
+from small_networks import Net
 from torch import nn
 from torch.nn import functional as F
 
 import vision_attn as va
-from vision_attn.networks.insertion import inserted_blocks
 from vision_attn.networks.insertion.exact import ExactBlock
 
 IMAGES = (1, 3, 14, 14)
@@ -39,16 +39,14 @@ def test_every_block_in_every_network(network):
     assert all(any_block.check(block, network) for block in any_block.BLOCKS)
 
 
-class QueriesAndKeys(nn.Module):
-    """A block whose queries and keys would both be zero, so that neither receives a gradient."""
+def queries_and_keys(channels):
+    """Return a block whose queries and keys would both be zero, so that neither receives a gradient."""
 
-    def __init__(self, channels):
-        super().__init__()
-        self.qkv = nn.Conv2d(channels, 3 * channels, 1)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).flatten(2).chunk(3, 1)
+    def run(block, x):
+        q, k, v = block.qkv(x).flatten(2).chunk(3, 1)
         return x + (v @ (k.transpose(1, 2) @ q).softmax(1)).reshape(x.shape)
+
+    return Net(run, qkv=nn.Conv2d(channels, 3 * channels, 1))
 
 
 class Grouped(nn.Conv2d):
@@ -62,15 +60,10 @@ class Grouped(nn.Conv2d):
         return (parts * super().forward(parts).sigmoid()).view(x.shape)
 
 
-class LowRank(nn.Module):
-    """A block whose parameters have different numbers of rows."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.down, self.up = nn.Parameter(torch.rand(4, channels)), nn.Parameter(torch.rand(channels, 4))
-
-    def forward(self, x):
-        return x + torch.einsum("cr,rd,bdhw->bchw", self.up, self.down, x)
+def low_rank(channels):
+    """Return a block whose parameters have different numbers of rows."""
+    down, up = nn.Parameter(torch.rand(4, channels)), nn.Parameter(torch.rand(channels, 4))
+    return Net(lambda block, x: x + torch.einsum("cr,rd,bdhw->bchw", block.up, block.down, x), down=down, up=up)
 
 
 class InPlace(nn.Conv2d):
@@ -105,8 +98,8 @@ TRIED = {
     (OwnSE, "float32"): ("up set to zero, output multiplied by 2", {"scale": 2.0}),
     (Grouped, "float32"): (f"{ALL}, output multiplied by 2", {"scale": 2.0, "copied": True}),
     (SimAM, "float32"): (GATE, {"gated": True}),
-    (QueriesAndKeys, "float32"): (GATE, {"gated": True}),
-    (LowRank, "float32"): (GATE, {"gated": True}),  # Two zero factors receive no gradient.
+    (queries_and_keys, "float32"): (GATE, {"gated": True}),
+    (low_rank, "float32"): (GATE, {"gated": True}),  # Two zero factors receive no gradient.
     (HalfBiased, "float32"): (ALL, {}),
     (InPlace, "float32"): (GATE, {"gated": True, "copied": True}),
     (va.Attention2d, "float32"): (GATE, {"gated": True}),
@@ -129,7 +122,7 @@ def test_the_initialization_of_a_block_is_found_by_testing(block, dtype):
     before, drawn = model(x), torch.random.get_rng_state()
     report = va.insert_(model, block, names="0", example_input=x)
     (record,) = report.blocks
-    new = inserted_blocks(model)["0"]
+    new = va.inserted_blocks(model)["0"]
     assert record.identity == (identity_init, wrapper_options)
     assert record.cost.parameters == report.parameters == sum(p.numel() for p in new.parameters())
     assert (identity_init in str(report)) or not identity_init
@@ -141,14 +134,9 @@ def test_the_initialization_of_a_block_is_found_by_testing(block, dtype):
     assert any(grad is not None and grad.any() for grad in grads)
 
 
-class Rare(nn.Module):
-    """A block that is an identity except for large values."""
-
-    def __init__(self, channels):
-        super().__init__()
-
-    def forward(self, x):
-        return x + F.relu(x - 20)
+def rare(channels):
+    """Return a block that is an identity except for large values."""
+    return Net(lambda block, x: x + F.relu(x - 20))
 
 
 class RareConv(InPlace):
@@ -159,15 +147,14 @@ class RareConv(InPlace):
 
 
 #: Block, seed, and whether it gets a gate. With the seed 16, a ReLU returns zeros.
-ON_MAPS_OF_THE_NETWORK = [("cbam", 16, False), (Rare, 0, True), (RareConv, 0, True)]
+ON_MAPS_OF_THE_NETWORK = [("cbam", 16, False), (rare, 0, True), (RareConv, 0, True)]
 
 
 @pytest.mark.parametrize(("block", "seed", "gated"), ON_MAPS_OF_THE_NETWORK)
 def test_a_block_is_an_identity_on_the_feature_maps_of_the_network(block, seed, gated):
     torch.manual_seed(seed)
     x, model = torch.randn(2, 3, 6, 6) * (100 if gated else 1), nn.Sequential(nn.Conv2d(3, 32, 1), nn.ReLU())
-    before = model(x)
-    report = va.insert_(model, block, names="0", example_input=x)
+    before, report = model(x), va.insert_(model, block, names="0", example_input=x)
     assert torch.equal(model(x), before)
     assert (report.output_change, report.blocks[0].identity[1].get("gated", False)) == (0, gated)
 
@@ -183,21 +170,14 @@ class ChannelsLast(nn.Module):
         return x.movedim(1, -1).contiguous().movedim(-1, 1) * (1 + self.factor[:, None, None])
 
 
-class DependsOnFormat(nn.Module):
-    """The rounding of a convolution depends on the memory format of its input."""
-
-    def forward(self, x):
-        return x + x.is_contiguous()
-
-
 def test_a_block_that_is_an_identity_learns_in_a_network_that_depends_on_its_memory_format():
-    model, x = nn.Sequential(nn.Conv2d(3, 8, 1), DependsOnFormat()), torch.randn(2, 3, 4, 4)
+    last = Net(lambda net, x: x + x.is_contiguous())  # as the rounding of a convolution depends on it
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1), last), torch.randn(2, 3, 4, 4)
     before = model(x)
-    report = va.insert_(model, ChannelsLast, names="0", example_input=x)
-    assert report.blocks[0].identity == ("", {"scale": 1.0})
+    assert va.insert_(model, ChannelsLast, names="0", example_input=x).blocks[0].identity == ("", {"scale": 1.0})
     assert torch.equal(model(x), before)
     model(x).square().sum().backward()
-    assert all(p.grad.all() for p in inserted_blocks(model)["0"].parameters())
+    assert all(p.grad.all() for p in va.inserted_blocks(model)["0"].parameters())
 
 
 def test_a_scale_of_zero_is_refused():
@@ -207,12 +187,11 @@ def test_a_scale_of_zero_is_refused():
 
 def test_the_report_contains_the_output_change_of_inexact_blocks():
     model, x = network(), torch.randn(IMAGES)
-    before = model(x)
-    report = va.insert_(model, "cbam", names="0", example_input=x, exact=False)
+    before, report = model(x), va.insert_(model, "cbam", names="0", example_input=x, exact=False)
     changed = float((model(x) - before).detach().norm() / before.detach().norm())
     assert report.output_change == pytest.approx(changed)
     assert f"{100 * changed:.2g} %" in str(report)
-    assert type(inserted_blocks(model)["0"]).__name__ == "CbamModule"
+    assert type(va.inserted_blocks(model)["0"]).__name__ == "CbamModule"
     va.remove_(model)
     dark = nn.Sequential(nn.Conv2d(3, 8, 1))
     nn.init.zeros_(dark[0].weight), nn.init.zeros_(dark[0].bias)
@@ -230,7 +209,7 @@ def test_blocks_are_restored_with_their_initialization(block, tmp_path):
     va.insert_(model, block, names="layer1", example_input=(1, 3, 28, 28))
     plain = copy.deepcopy(model)
     va.remove_(plain)
-    for parameter in inserted_blocks(model)["layer1.2"].parameters():
+    for parameter in va.inserted_blocks(model)["layer1.2"].parameters():
         nn.init.normal_(parameter, std=0.1)
     path = va.save_adapter(model, tmp_path / "adapter.safetensors")
     va.load_adapter_(plain, path, **own)
@@ -238,7 +217,7 @@ def test_blocks_are_restored_with_their_initialization(block, tmp_path):
     again = va.load_model(va.save_model(model, tmp_path / "net"), **own)
     assert torch.equal(again(x), model(x))
     assert va.contribution(again, x).blocks[0].ratio > 0
-    assert type(inserted_blocks(again)["layer1.2"]) is type(inserted_blocks(model)["layer1.2"])
+    assert type(va.inserted_blocks(again)["layer1.2"]) is type(va.inserted_blocks(model)["layer1.2"])
     if own:
         va.remove_(plain)
         message = f"custom classes: {block.__name__}. Pass the class: block="
@@ -247,11 +226,11 @@ def test_blocks_are_restored_with_their_initialization(block, tmp_path):
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
-@pytest.mark.parametrize("block", [QueriesAndKeys, InPlace])
+@pytest.mark.parametrize("block", [queries_and_keys, InPlace])
 def test_a_gate_interpolates_between_the_feature_map_and_the_block_output(block, scale):
     model, x, y = network(), torch.randn(IMAGES), network()(torch.randn(IMAGES))
     va.insert_(model, block, names="0", example_input=x)
-    wrapped = inserted_blocks(model)["0"]
+    wrapped = va.inserted_blocks(model)["0"]
     wrapped.scale, gate = scale, nn.init.uniform_(wrapped.gate, -1, 2).detach()[:, None, None]
     with torch.no_grad():
         torch.testing.assert_close(wrapped(y.clone()), y + gate * (scale * wrapped.block(y.clone()) - y))
@@ -261,6 +240,5 @@ def test_a_gate_interpolates_between_the_feature_map_and_the_block_output(block,
 
 def test_any_block_is_inserted_on_the_meta_device():
     model = network().to("meta")
-    report = va.insert_(model, OwnSE, names="0", example_input=(1, 3, 14, 14))
-    assert report.blocks[0].identity[1] == {"scale": 2.0}
+    assert va.insert_(model, OwnSE, names="0", example_input=(1, 3, 14, 14)).blocks[0].identity[1] == {"scale": 2.0}
     assert {p.device.type for p in model.parameters()} == {"meta"}

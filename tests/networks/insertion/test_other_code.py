@@ -15,8 +15,7 @@ import timm
 import torch
 import torchvision
 from reach import anatomy
-from small_networks import NarrowResNet
-from timm.layers import freeze_batch_norm_2d
+from small_networks import NarrowResNet, Net
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.fx.experimental.optimization import fuse as fuse_graph
@@ -31,19 +30,6 @@ from vision_attn.networks.insertion.registry import records
 pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
 IMAGE = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
-class Net(nn.Module):
-    """A network from named modules and a function that runs them."""
-
-    def __init__(self, run, **parts):
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, *args):
-        return self.run(self, *args)
 
 
 def convolution(given, made, size=3):
@@ -180,8 +166,7 @@ def test_features_only_networks_have_the_stages_of_stage_names(name, options, si
     # timm's own tests of features_only networks
     torch.manual_seed(0)
     model, image = timm.create_model(name, features_only=True, **options).eval(), torch.rand(1, 3, size, size)
-    before = model(image)
-    modules = [model.get_submodule(path) for path in va.stage_names(model, image)]
+    before, modules = model(image), [model.get_submodule(path) for path in va.stage_names(model, image)]
     assert len(modules) == len(before)
     if name.startswith("xception"):
         assert modules == [module for module in model.modules() if module._forward_hooks]
@@ -198,7 +183,7 @@ def exchanging(path, make):
 
 #: Conversions of the norms of a network.
 NORM_CONVERSIONS = [
-    freeze_batch_norm_2d,
+    timm.layers.freeze_batch_norm_2d,
     nn.SyncBatchNorm.convert_sync_batchnorm,
     exchanging("layer2.1.bn2", copy.deepcopy),
     exchanging("layer2.1.bn2", partial(torch.compile, backend="eager")),
@@ -238,8 +223,7 @@ REPLACEMENTS = [
 def test_replacing_a_module_with_a_block_raises_an_error_with_a_remedy(names, convert):
     # pytorch#187298: fuse_modules and hooks; ultralytics' fuse(); manual replacements as in LoRA
     model = convert(with_block(["layer3.1", names])[0])
-    uses = (va.inserted_blocks, va.unfreeze_backbone_, va.freeze_backbone_, lambda model: model(IMAGE))
-    for use in uses:
+    for use in (va.inserted_blocks, va.unfreeze_backbone_, va.freeze_backbone_, lambda model: model(IMAGE)):
         with pytest.raises(va.errors.SiteError, match=f"'{names}' no longer runs.*va.remove_.*before inserting"):
             use(model)
     assert "layer3.1" in [block.site for block in va.remove_(model).blocks]
@@ -364,8 +348,7 @@ def test_a_module_in_place_of_a_block_runs_instead(names):
 @pytest.mark.parametrize("make", [resnet, lambda: nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.ReLU())])
 def test_a_wrapper_that_still_calls_the_layer_of_a_block_keeps_the_block(make):
     """PEFT wraps a layer at the top level, which contains its block."""
-    peft = pytest.importorskip("peft")
-    model = make().eval()
+    peft, model = pytest.importorskip("peft"), make().eval()
     site = next(name for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
     va.insert_(model, names=site, num_heads=1, gate_init=1.0, example_input=IMAGE)
     block, expected = only_block(model), model(IMAGE)
@@ -517,8 +500,7 @@ def test_layout_determines_the_axes_of_a_feature_map(run, conv, shape, layout):
     before = model(x)
     with pytest.raises(va.errors.SiteError, match="layout="):
         va.insert_(model, names="conv", example_input=x)
-    report = va.insert_(model, names="conv", layout=layout, example_input=x)
-    assert report.blocks[0].target.layout == layout
+    assert va.insert_(model, names="conv", layout=layout, example_input=x).blocks[0].target.layout == layout
     assert torch.equal(model(x), before)
     nn.init.normal_(only_block(model).attn.proj.weight)
     assert not torch.equal(model(x), before)
@@ -534,8 +516,7 @@ CLIPS = [
 
 @pytest.mark.parametrize(("take", "example"), CLIPS)
 def test_the_example_input_is_not_changed(take, example):
-    before = copy.deepcopy(example)
-    model = Net(take, conv=nn.Conv3d(3, 8, 1)).eval()
+    before, model = copy.deepcopy(example), Net(take, conv=nn.Conv3d(3, 8, 1)).eval()
     assert len(va.insert_(model, names="conv", num_heads=2, example_input=(example,)).blocks) == 1
     torch.testing.assert_close(example, before, rtol=0, atol=0)
 
@@ -565,8 +546,7 @@ def test_a_block_in_a_shared_encoder_runs_in_each_call(make, site, sizes):
     before = model(*images)
     report = va.insert_(model, names=f"encoder.{site}", num_heads=1, example_input=images)
     assert torch.equal(model(*images), before)
-    once = va.insert_(make(), names=site, num_heads=1, example_input=images[0])
-    assert report.macs >= 2 * once.macs
+    assert report.macs >= 2 * va.insert_(make(), names=site, num_heads=1, example_input=images[0]).macs
     if "layer2" in site:
         assert len(va.insert_(model, dry_run=True, example_input=images).blocks) == 5
 

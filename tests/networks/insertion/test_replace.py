@@ -9,24 +9,20 @@ import torchvision
 from reach import as_after_training
 from small_networks import assert_same
 from torch import nn
-from torchvision.models.resnet import Bottleneck
 
 import vision_attn as va
-import vision_attn.networks.models
 from vision_attn.networks.insertion.registry import inserted_keys, records, replaced_modules
 
 resnet18 = torchvision.models.resnet18
-bottlenecks = partial(torchvision.models.ResNet, Bottleneck, [1, 1, 1, 2])
+bottlenecks = partial(torchvision.models.ResNet, torchvision.models.resnet.Bottleneck, [1, 1, 1, 2])
 dilated = partial(bottlenecks, replace_stride_with_dilation=[False, False, True])
 
 #: Networks, their convolutions, and the channels and strides of the convolutions.
 CONVOLUTIONS = {
     "bottlenecks, stride 2 in the first": (bottlenecks, "layer4.*.conv2", [(512, 512, 2), (512, 512, 1)]),
-    "a group for each channel": (
-        lambda: timm.create_model("convnext_atto"), "stages.3.blocks.*.conv_dw", [(320, 320, 1)] * 2
-    ),
+    "grouped": (lambda: timm.create_model("convnext_atto"), "stages.3.blocks.*.conv_dw", [(320, 320, 1)] * 2),
     "dilated": (dilated, "layer4.1.conv2", [(512, 512, 1)]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)
@@ -36,8 +32,7 @@ def test_a_convolution_is_replaced_with_its_stride_and_channels(case):
     torch.manual_seed(0)
     model, x = make().eval(), torch.randn(1, 3, 96, 96)
     before, modules, state = model(x), dict(model.named_modules()), model.state_dict()
-    report = va.replace_(model, names=names, num_heads=4, example_input=x)
-    new = va.inserted_blocks(model)
+    report, new = va.replace_(model, names=names, num_heads=4, example_input=x), va.inserted_blocks(model)
     assert [(b.attn.channels, b.attn.out_channels, b.stride) for b in new.values()] == shapes
     assert [b.attn.groups for b in new.values()] == [modules[site].groups for site in new]
     assert {block.target.at for block in report.blocks} == {"replace"}

@@ -7,13 +7,11 @@ import pytest
 import timm
 import torch
 from reach import tensors
-from small_networks import copies
-from timm.models.mlp_mixer import MlpMixer
+from small_networks import Net, copies
 from torch import nn
-from torchvision.models import DenseNet, detection, get_model, resnet18
+from torchvision.models import DenseNet, detection, get_model, resnet18, segmentation
 
 import vision_attn as va
-import vision_attn.networks.models
 from vision_attn.networks.insertion.registry import inserted_keys, records
 
 Pair = collections.namedtuple("Pair", ["skip", "features"])
@@ -45,35 +43,25 @@ FORMS = {
 }
 
 
-class Give(nn.Module):
-    """Return a feature map in a container or layout."""
-
-    def __init__(self, form):
-        super().__init__()
-        self.conv, self.form = nn.Conv2d(3, 8, 1), FORMS[form][0]
-
-    def forward(self, x):
-        return self.form(self.conv(x))
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_the_feature_map_is_found_in_any_container_and_other_items_are_kept(form):
     torch.manual_seed(0)
-    model, x = nn.Sequential(Give(form)), torch.randn(2, 3, 6, 10)
+    give, *expected = FORMS[form]
+    model = nn.Sequential(Net(lambda net, x: give(net.conv(x)), conv=nn.Conv2d(3, 8, 1)))
+    x = torch.randn(2, 3, 6, 10)
     before = model(x)
     # With attention along rows, rows and columns are not interchangeable.
     options = {"gate_init": 1.0, "num_heads": 2, "pattern": "rows"}
     (block,) = va.insert_(model, names="0", example_input=(2, 3, 6, 10), **options).blocks
-    assert (block.target.element, block.target.layout) == FORMS[form][1:]
+    assert [block.target.element, block.target.layout] == expected
     assert (block.channels, block.map_size) == (8, (6, 10))
     after = model(x)
     assert type(after) is type(before)
     if form == "tokens":
         with pytest.raises(ValueError, match=r"'0' expects a grid of 6×10 tokens, got 36 tokens"):
             model(torch.randn(1, 3, 6, 6))
-    expected = tensors(model[0].form(va.inserted_blocks(model)["0"](model[0].conv(x))))
-    for new, wanted in zip(tensors(after), expected, strict=True):
-        torch.testing.assert_close(new, wanted)
+    expected = tensors(give(va.inserted_blocks(model)["0"](model[0].conv(x))))
+    torch.testing.assert_close(tensors(after), expected)
     assert not all(map(torch.equal, tensors(before), tensors(after)))
     va.remove_(model)
     assert all(map(torch.equal, tensors(before), tensors(model(x))))
@@ -117,9 +105,8 @@ def test_a_block_after_a_dense_block_is_nested():
     before = model(x)
     va.insert_(model, names="features.denseblock?", num_heads=4, example_input=x)
     assert list(model.features.denseblock1._modules) == ["denselayer1", "denselayer2"]
-    assert {key.rpartition(".gate")[0] for key in inserted_keys(model) if key.endswith(".gate")} == {
-        f"features.denseblock{i}.denselayer1.inserted_features_denseblock{i}" for i in (1, 2)
-    }
+    nested = "features.denseblock{0}.denselayer1.inserted_features_denseblock{0}.gate"
+    assert {key for key in inserted_keys(model) if key.endswith(".gate")} == {nested.format(1), nested.format(2)}
     assert torch.equal(model(x), before)
     # A copy of a part contains the block.
     part, y = copy.deepcopy(model.features.denseblock1), torch.randn(1, 16, 8, 8)
@@ -134,8 +121,7 @@ def test_a_module_that_has_two_names_is_one_site():
 
 
 def test_before_applies_the_block_to_the_input():
-    model = resnet18()
-    (block,) = va.insert_(model, names="layer3", at="before", example_input=(2, 3, 64, 64)).blocks
+    (block,) = va.insert_(resnet18(), names="layer3", at="before", example_input=(2, 3, 64, 64)).blocks
     assert (block.site, block.target.at, block.channels, block.map_size) == ("layer3.0", "before", 128, (8, 8))
 
 
@@ -175,6 +161,14 @@ def paths(form, *indices):
     return [form.format(index) for index in indices]
 
 
+LAYERS = paths("layer{}", 1, 2, 3, 4)
+OF_BACKBONE, PLAIN = paths("backbone.{}", "relu", *LAYERS), {"weights": None, "weights_backbone": None}
+
+
+def pyramid(name):
+    return detection.backbone_utils.resnet_fpn_backbone(backbone_name="resnet18", weights=None)
+
+
 #: A network, two sizes of its images, the smaller one pooled to one position before the head, and its stages for both.
 TRUNKS = {
     "maxvit_t": (get_model, 224, 224, ["stem", *paths("blocks.{}", *range(4))]),
@@ -185,7 +179,11 @@ TRUNKS = {
     "swin_t": (get_model, 32, 64, paths("features.{}", 1, 3, 5, 7)),
     "shufflenet_v2_x0_5": (get_model, 32, 64, ["conv1", "maxpool", "stage2", "stage3", "conv5"]),
     "mnasnet0_5": (get_model, 32, 64, paths("layers.{}", 7, 8, 9, 11, 16)),
-    "r2plus1d_18": (get_model, (4, 16, 16), (4, 32, 32), paths("layer{}", 1, 2, 3, 4)),
+    "squeezenet1_1": (get_model, 128, 128, paths("features.{}", 1, 4, 7, 12)),  # the logits are a convolution
+    "DeepLab": (lambda _: segmentation.deeplabv3_resnet50(**PLAIN, aux_loss=True), 128, 128, OF_BACKBONE),
+    "LR-ASPP": (lambda _: segmentation.lraspp_mobilenet_v3_large(**PLAIN), 128, 128, paths("backbone.{}", 1, 3, 6, 16)),
+    "a pyramid": (pyramid, 128, 128, paths("body.{}", "relu", *LAYERS)),
+    "r2plus1d_18": (get_model, (4, 16, 16), (4, 32, 32), LAYERS),
     "swin3d_t": (get_model, (2, 32, 32), (4, 64, 64), paths("features.{}", 0, 2, 4, 6)),
     "mvit_v2_s": (get_model, (16, 224, 224), (16, 224, 224), paths("blocks.{}", *range(16))),
     "VQModel": (diffusers_encoder, 8, 32, [*paths("encoder.down_blocks.{}", 0, 1), "encoder.mid_block"]),
@@ -202,9 +200,7 @@ SLOW_TRUNKS = ("VQModel", "gemma4_vit_167m", "maxvit_t", "mvit_v2_s", "swin3d_t"
 
 
 @pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_TRUNKS)) for name in TRUNKS]
-)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW_TRUNKS)) for x in TRUNKS])
 def test_inferred_stages_match_the_table_for_all_sizes(name, size):
     make, *sizes, stages = TRUNKS[name]
     side = sizes[size == "large"]
@@ -226,11 +222,7 @@ POOLED = (*(nn.Conv2d(3, 3, 3, 2, padding=1) for _ in range(5)), nn.AdaptiveAvgP
 AMBIGUOUS = [
     (lambda: nn.Sequential(*UP), r"get larger.*names=, for example '0' \(16×16\), '1' \(8×8\), '3' \(16"),
     # One module contains a downsampling and an upsampling path.
-    pytest.param(
-        monai_unet,
-        r"larger.*'model.0' \(16×16\), 'model.1.submodule.1' \(8×8\), .*'model.2.1' \(32×32\)",
-        marks=pytest.mark.slow,
-    ),
+    pytest.param(monai_unet, r"larger.*'model.0' \(16×16\), .*'model.2.1' \(32×32\)", marks=pytest.mark.slow),
     # The last module is a stage of one position, or pooling.
     (lambda: nn.Sequential(*POOLED), r"larger example_input= or use names=, for example '0' .*, '3' \(2×2\)$"),
     (lambda: nn.Sequential(*TOKENS), r"tokens.* '0' \(8×8\)"),
@@ -307,7 +299,7 @@ def test_a_network_inside_another_keeps_its_blocks():
 NO_MAPS = [
     # Tokens of windows, channels in place of tokens, and tokens that are not in raster order.
     (lambda: timm.create_model("swin_tiny_patch4_window7_224"), "layers.0.blocks.0.attn.proj", "64, 49, 96"),
-    (lambda: MlpMixer(patch_size=16, num_blocks=1, embed_dim=512), "blocks.0.mlp_tokens.fc1", "1, 512, 256"),
+    (lambda: timm.models.MlpMixer(num_blocks=1), "blocks.0.mlp_tokens.fc1", "1, 512, 256"),
     (lambda: timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1)), "blocks.1", r"1, 784, 192\) .* mask units"),
 ]
 
@@ -359,6 +351,5 @@ def test_a_feature_map_used_only_by_a_detector_is_supported():
     backbone = detection.backbone_utils.resnet_fpn_backbone(backbone_name="resnet18", weights=None, returned_layers=[4])
     anchors = detection.rpn.AnchorGenerator(((32,), (64,)), ((1.0,),) * 2)
     model = detection.FasterRCNN(backbone, 5, min_size=64, max_size=96, rpn_anchor_generator=anchors).eval()
-    images = [torch.rand(3, 48, 64)]
-    (block,) = va.insert_(model, names="backbone.body", example_input=images).blocks
+    (block,) = va.insert_(model, names="backbone.body", example_input=[torch.rand(3, 48, 64)]).blocks
     assert (block.target.element, block.target.used) == ("0", True)

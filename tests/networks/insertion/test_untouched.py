@@ -8,51 +8,37 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from small_networks import Net
 from timm.layers.attention import Attention as TimmAttention
 from torch import nn
 
 import vision_attn as va
 
 
-class Initialized(nn.Module):
-    """Data-dependent initialization by the first batch, as in ActNorm, and a running mean."""
-
-    def __init__(self):
-        super().__init__()
-        self.loc = nn.Parameter(torch.zeros(8, 1, 1))
-        self.register_buffer("initialized", torch.tensor(0))
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x):
-        if not self.initialized:
-            with torch.no_grad():
-                self.loc.copy_(-x.mean((0, 2, 3))[:, None, None])
-                self.initialized.fill_(1)
-        self.mean.lerp_(x.mean((0, 2, 3)).detach(), 0.1)
-        return x + self.loc - self.mean[:, None, None]
+def initialize(layer, x):
+    """Run a layer with data-dependent initialization by the first batch, as in ActNorm, and a running mean."""
+    if not layer.initialized:
+        with torch.no_grad():
+            layer.loc.copy_(-x.mean((0, 2, 3))[:, None, None])
+            layer.initialized.fill_(1)
+    layer.mean.lerp_(x.mean((0, 2, 3)).detach(), 0.1)
+    return x + layer.loc - layer.mean[:, None, None]
 
 
-class Noise(nn.Module):
-    def forward(self, x):
-        return x + 0 * random.random() + 0 * float(np.random.rand()) + 0 * torch.rand(1)
+def skip(first, output=lambda x: x):
+    """Return a network whose body may change the tensor of its skip connection in place."""
 
+    def run(net, x):
+        x = net.stem(x)
+        return output(x + net.body(x))
 
-class Skip(nn.Module):
-    """Network whose body changes the tensor of its skip connection in place."""
-
-    def __init__(self, first, output=lambda x: x):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.body = nn.Sequential(first, nn.Conv2d(8, 8, 3, padding=1))
-        self.output = output
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.output(x + self.body(x))
+    return Net(run, stem=nn.Conv2d(3, 8, 3, padding=1), body=nn.Sequential(first, nn.Conv2d(8, 8, 3, padding=1)))
 
 
 def test_insertion_does_not_change_parameters_and_buffers_that_forward_writes():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Initialized(), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    parts = {"loc": nn.Parameter(torch.zeros(8, 1, 1)), "initialized": nn.Buffer(torch.tensor(0))}
+    layer = Net(initialize, **parts, mean=nn.Buffer(torch.zeros(8)))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), layer, nn.BatchNorm2d(8), nn.ReLU()).eval()
     twin, x = copy.deepcopy(model), 5 + torch.randn(2, 3, 16, 16)
     va.insert_(model, names="3", num_heads=2, example_input=(1, 3, 16, 16))
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in twin.state_dict().items())
@@ -60,7 +46,8 @@ def test_insertion_does_not_change_parameters_and_buffers_that_forward_writes():
 
 
 def test_insertion_does_not_call_hooks_or_advance_random_states():
-    model, calls = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Noise(), nn.ReLU()), []
+    noise = Net(lambda net, x: x + 0 * random.random() + 0 * float(np.random.rand()) + 0 * torch.rand(1))
+    model, calls = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), noise, nn.ReLU()), []
     model[0].register_forward_hook(lambda *_: calls.append(1))
     python_state, numpy_position, state = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
     va.stage_names(model, (1, 3, 8, 8))
@@ -73,66 +60,54 @@ def test_insertion_does_not_call_hooks_or_advance_random_states():
     assert calls == [1]
 
 
-@pytest.mark.parametrize(
-    "output", [lambda x: SimpleNamespace(logits=x), lambda x: x.detach().numpy(), lambda x: [SimpleNamespace(t=x)]]
-)
+OUTPUTS = [lambda x: SimpleNamespace(logits=x), lambda x: x.detach().numpy(), lambda x: [SimpleNamespace(t=x)]]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
 def test_outputs_in_objects_and_arrays_are_compared(output):
     with pytest.raises(va.errors.SiteError, match="changes this tensor in place"):
-        va.insert_(Skip(nn.ReLU(inplace=True), output), names="body.0", at="before", example_input=(1, 3, 32, 32))
+        va.insert_(skip(nn.ReLU(inplace=True), output), names="body.0", at="before", example_input=(1, 3, 32, 32))
 
 
 def test_training_mode_is_verified():
-    model = Skip(nn.Dropout(0.5, inplace=True))
+    model = skip(nn.Dropout(0.5, inplace=True))
     with pytest.raises(va.errors.SiteError, match="in place in training mode"):
         va.insert_(model, names="body.0", at="before", example_input=(1, 3, 32, 32))
-    report = va.insert_(Skip(nn.ReLU()), names="body.0", num_heads=2, example_input=(1, 3, 32, 32))
+    report = va.insert_(skip(nn.ReLU()), names="body.0", num_heads=2, example_input=(1, 3, 32, 32))
     assert report.verified == "verified in evaluation and training mode"
     assert report.verified in str(report)
 
 
 def test_a_report_states_that_an_output_was_not_verified():
     generator = np.random.default_rng()
-    model = Skip(nn.ReLU(), lambda x: x + float(generator.random()))
+    model = skip(nn.ReLU(), lambda x: x + float(generator.random()))
     report = va.insert_(model, names="body.0", num_heads=2, example_input=(1, 3, 32, 32))
     assert report.verified == "not verified: the output of the network varies from run to run"
-    report = va.insert_(Skip(nn.ReLU(), lambda x: None), names="body.0", num_heads=2, example_input=(1, 3, 32, 32))
+    report = va.insert_(skip(nn.ReLU(), lambda x: None), names="body.0", num_heads=2, example_input=(1, 3, 32, 32))
     assert report.verified == "not verified: the output of the network contains no tensors"
 
 
 def test_a_layer_shared_with_the_network_is_not_set_to_zero():
     model, x = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)), torch.rand(1, 3, 8, 8)
     shared, expected = model[1], model(x)
-
-    class Again(nn.Module):
-        def __init__(self, channels):
-            super().__init__()
-            self.conv = shared
-
-        def forward(self, x):
-            return x + self.conv(x)
-
+    again = lambda channels: Net(lambda net, x: x + net.conv(x), conv=shared)  # noqa: E731
     with contextlib.suppress(va.errors.SiteError):
-        va.insert_(model, Again, names="0", example_input=x)
+        va.insert_(model, again, names="0", example_input=x)
     assert shared.weight.any()
     assert torch.equal(model(x), expected)
 
 
-class Swappable(nn.Module):
-    """A network with attention between the positions of a feature map."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.attn = nn.Conv2d(3, 16, 4, 4), TimmAttention(16, 2)
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.attn(x.flatten(2).mT).mT.view(x.shape).mean((2, 3))
+def attend(net, x):
+    """Run attention between the positions of a feature map."""
+    x = net.stem(x)
+    return net.attn(x.flatten(2).mT).mT.view(x.shape).mean((2, 3))
 
 
 @pytest.mark.parametrize("site", ["stem", "attn", "attn.proj"])
 def test_blocks_are_inserted_into_swapped_networks(site):
     """A swapped module with a hook inside, as in a dry run, runs its original code, whose rounding differs."""
-    model, x = Swappable().double().eval(), torch.rand(2, 3, 32, 32, dtype=torch.float64)
+    model = Net(attend, stem=nn.Conv2d(3, 16, 4, 4), attn=TimmAttention(16, 2)).double().eval()
+    x = torch.rand(2, 3, 32, 32, dtype=torch.float64)
     expected = model(x)
     va.swap_(model)
     report = va.insert_(model, names=site, num_heads=2, example_input=x)

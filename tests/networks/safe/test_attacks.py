@@ -14,8 +14,7 @@ import vision_attn as va
 
 def test_flipped_bits_are_detected(tmp_path):
     """Checksums of archives and hashes of adapters detect flipped bits in the content."""
-    refused = 0
-    files = attack_files.honest(tmp_path)
+    refused, files = 0, attack_files.honest(tmp_path)
     for path in (tmp_path / "zip.pth", tmp_path / "adapter.safetensors"):
         content, original = path.read_bytes(), attack_files.comparable(files[path](path))
         for bit in random.Random(0).sample(range(8 * len(content)), 150):
@@ -32,9 +31,8 @@ def test_flipped_bits_are_detected(tmp_path):
 @pytest.mark.slow
 def test_hostile_and_mutated_files_are_read_or_rejected():
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # forked processes do not inherit threads
-    done = subprocess.run(
-        [sys.executable, attack_files.__file__], capture_output=True, text=True, timeout=300, env=environment
-    )
+    line = [sys.executable, attack_files.__file__]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert int(re.match(r"\d+", done.stdout)[0]) > 270

@@ -161,11 +161,9 @@ def test_keys_are_not_hashed_unless_they_are_plain(tmp_path):
             with suppress(va.errors.CheckpointError):
                 in_small_stack(read_file, tmp_path / f"{number}.pth")
     nested = b"\x80\x02]" + nested + b"a."
-    (tmp_path / "keys.pth").write_bytes(
-        b"".join([b"\x80\x02" + MAGIC, pickled(VERSION), pickled({"little_endian": True})])
-    )
-    with open(tmp_path / "keys.pth", "ab") as file:
-        file.write(pickled({"a": crafted.tensor(1, (1,), (1,), None)}) + nested + bytes(12))
+    start = b"\x80\x02" + MAGIC + pickled(VERSION) + pickled({"little_endian": True})
+    content = pickled({"a": crafted.tensor(1, (1,), (1,), None)}) + nested + bytes(12)
+    (tmp_path / "keys.pth").write_bytes(start + content)
     with pytest.raises(va.errors.CheckpointError):
         in_small_stack(read_file, tmp_path / "keys.pth")
 
