@@ -34,7 +34,8 @@ class Net(nn.Module):
         self.recompute, self.stop = "", ""
 
     def forward(self, x):
-        return checkpoint(self.steps, x, use_reentrant=False) if self.recompute == "one segment" else self.steps(x)
+        one = self.recompute.startswith("one")
+        return checkpoint(self.steps, x, use_reentrant="reentrant" in self.recompute) if one else self.steps(x)
 
     def steps(self, x):
         x = self.norm(self.stem(x))

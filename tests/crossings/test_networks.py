@@ -29,7 +29,10 @@ HAS_PEFT = find_spec("peft") is not None
 PACKAGE = str(Path(va.__file__).parent)
 #: Kinds of with blocks, and the fraction of forward passes that enter another one.
 KINDS = {"disabled": 0.1, "capture": 0.2, "padded": 0.5, "context": 0.8, "use_impl": 0.2}
-RECOMPUTE, SIZES = ["", "one segment", "reentrant", "without reentry"], [(32, 32), (32, 48), (40, 32)]
+RECOMPUTE, SIZES = (
+    ["", "one segment", "one reentrant segment", "reentrant", "without reentry"],
+    [(32, 32), (32, 48), (40, 32)],
+)
 #: Valid sizes of the two padded images in pixels: multiples of the stride of the network, and of its pooled keys.
 VALID = [(32, 32), (16, 24)]
 
@@ -228,7 +231,7 @@ class Networks(stateful.RuleBasedStateMachine):
     @invariant()
     def forward_after_each_step(self):
         self.whole = self.whole if self.whole.backbone is self.net else Siamese(self.net)
-        recompute = RECOMPUTE[:2] if self.blocks and not self.from_outside else RECOMPUTE  # the context is outside
+        recompute = RECOMPUTE[:3] if self.blocks and not self.from_outside else RECOMPUTE  # the context is outside
         inside = [kind for kind, often in KINDS.items() if self.chance.random() < often]
         choices = [inside], SIZES, recompute, [True, True, False], [self.net, self.whole]
         self.forward(*map(self.chance.choice, choices))

@@ -156,15 +156,16 @@ def record_segments(scopes: tuple[Values, ...]) -> bool:
         in_segment = True
         if segment.again:
             break
-        if segment.identity not in RECORDED:
+        if segment.compiled:
             kinds = {kind for values in scopes for kind, _ in values}
             # A checkpoint that is not reentrant has gradients. It compares the tensors that the eager run inside the
             # with block saves with those of the compiled run.
-            if segment.compiled and (kinds if torch.is_grad_enabled() else kinds & WITH_EFFECT):
+            if kinds if torch.is_grad_enabled() else kinds & WITH_EFFECT:
                 what = "activation checkpointing of a compiled part would compute it again without the with block"
                 remedy = "Compile the model instead of the part, or turn activation checkpointing off"
                 names = "va.padded, va.context, va.disabled, va.use_impl or va.capture"
                 raise RuntimeError(f"{what} ({names}). {remedy}")
+        if segment.identity not in RECORDED:
             RECORDED[segment.identity] = tuple(fixed_values(values) for values in scopes)
     return in_segment
 

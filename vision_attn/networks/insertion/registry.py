@@ -147,8 +147,9 @@ def inserted_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def blocks_by_site(network: nn.Module) -> dict[str, nn.Module]:
     """Return the inserted blocks of a network without wrappers, whether they run or not."""
-    found = {name: module if replaced_module(module) else block_at(module) for name, module in network.named_modules()}
-    return {name: block for name, block in found.items() if block is not None}
+    modules = dict(network.named_modules())
+    found = {path: block_at(x) if replaced_module(x) is None else x for path, x in modules.items()}
+    return {path: block for path, block in found.items() if block is not None}
 
 
 def all_blocks(network: nn.Module) -> list[nn.Module]:
