@@ -60,7 +60,7 @@ def test_settings_are_restored_from_their_file_except_call_settings(base, tmp_pa
 
 
 INVALID_FILES = [
-    ('{"epoch": 3}', "unknown settings epoch"),
+    ('{"epoch": 3}', "does not contain settings of a run: .*'epoch'"),
     ("lr", "does not contain settings"),
     ("[1]", "does not contain settings"),
     ('{"dataset": "hfds/someone/photos"}', "--dataset hfds/someone/photos"),
