@@ -19,7 +19,7 @@ from contextlib import redirect_stderr
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import vision_attn as va
 from vision_attn.errors import CheckpointError, Interrupted, VisionAttnError
@@ -54,6 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Each retry of a download is a warning; the error after the last one has the reason.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     return run_program("vision-attn", lambda: run_command(name, words))
+
+
+def run_script(name: str, function: Callable[[Any], Any]) -> NoReturn:
+    """Run a recipe as a program, with the flags of its command."""
+    sys.exit(run_program(name, lambda: run_command(name, sys.argv[1:], function)))
 
 
 def run_command(name: str, words: Sequence[str], function: Callable[[Any], Any] | None = None) -> int:

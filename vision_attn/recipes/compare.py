@@ -137,8 +137,9 @@ def report(measured: Mapping[str, Mapping[str, Metrics]], note: str = "") -> tup
         cells = [format_values(name, [*scores[name][variant].values()]) for name in names]
         rows.append([variant, *cells, str(len(by_seed))])
     parts, differences = [table(rows), *([note] if note else [])], {}
-    for name in (name for name in names if name.endswith(tuple(DECIMALS)) and len(measured) > 1):
-        if all(scores[name].values()) and len({x for of in scores[name].values() for x in of.values()}) > 1:
+    for name in names:
+        values = {x for of in scores[name].values() for x in of.values()}
+        if name.endswith(tuple(DECIMALS)) and min(len(measured), len(values)) > 1 and all(scores[name].values()):
             lower_is_better = not name.endswith(("%", "dB"))
             found = differences[name] = compare_scores(scores[name], lower_is_better=lower_is_better)
             parts += [f"Differences in {name}:", difference_table(found)]
@@ -191,25 +192,23 @@ def trials(
     settings = json.loads(json.dumps({variant: {**options, **custom[variant]} for variant in custom}, default=str))
     # Runs are ordered by seed, so that an interrupted comparison has a similar number of runs for each variant.
     files = {(variant, seed): folder / f"{variant}-{seed}" / "run.json" for seed in seeds for variant in custom}
-    for (variant, _), file in files.items():
-        for known in filter(Path.exists, (file, file.with_name("settings.json"))):
-            before = json.loads(known.read_text())
-            if other := runs.changed_flags(before.get("settings", before), settings[variant]):
-                what = f"--output: {folder} has a comparison with other settings ({other})"
-                raise ValueError(f"{what}. Choose another folder")
+    known = {path: variant for (variant, _), file in files.items() for path in (file, file.with_name("settings.json"))}
+    for path in filter(Path.exists, known):
+        before = json.loads(path.read_text())
+        if other := runs.changed_flags(before.get("settings", before), settings[known[path]]):
+            raise ValueError(f"--output: {folder} has a comparison with other settings ({other}). Choose another")
     todo, gpus = [key for key, file in files.items() if not file.exists()], torch.cuda.device_count()
     jobs = max(1, min(jobs or gpus or min(joblib.cpu_count(), 16), len(todo)))
-    print(f"{len(files)} runs, {len(files) - len(todo)} of them complete, {jobs} in parallel", flush=True)
+    print(f"comparing {', '.join(custom)} with the seeds {' '.join(map(str, seeds))}: {len(files)} runs, "
+          f"{len(files) - len(todo)} of them complete, {jobs} in parallel", flush=True)  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.json").touch()
     if backend == "ray":
         from ray.util.joblib import register_ray
 
         register_ray()
-    calls = [
-        joblib.delayed(make_run)(run, *key, settings[key[0]], files[key], os.getpid(), at)
-        for at, key in enumerate(todo)
-    ]
+    start = joblib.delayed(make_run)
+    calls = [start(run, *key, settings[key[0]], files[key], os.getpid(), at) for at, key in enumerate(todo)]
     try:
         with joblib.parallel_config(backend=backend):
             joblib.Parallel(jobs, batch_size=1, pre_dispatch=jobs)(calls)
@@ -219,9 +218,9 @@ def trials(
     records = {key: json.loads(file.read_text()) for key, file in files.items()}
     found = {variant: {str(seed): records[variant, seed]["measured"] for seed in seeds} for variant in custom}
     text, differences = report(found, note)
-    environments = [runs.describe_environment()]
-    rows = {name: [asdict(one) for one in found] for name, found in differences.items()}
-    summary = {"options": options, "environments": environments, "runs": found, "differences": rows}
+    rows = {name: [*map(asdict, of)] for name, of in differences.items()}
+    about: dict[str, Any] = {"options": options, "environments": [runs.describe_environment()]}
+    summary = about | {"runs": found, "differences": rows}
     runs.write_file(folder / "runs.json", json.dumps(summary, indent=1, default=str))
     runs.write_file(folder / "comparison.md", f"{text}\n")
     if differences:
@@ -293,8 +292,8 @@ def settings_for_variant(word: str, common: Settings) -> tuple[str, Settings]:
         raise ValueError(f"--variants: expected {expected}, got {word!r}.{cli.did_you_mean(base, VARIANTS)}")
     if (given := VARIANTS[base]) is None:
         frozen = common.freeze_backbone and (common.reset_head or common.pretrained)  # a new classifier is trained
-        defaults: Any = {field.name: field.default for field in fields(Settings) if field.name in BLOCK_SETTINGS}
-        return name, cli.parse(Settings, flags, "compare", default=replace(common, **defaults, freeze_backbone=frozen))
+        s = replace(common, **{name: getattr(Settings(), name) for name in BLOCK_SETTINGS}, freeze_backbone=frozen)
+        return name, cli.parse(Settings, flags, "compare", default=s)
     s = common if common.stages or common.names else replace(common, stages=(-1,))
     for words in (shlex.split(given), flags):
         if "--block" in words:  # the common options belong to another block
@@ -311,8 +310,7 @@ def compare(c: Comparison) -> dict[str, dict[str, Metrics]]:
     common = Settings(**{field.name: getattr(c, field.name) for field in fields(Settings)})
     for name in ("block", "resume", "seed"):
         if getattr(c, name) != getattr(Settings(), name):
-            remedy = "Pass --variants 'NAME=--block …' or --seeds"
-            raise ValueError(f"{flag(name)}: not available in a comparison. {remedy}")
+            raise ValueError(f"{flag(name)}: not available in a comparison. Use --variants 'NAME=--block …', --seeds")
     settings = dict(settings_for_variant(word, common) for word in c.variants)
     if len(settings) < max(2, len(c.variants)):
         raise ValueError(f"--variants: expected at least 2 distinct names, got {' '.join(c.variants)}")
@@ -328,14 +326,12 @@ def compare_settings(
     checked = {name: check(s) for name, s in settings.items()}
     if len({(s.amp, s.device) for s in checked.values()}) > 1:  # Accelerate has one of each in a process
         raise ValueError("--amp and --device must be the same for all variants. Compare them in separate commands")
-    values = {
-        name: {key: x for key, x in asdict(s).items() if key not in {*CALL, "seed"}} for name, s in checked.items()
-    }
+    kept = [field.name for field in fields(Settings) if field.name not in {*CALL, "seed"}]
+    values = {name: {key: getattr(s, key) for key in kept} for name, s in checked.items()}
     note = f"Top-1 accuracy after the last epoch on the validation images. Command: `{command}`"
-    print(f"comparing {', '.join(settings)} with the seeds {' '.join(map(str, seeds))}", flush=True)
     run = partial(train_variant, output=Path(output).resolve())
     return trials(run, values, seeds=list(seeds), output=output, note=note, **options)
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("compare", lambda: cli.run_command("compare", sys.argv[1:], compare)))
+    cli.run_script("compare", compare)

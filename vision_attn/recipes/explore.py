@@ -7,7 +7,6 @@ python my_explore.py vit_tiny_patch16_224 photo.jpg --pretrained        # a copy
 import base64
 import io
 import json
-import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_data_config
 from torch import Tensor, nn
 from torchvision.transforms import Compose
-from torchvision.transforms.v2.functional import to_pil_image
+from torchvision.utils import save_image
 
 import vision_attn as va
 from vision_attn import cli
@@ -84,16 +83,14 @@ def explore(
     >>> page.read_text()[:15]
     '<!doctype html>'
     """
-    shape = images.shape if isinstance(images, Tensor) else ()
+    shape = tuple(images.shape) if isinstance(images, Tensor) else repr(images)
     if len(shape) != 4 or shape[1] not in (1, 3) or not shape[0]:
-        got = tuple(shape) if isinstance(images, Tensor) else repr(images)
-        raise ValueError(f"images must be a tensor of shape (b, 1 or 3, height, width) with b ≥ 1, got {got}")
-    if not (images.min() > -0.01 and images.max() < 1.01):
-        extremes = f"{images.min():.1f}…{images.max():.1f}"
-        raise ValueError(f"images must have values in 0…1, got {extremes}. Pass the normalization as normalize=")
+        raise ValueError(f"images must be a tensor of shape (b, 1 or 3, height, width) with b ≥ 1, got {shape}")
+    low, high = images.min().item(), images.max().item()
+    if not (low > -0.01 and high < 1.01):
+        raise ValueError(f"images must be in 0…1, got {low:.1f}…{high:.1f}. Pass the normalization as normalize=")
     check_writable(Path(output))
-    plain = unwrap(model)
-    titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
+    plain, titles = unwrap(model), titles or [f"image {number + 1}" for number in range(len(images))]
     weight, shown, modes = next(plain.parameters()), [], [(module, module.training) for module in plain.modules()]
     plain.eval()
     try:
@@ -122,14 +119,14 @@ def explore_image(model: nn.Module, x: Tensor, chosen: dict[str, Any], classes: 
         measures = va.measure_blocks(model, x)
     except ValueError:  # no block has a residual branch
         measures = {}
+    shown: dict[str, Any] = {"size": x.shape[2:], "blocks": [], "prediction": [], "ablations": []}
+    rollout = maps.rollout()
     for site, one in maps.items():
         if len(one.map_size) != 2:
             axes = f"expected feature maps with 2 axes, got {len(one.map_size)} at {site!r}"
             raise ValueError(f"model: {axes}. Select other modules with names=")
-    kinds = {"heads": maps, "rollout": maps.rollout()}
-    encoded = {site: {kind: encode(found[site]) for kind, found in kinds.items()} for site in maps}
-    blocks = [{"site": site, **describe(one), **encoded[site]} for site, one in maps.items()]
-    shown: dict[str, Any] = {"size": x.shape[2:], "blocks": blocks, "prediction": [], "ablations": []}
+        encoded = {"heads": encode(one), "rollout": encode(rollout[site])}
+        shown["blocks"].append({"site": site, **describe(one), **encoded})
     if scores is None:
         return shown
 
@@ -150,14 +147,13 @@ def explore_image(model: nn.Module, x: Tensor, chosen: dict[str, Any], classes: 
 
 def describe(one: Any) -> dict[str, Any]:
     """Return measures of each head and of all heads, and the names of the prefix tokens."""
-    count = 0 if one.prefix is None else one.prefix.shape[2]
+    keys, prefixes = one.weights[0, 0, 0].numel(), 0 if one.prefix is None else one.prefix.shape[2]
     return {
-        "largest": one.weights.max().item() * one.weights[0, 0, 0].numel(),  # as a multiple of uniform attention
-        "selects": one.describe_width(),
-        "distance": one.distance()[0].mean(1).tolist(),
-        "width": (one.entropy().exp()[0].mean(1) / one.weights[0, 0, 0].numel()).tolist(),
-        "tokens": [f"prefix token {number}" for number in range(1, count + 1)],
-    }
+        "largest": one.weights.max().item() * keys,  # as a multiple of uniform attention
+        "selects": one.describe_width(), "distance": one.distance()[0].mean(1).tolist(),
+        "width": (one.entropy().exp()[0].mean(1) / keys).tolist(),
+        "tokens": [f"prefix token {number + 1}" for number in range(prefixes)],
+    }  # fmt: skip
 
 
 def predict(model: nn.Module, x: Tensor) -> Tensor | None:
@@ -187,18 +183,15 @@ def encode(one: Any) -> dict[str, Any]:
     parts = (weights / torch.where(peaks > 0, peaks, 1.0)[:, :, None] * LEVELS).round().to(torch.uint8)
     sizes = {"map": [-(-n // step) for n in one.map_size], "keys": keys, "step": key_step, "levels": LEVELS}
     packed = {"maps": zlib.compress(parts.numpy().tobytes()), "peaks": peaks.numpy().astype("<f4").tobytes()}
-    return {**sizes, "names": one.heads, **{name: as_text(content) for name, content in packed.items()}}
+    texts = {name: base64.b64encode(content).decode() for name, content in packed.items()}
+    return {**sizes, "names": one.heads, **texts}
 
 
 def encode_picture(image: Tensor) -> str:
     """Encode an image in 0…1 as a data URL."""
-    pixels, file = (image.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8), io.BytesIO()
-    to_pil_image(pixels).convert("RGB").save(file, "PNG")
-    return f"data:image/png;base64,{as_text(file.getvalue())}"
-
-
-def as_text(content: bytes) -> str:
-    return base64.b64encode(content).decode()
+    file = io.BytesIO()
+    save_image(image.float(), file, "png")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def open_network(e: Exploration) -> tuple[Any, str]:
@@ -240,4 +233,4 @@ def explore_images(e: Exploration) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("explore", lambda: cli.run_command("explore", sys.argv[1:], explore_images)))
+    cli.run_script("explore", explore_images)

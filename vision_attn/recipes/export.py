@@ -291,4 +291,4 @@ def export(e: Export) -> ExportReport:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("export", lambda: cli.run_command("export", sys.argv[1:], export)))
+    cli.run_script("export", export)

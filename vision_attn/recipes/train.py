@@ -14,7 +14,6 @@ import copy
 import json
 import math
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -57,19 +56,19 @@ def build_network(
     """Create the network with its blocks and weights; return it, and globs on the keys of a new classifier."""
     model: Any = create_model(str(s.model), num_classes=len(classes), pretrained=s.pretrained and not resumed)
     config = {"interpolation": "bilinear", **model.pretrained_cfg}
-    native, classifier = config["input_size"], config["classifier"]
-    config["input_size"] = (3, *([s.img_size or side] * 2 if s.img_size or side else native[1:]))
-    if max(config["input_size"][1:]) <= MAX_PAD_SIDE:  # small images are padded for training, and not cropped
+    native, classifier, wanted = config["input_size"], config["classifier"], s.img_size or side
+    height, width = (wanted, wanted) if wanted else native[1:]
+    if max(height, width) <= MAX_PAD_SIDE:  # small images are padded for training, and not cropped
         config |= {"crop_pct": 1.0, "crop_mode": "center"}
-    model.pretrained_cfg, example = config, (1, *config["input_size"])
+    model.pretrained_cfg, example = config | {"input_size": (3, height, width)}, (1, 3, height, width)
     try:
         with torch.no_grad():
             copy.deepcopy(model).eval()(torch.zeros(example))
     except Exception as error:  # networks raise many types of errors
-        what = f"--img-size: {s.model} cannot process images of {example[2]}×{example[3]} ({error})"
+        what = f"--img-size: {s.model} cannot process images of {height}×{width} ({error})"
         raise ValueError(f"{what}. This model needs --img-size {native[1]}") from error
-    new = [f"{part}.*" for part in ([classifier] if isinstance(classifier, str) else classifier)]
-    new = new if s.reset_head or (s.pretrained and config["num_classes"] != len(classes)) else []
+    has_new_head = s.reset_head or (s.pretrained and config["num_classes"] != len(classes))
+    new = [f"{part}.*" for part in ([classifier] if isinstance(classifier, str) else classifier) if has_new_head]
     if s.stages or s.names:
         options = parse_options(s.block_options) | ({"pattern": parse_option(s.pattern)} if s.pattern else {})
         where: Any = {"stages": s.stages or None, "names": s.names or None, "at": s.at, "example_input": example}
@@ -341,4 +340,4 @@ def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("train", lambda: cli.run_command("train", sys.argv[1:], train)))
+    cli.run_script("train", train)
