@@ -98,7 +98,7 @@ INVALID = [
     (["train", "--num-heads", "4"], 2, "error: unknown flag --num-heads. Use --block-options num_heads=4"),
     (["train", "--names", "a", "--names=b"], 2, "error: --names was passed twice. Pass it once, followed by all v"),
     (["train", "--insert", "layer3"], 2, "error: unknown flag --insert. Use --names layer3"),
-    (["train", "--stages", "-1", "--pattern", "window"], 2, "Did you mean 'Window(7)'"),
+    (["train", "--stages", "-1", "--pattern", "window"], 2, "got 'window'. Pass va.Window(7)"),
     (["train", "layer3"], 2, "error: unknown argument layer3"),
     (["train", "--resume", "empty"], 2, "error: empty is not the folder of a run: it has no config.json"),
     (["train", "--config", "images"], 2, "error: images is a folder of images, not the folder of a run"),

@@ -198,16 +198,15 @@ def make_metadata(
     config = getattr(model, "pretrained_cfg", None) or {}
     if example_input is None and "input_size" not in config:
         raise ValueError("example_input is required for a model without pretrained_cfg, such as (1, 3, 224, 224)")
-    _, *input_size = getattr(example_input, "shape", example_input) or (1, *config["input_size"])
-    if len(input_size) != 3:
-        got: Any = getattr(example_input, "shape", example_input)
-        raise ValueError(f"example_input must be images (b, c, h, w) or their shape, got {tuple(got)}")
+    shape = tuple(getattr(example_input, "shape", example_input) or (1, *config["input_size"]))
+    if len(shape) != 4:
+        raise ValueError(f"example_input must be images (b, c, h, w) or their shape, got {shape}")
     if normalize and "mean" not in config:
         raise ValueError("normalize requires model.pretrained_cfg = {'mean': (…), 'std': (…)}")
     names = found if isinstance(found := getattr(model, "classes", ()), list | tuple) else ()
     plain = "0…1, then (pixels - mean) / std" if "mean" in config else "the range of the network"
     return {
-        "classes": [*names] if all(isinstance(name, str) for name in names) else [], "input_size": tuple(input_size),
+        "classes": [*names] if all(isinstance(name, str) for name in names) else [], "input_size": shape[1:],
         **{name: config.get(name) for name in ("mean", "std", "architecture")},
         **{name: config.get(name, default) for name, default in CROP.items()},
         "pixels": plain if normalize is False or "mean" not in config else "0…1",
@@ -242,13 +241,14 @@ def export_and_compare(
         with quiet(), torch.no_grad():
             example = torch.zeros(2 if "batch" in axes else 1, *metadata["input_size"])
             form.write(export_program(network, example, axes), file, json.dumps(metadata, ensure_ascii=False))
-            difference = max(map(compare, map(form.open(file), images), expected))
+            pairs = [torch.stack(pair) for pair in zip(map(form.open(file), images), expected, strict=True)]
+            difference = torch.stack([pair.diff(dim=0).abs().max() for pair in pairs]).max().item()
     except (ImportError, OSError):
         raise
     except Exception as error:  # exporters and runtimes raise many types of errors
         what = f"the network cannot be exported for {form.runtime} ({describe(error)})"
         raise ExportError(f"{what}. No file was written") from error
-    if difference > TOLERANCE * largest:
+    if not difference <= TOLERANCE * largest:  # also if it is NaN
         found = f"the largest difference is {difference:.1e}, for outputs up to {largest:.3g}"
         raise ExportError(f"the network has a different output in {form.runtime}: {found}. No file was written")
     return difference, largest, sum(map(len, images))
@@ -269,13 +269,6 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
-
-
-def compare(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, or infinity if the shapes differ or an output is NaN."""
-    if found.shape != expected.shape:
-        return torch.inf
-    return float((found - expected).abs().nan_to_num(nan=torch.inf).max())
 
 
 def export(e: Export) -> ExportReport:

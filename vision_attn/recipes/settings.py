@@ -244,18 +244,12 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
 
 def parse_option(text: str) -> Any:
     """Return a literal, a pattern or position encoding with literal arguments, or the text. No other code is run."""
-    names = [name for name in dir(va) if name[0].isupper()]
-    kinds = {name: kind for name in names if hasattr(kind := getattr(va, name), "__dataclass_fields__")}
-    if name := next((name for name in kinds if text.lower() == name.lower()), None):
-        example = f"{name}(7)" if name in ("Window", "Grid", "Neighborhood") else f"{name}(…)"
-        raise ValueError(f"{text!r} requires arguments in parentheses. Did you mean {example!r}?")
     try:
         tree = ast.parse(text.removeprefix("va."), mode="eval").body
-        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in kinds:
+        kind: Any = getattr(va, ast.unparse(tree.func), None) if isinstance(tree, ast.Call) else None
+        if isinstance(tree, ast.Call) and hasattr(kind, "__dataclass_fields__"):
             named = {str(word.arg): ast.literal_eval(word.value) for word in tree.keywords}
-            return kinds[tree.func.id](*map(ast.literal_eval, tree.args), **named)
+            return kind(*map(ast.literal_eval, tree.args), **named)
         return ast.literal_eval(tree)
     except (SyntaxError, ValueError):
-        if "(" in text and "->" not in text:
-            raise ValueError(f"expected one of {', '.join(kinds)} with its arguments, got {text}") from None
         return text
