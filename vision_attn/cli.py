@@ -95,10 +95,10 @@ def parse(kind: Any, words: Sequence[str], name: str, about: str = "", default: 
     for field in (one for one in fields(kind) if str(one.type).startswith("tuple")):  # only the last one would be read
         if [word.partition("=")[0] for word in words].count(flag := settings.flag(field.name)) > 1:
             raise ValueError(f"{flag} was passed twice. Pass it once, followed by all values")
-    options: Any = {"prog": prog, "description": about, "default": default, "return_unknown_args": True}
     try:
         with redirect_stderr(text):
-            found, unknown = tyro.cli(kind, args=words, **options)
+            found, unknown = tyro.cli(kind, prog=prog, description=about, args=words, default=default,
+                                      return_unknown_args=True)  # fmt: skip
     except SystemExit as end:
         if not end.code:
             raise

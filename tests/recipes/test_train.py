@@ -93,6 +93,7 @@ INVALID = [
     ({"names": ("layer9",)}, "^names: no module matches 'layer9'"),
     ({"pattern": "row"}, "pattern .*got 'row'. Did you mean 'rows'"),
     ({"pattern": "Windo(7)"}, r"pattern must be one of .*Window.* got 'Windo\(7\)'"),
+    ({"pattern": "Window()"}, r"pattern must be one of .*Window.* got 'Window\(\)'"),
     ({"batch_size": 100}, "--batch-size .* 72, .* got 100"),
     ({"batch_size": 15, "mixup": 1.0}, "--batch-size .* 2, got 15"),
     ({"weights": "x.pth", "rename": "efficientnet"}, "--rename .*efficientnet-pytorch, got 'efficientnet'"),

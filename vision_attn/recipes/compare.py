@@ -53,6 +53,9 @@ worse if the interval does not contain zero. If all variants are equal, at most 
 Intervals and verdicts require at least two seeds, and differences that vary."""
 
 Metrics = dict[str, float]
+Run = Callable[..., Metrics]
+#: measurements by variant and seed
+Results = dict[str, dict[str, Metrics]]
 
 
 @dataclass(frozen=True)
@@ -163,9 +166,9 @@ def plot(differences: Mapping[str, Sequence[Difference]], file: Path) -> None:
 
 
 def trials(
-    run: Callable[..., Metrics], variants: Sequence[str] | Mapping[str, Mapping[str, Any]], *, seeds: Sequence[int],
-    output: str | Path, jobs: int | None = None, backend: str = "loky", note: str = "", **options: Any,
-) -> dict[str, dict[str, Metrics]]:  # fmt: skip
+    run: Run, variants: Sequence[str] | Mapping[str, Mapping[str, Any]], *, seeds: Sequence[int], output: str | Path,
+    jobs: int | None = None, backend: str = "loky", note: str = "", **options: Any,
+) -> Results:  # fmt: skip
     """Run each variant with each seed, compare the measurements, and write ``runs.json`` and ``comparison.md``.
 
     The result of each run is saved in ``VARIANT-SEED/run.json``. The same call resumes or extends a comparison. On a
@@ -229,9 +232,7 @@ def trials(
     return found
 
 
-def make_run(
-    run: Callable[..., Metrics], variant: str, seed: int, settings: dict[str, Any], file: Path, parent: int, at: int
-) -> None:
+def make_run(run: Run, variant: str, seed: int, settings: dict[str, Any], file: Path, parent: int, at: int) -> None:
     """Make one run and save its measurements. A local process ends with the main process."""
 
     def end_with_parent() -> None:
@@ -305,7 +306,7 @@ def settings_for_variant(word: str, common: Settings) -> tuple[str, Settings]:
     return name, s
 
 
-def compare(c: Comparison) -> dict[str, dict[str, Metrics]]:
+def compare(c: Comparison) -> Results:
     """Train each variant with each seed, and compare the top-1 accuracy after the last epoch."""
     common = Settings(**{field.name: getattr(c, field.name) for field in fields(Settings)})
     for name in ("block", "resume", "seed"):
@@ -314,14 +315,11 @@ def compare(c: Comparison) -> dict[str, dict[str, Metrics]]:
     settings = dict(settings_for_variant(word, common) for word in c.variants)
     if len(settings) < max(2, len(c.variants)):
         raise ValueError(f"--variants: expected at least 2 distinct names, got {' '.join(c.variants)}")
-    command = shlex.join(["vision-attn", *sys.argv[1:]])
-    output = c.output or Path("runs/compare")
-    return compare_settings(settings, seeds=c.seeds, output=output, jobs=c.jobs, backend=c.backend, command=command)
+    shared: Any = {"seeds": c.seeds, "jobs": c.jobs, "backend": c.backend, "output": c.output or Path("runs/compare")}
+    return compare_settings(settings, command=shlex.join(["vision-attn", *sys.argv[1:]]), **shared)
 
 
-def compare_settings(
-    settings: Mapping[str, Settings], *, seeds: Sequence[int], output: str | Path, command: str, **options: Any
-) -> dict[str, dict[str, Metrics]]:
+def compare_settings(settings: Mapping[str, Settings], *, output: str | Path, command: str, **options: Any) -> Results:
     """Train the network of each variant, given by its settings, with each seed; ``options`` go to ``trials``."""
     checked = {name: check(s) for name, s in settings.items()}
     if len({(s.amp, s.device) for s in checked.values()}) > 1:  # Accelerate has one of each in a process
@@ -330,7 +328,7 @@ def compare_settings(
     values = {name: {key: getattr(s, key) for key in kept} for name, s in checked.items()}
     note = f"Top-1 accuracy after the last epoch on the validation images. Command: `{command}`"
     run = partial(train_variant, output=Path(output).resolve())
-    return trials(run, values, seeds=list(seeds), output=output, note=note, **options)
+    return trials(run, values, output=output, note=note, **options)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ class Folder(ImageFolder):
         if len(folders) == 1 and len(same := folders.pop()) > 1 and not direct:
             what = f"{root}: {' and '.join(self.classes[:3])} contain the same folders {', '.join(same[:6])}"
             raise DataError(f"{what}, so they are not classes. Name them train and val, or pass one of them")
-        if empty := [name for label, name in enumerate(self.classes) if label not in {*self.targets}]:
+        if empty := sorted({*self.classes} - {self.classes[label] for label in self.targets}):
             what = f"{root}: no images in the class folders {', '.join(empty[:6])}"
             raise DataError(f"{what}. {note or 'Add images or remove them'}")
         if note:

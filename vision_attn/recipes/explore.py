@@ -129,18 +129,14 @@ def explore_image(model: nn.Module, x: Tensor, chosen: dict[str, Any], classes: 
         shown["blocks"].append({"site": site, **describe(one), **encoded})
     if scores is None:
         return shown
-
-    def name(label: int) -> str:
-        return classes[label] if label < len(classes) else f"class {label}"
-
+    names = [*classes, *(f"class {label}" for label in range(len(classes), len(scores)))]
     best = scores.topk(min(TOP, len(scores))).indices.tolist()
-    shown["prediction"] = [[name(label), round(scores[label].item(), 6)] for label in best]
-    blocks_off = {name: [name] for name in measures} | ({"all blocks": [*measures]} if len(measures) > 1 else {})
-    for what, names in blocks_off.items():
-        with va.disabled(model, names):
+    shown["prediction"] = [[names[label], round(scores[label].item(), 6)] for label in best]
+    for what in [*measures, *(["all blocks"] if len(measures) > 1 else [])]:
+        with va.disabled(model, [what] if what in measures else [*measures]):
             ablated: Any = predict(model, x)
         ratio = round(measures[what]["residual_ratio"], 6) if what in measures else None
-        prediction = {"name": name(int(ablated.argmax())), "probability": round(ablated[best[0]].item(), 6)}
+        prediction = {"name": names[int(ablated.argmax())], "probability": round(ablated[best[0]].item(), 6)}
         shown["ablations"].append({"disabled": what, "ratio": ratio, **prediction})
     return shown
 
@@ -171,15 +167,13 @@ def encode(one: Any) -> dict[str, Any]:
     """
     weights = one.weights[0].float().cpu()
     step, key_step = (-(-max(size) // MAX_SIDE) for size in (one.map_size, weights.shape[2:]))
-    if step > 1:  # the query in the middle of the merged positions
-        rows, columns = (torch.arange(0, n, step).add(step // 2).clamp(max=n - 1) for n in one.map_size)
-        weights = weights[:, (rows[:, None] * one.map_size[1] + columns).flatten()]
+    # The query of merged positions is the one in their middle.
+    rows, columns = (torch.arange(0, n, step).add(step // 2).clamp(max=n - 1) for n in one.map_size)
+    weights = weights[:, (rows[:, None] * one.map_size[1] + columns).flatten()]
     if one.prefix is not None:
         weights = torch.cat([weights, one.prefix[0].float().cpu()], dim=1)
-    if key_step > 1:
-        weights = F.avg_pool2d(weights, key_step, ceil_mode=True, divisor_override=1)
-    keys, weights = weights.shape[2:], weights.flatten(2)
-    peaks = weights.amax(2)
+    weights = F.avg_pool2d(weights, key_step, ceil_mode=True, divisor_override=1)
+    keys, peaks, weights = weights.shape[2:], weights.amax((2, 3)), weights.flatten(2)
     parts = (weights / torch.where(peaks > 0, peaks, 1.0)[:, :, None] * LEVELS).round().to(torch.uint8)
     sizes = {"map": [-(-n // step) for n in one.map_size], "keys": keys, "step": key_step, "levels": LEVELS}
     packed = {"maps": zlib.compress(parts.numpy().tobytes()), "peaks": peaks.numpy().astype("<f4").tobytes()}
@@ -196,22 +190,21 @@ def encode_picture(image: Tensor) -> str:
 
 def open_network(e: Exploration) -> tuple[Any, str]:
     """Load a network from a folder or create it by name, with its classes and image transform; and a note for users."""
-    model: Any
     note = ""
     if Path(e.model).exists() or e.model.startswith("hf-hub:"):
-        model = load_run(e.model, e.block, "explore MODEL IMAGE")
+        model: Any = load_run(e.model, e.block, "explore MODEL IMAGE")
     else:
         model = create_model(e.model, pretrained=e.pretrained).eval()
         subset = infer_imagenet_subset(model.pretrained_cfg)
         model.classes = [*map(ImageNetInfo(subset).index_to_description, range(model.num_classes))] if subset else ()
         model.transform = create_transform(**resolve_data_config(pretrained_cfg=model.pretrained_cfg))
         if not e.pretrained:
-            note = f"The weights of {e.model} are random. Use --pretrained to download pretrained weights."
+            print(note := f"The weights of {e.model} are random. Use --pretrained to download pretrained weights.")
     if swapped := va.swap_(model).swapped:
         print(f"replaced {len(swapped)} attention modules by equivalent blocks, which can be captured")
     elif not any(isinstance(module, va.Attention2d) for module in model.modules()):
-        expected = "expected a network with attention, such as a run of vision-attn train --stages"
-        raise ValueError(f"MODEL: {e.model} has no attention modules: {expected} or vit_tiny_patch16_224")
+        remedy = "Pass a run of vision-attn train --stages, or vit_tiny_patch16_224"
+        raise ValueError(f"MODEL: {e.model} has no attention modules. {remedy}")
     return model, note
 
 
@@ -219,8 +212,6 @@ def explore_images(e: Exploration) -> Path:
     """Write the page of a network for image files."""
     files = find_images(e.images)
     network, note = open_network(e)
-    if note:
-        print(note)
     *crop, normalize = network.transform.transforms
     images = torch.stack([Compose(crop)(open_image(file)) for file in files])
     page = explore(

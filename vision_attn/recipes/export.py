@@ -32,8 +32,9 @@ from vision_attn.recipes.settings import Export
 
 #: Largest allowed difference, which is attributed to rounding, as a fraction of the largest output.
 TOLERANCE = 1e-4
-#: Default crop and interpolation of images, in the format of timm.
-CROP = {"crop_pct": 1.0, "crop_mode": "center", "interpolation": "bilinear"}
+#: Entries of ``pretrained_cfg`` in the metadata of a file, with their defaults.
+CONFIG: dict[str, Any] = {"mean": None, "std": None, "architecture": None, "crop_pct": 1.0, "crop_mode": "center",
+                          "interpolation": "bilinear"}  # fmt: skip
 #: Batch sizes for the comparison, and pixels added to the height and width if they are dynamic. Not all resulting sizes
 #: are divisible by window sizes, so that padding is tested.
 BATCHES, ADDED = (1, 3), ((0, 0), (9, 22), (31, 0))
@@ -191,9 +192,7 @@ def export_model(
     return ExportReport(output, shape, pixels, axes, *comparison, len(content))
 
 
-def make_metadata(
-    model: nn.Module, example_input: Tensor | Sequence[int] | None, normalize: bool | None
-) -> dict[str, Any]:
+def make_metadata(model: nn.Module, example_input: Any, normalize: bool | None) -> dict[str, Any]:
     """Return the metadata of the file: image size, statistics and crop, classes and blocks."""
     config = getattr(model, "pretrained_cfg", None) or {}
     if example_input is None and "input_size" not in config:
@@ -207,8 +206,7 @@ def make_metadata(
     plain = "0…1, then (pixels - mean) / std" if "mean" in config else "the range of the network"
     return {
         "classes": [*names] if all(isinstance(name, str) for name in names) else [], "input_size": shape[1:],
-        **{name: config.get(name) for name in ("mean", "std", "architecture")},
-        **{name: config.get(name, default) for name, default in CROP.items()},
+        **{name: config.get(name, default) for name, default in CONFIG.items()},
         "pixels": plain if normalize is False or "mean" not in config else "0…1",
         "inserted": list(va.inserted_blocks(model)), "library": f"vision_attn {va.__version__}",
     }  # fmt: skip
@@ -220,11 +218,9 @@ def export_and_compare(
     """Write a file, run it, and return the largest difference, the largest output and the number of images."""
     channels, height, width = metadata["input_size"]
     generator = torch.Generator().manual_seed(0)
-    images = [
-        torch.rand(count, channels, height + rows, width + columns, generator=generator)
-        for count in (BATCHES if "batch" in axes else (1, 1))
-        for rows, columns in (ADDED if "size" in axes else ADDED[:1])
-    ]
+    counts, added = BATCHES if "batch" in axes else (1, 1), ADDED if "size" in axes else ADDED[:1]
+    shapes = [(count, channels, height + rows, width + columns) for count in counts for rows, columns in added]
+    images = [torch.rand(shape, generator=generator) for shape in shapes]
     with quiet():  # a network can have attention of another library only
         va.set_impl_(network, "sdpa")
     try:

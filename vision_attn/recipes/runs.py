@@ -159,7 +159,7 @@ def compare_data(before: dict[str, Any], data: dict[str, Any]) -> None:
         warnings.warn(f"the images changed since the run was started ({numbers}): results may differ", stacklevel=2)
 
 
-def save_state(acc: Any, folder: Path, progress: dict[str, Any]) -> None:
+def save_state(acc: Any, folder: Path, progress: dict[str, Any]) -> Path:
     """Write the complete state of a run to a temporary folder, rename it, and remove older states."""
     path = folder.resolve() / "state" / f"{progress['epoch']:05}-{progress['step']:07}"
     new = path.with_name(f".{path.name}.new")  # the same name in every process and after a restart
@@ -178,6 +178,7 @@ def save_state(acc: Any, folder: Path, progress: dict[str, Any]) -> None:
         reason = f"cannot write to {folder} ({' '.join(str(error).split())})"
         raise TrainingError(f"{reason}. Check the disk, and continue with --resume {folder}") from error
     acc.wait_for_everyone()
+    return path
 
 
 def catch_signals(stack: ExitStack) -> list[int]:

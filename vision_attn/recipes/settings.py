@@ -175,16 +175,12 @@ LIMITS: tuple[tuple[float, float, str], ...] = (
     (0, 1000, "weight_decay warmup_epochs mixup cutmix"), (0, 1, "hflip reprob label_smoothing ema"),
     (1e-6, 1, "crop_scale"), (1e-6, 1 - 1e-6, "val_fraction layer_decay"),
 )  # fmt: skip
-CHOICES = {
-    "device": ("cpu", "cuda"), "amp": ("bfloat16", "float16", "no"), "at": ("after", "before"),
-    "rename": ("efficientnet-pytorch",),
-}  # fmt: skip
+CHOICES = {"device": ("cpu", "cuda"), "amp": ("bfloat16", "float16", "no"), "at": ("after", "before"),
+           "rename": ("efficientnet-pytorch",)}  # fmt: skip
 #: Settings that exclude each other, and settings that require one of others.
 CONFLICTS = "weights pretrained", "freeze_backbone layer_decay", "stages names"
-REQUIRED = (
-    "rename weights", "reset_head weights", "freeze_backbone weights pretrained", "block_options stages names",
-    "pattern stages names", "attention_lr stages names",
-)  # fmt: skip
+REQUIRED = ("rename weights", "reset_head weights", "freeze_backbone weights pretrained", "block_options stages names",
+            "pattern stages names", "attention_lr stages names")  # fmt: skip
 
 
 def flag(name: str) -> str:
@@ -251,5 +247,5 @@ def parse_option(text: str) -> Any:
             named = {str(word.arg): ast.literal_eval(word.value) for word in tree.keywords}
             return kind(*map(ast.literal_eval, tree.args), **named)
         return ast.literal_eval(tree)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, TypeError, ValueError):
         return text

@@ -50,9 +50,7 @@ CHECK_EVERY = 10
 Log = Callable[[str], None]
 
 
-def build_network(
-    s: Settings, classes: Sequence[str], side: int | None, log: Log, resumed: bool
-) -> tuple[Any, list[str]]:
+def build_network(s: Settings, classes: list[str], side: int | None, log: Log, resumed: bool) -> tuple[Any, list[str]]:
     """Create the network with its blocks and weights; return it, and globs on the keys of a new classifier."""
     model: Any = create_model(str(s.model), num_classes=len(classes), pretrained=s.pretrained and not resumed)
     config = {"interpolation": "bilinear", **model.pretrained_cfg}
@@ -170,8 +168,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
     if s.lr is None:
         raise ValueError(f"--lr is required for --opt {s.opt}: only sgd and adamw have a default")
     acc = make_accelerator(s)
-    main, device = acc.is_main_process, acc.device
-    log = log if main else (lambda line: None)
+    main, device, log = acc.is_main_process, acc.device, acc.on_main_process(log)
     with ExitStack() as stack:
         # The main process decides on the folder, and is the first to read data and weights: downloads occur once.
         folder, state, progress = broadcast_object_list([runs.claim_folder(s, stack) if main else None])[0]
@@ -224,9 +221,8 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
 
         if main:
             runs.write_file(folder / "settings.json", json.dumps(asdict(s), indent=1, default=str))
-        if state is None:
-            runs.save_state(acc, folder, progress)
-        if not all(gather_object([(path := state or folder / "state" / "00000-0000000").exists()])):
+        path = state or runs.save_state(acc, folder, progress)
+        if not all(gather_object([path.exists()])):
             raise DataError(f"{path} does not exist on every machine. All machines must share the folder of --output")
         if state is not None:
             try:
@@ -324,7 +320,7 @@ def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
     sources = [(one.dataset, one.data and one.data.expanduser().resolve()) for one in (s, own)]
     same = sources[0] == sources[1]  # otherwise, the run held out none of the images
     acc = make_accelerator(s)
-    log = log if acc.is_main_process else (lambda line: None)
+    log = acc.on_main_process(log)
     classes, train_set, val_set = open_data(s if same else replace(s, val_fraction=None), 0.1 if same else None)
     if (state := runs.newest_state(run)) is not None:
         trained, _ = runs.read_progress(state)["data"]["digests"]
