@@ -121,7 +121,7 @@ def describe_box(box: str) -> str:
         return f"{match[1].split('/')[-1]} must be {kind}, got {quoted[-1] if quoted else 'another value'!r}"
     if match := re.search(r"Missing value for argument '(\S+)'", text):
         return f"{match[1].split('/')[-1]} requires a value"
-    match = re.search(r"Missing from [^:]*: ([A-Z]+)", text)
+    match = re.search(r"Missing from [^:]*: (?:-\w \S+ )?(\S+)", text)
     return f"{match[1]} is required" if match else text
 
 

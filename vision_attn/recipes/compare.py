@@ -218,8 +218,8 @@ def trials(
     except BrokenProcessPool as error:
         remedy = "usually because memory ran out. Use fewer --jobs, and run the same command again"
         raise TrainingError(f"a process of the comparison was ended by the system, {remedy}") from error
-    records = {key: json.loads(file.read_text()) for key, file in files.items()}
-    found = {variant: {str(seed): records[variant, seed]["measured"] for seed in seeds} for variant in custom}
+    measured = {key: json.loads(file.read_text())["measured"] for key, file in files.items()}
+    found = {variant: {str(seed): measured[variant, seed] for seed in seeds} for variant in custom}
     text, differences = report(found, note)
     rows = {name: [*map(asdict, of)] for name, of in differences.items()}
     about: dict[str, Any] = {"options": options, "environments": [runs.describe_environment()]}

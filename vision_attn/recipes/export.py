@@ -269,8 +269,6 @@ def quiet() -> Iterator[None]:
 
 def export(e: Export) -> ExportReport:
     """Export the network of a run."""
-    if e.output is None:
-        raise ValueError(f"--output is required: a file that ends in {' or '.join(FORMATS)}")
     model, size = load_run(e.run, e.block, "export RUN --output FILE"), e.img_size
     shape = (1, model.pretrained_cfg["input_size"][0], *(size * 2 if len(size) == 1 else size)) if size else None
     dynamic: Any = e.dynamic

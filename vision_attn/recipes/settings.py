@@ -123,8 +123,7 @@ class Export:
     """Flags of ``vision-attn export``."""
 
     run: Run  # Folder of a run, folder written by va.save_model, or hf-hub:OWNER/NAME.
-    # File to write: .onnx, or .pt2 (torch.export).
-    output: Annotated[Path | None, arg(aliases=["-o"])] = None
+    output: Output  # File to write: .onnx, or .pt2 (torch.export).
     img_size: tuple[int, ...] = ()  # Side, or height and width, of the input images; by default the size of the model.
     dynamic: tuple[str, ...] = ("batch",)  # Dimensions of the input that may vary: batch and size.
     normalize: bool = True  # Include the normalization in the file, so that it accepts pixels in 0…1.

@@ -17,7 +17,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -172,7 +172,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         # The main process decides on the folder, and is the first to read data and weights: downloads occur once.
         folder, state, progress = broadcast_object_list([runs.claim_folder(s, stack) if main else None])[0]
-        with acc.main_process_first(), nullcontext() if main else warnings.catch_warnings(action="ignore"):
+        with acc.main_process_first(), warnings.catch_warnings(action=None if main else "ignore"):
             classes, train_set, val_set = open_data(s)
             side = getattr(getattr(train_set.source, "data", None), "shape", (0, None))[1]
             seed_all(s.seed)
