@@ -35,18 +35,10 @@ LEVELS = 255
 
 
 def explore(
-    model: nn.Module,
-    images: Tensor,
-    output: str | Path,
-    *,
-    normalize: Callable[[Tensor], Tensor] | None = None,
-    classes: Sequence[str] = (),
-    titles: Sequence[str] = (),
-    names: Any = None,
-    where: Callable[[str, nn.Module], bool] | None = None,
-    title: str = "Attention maps",
-    note: str = "",
-) -> Path:
+    model: nn.Module, images: Tensor, output: str | Path, *, normalize: Callable[[Tensor], Tensor] | None = None,
+    classes: Sequence[str] = (), titles: Sequence[str] = (), names: Any = None,
+    where: Callable[[str, nn.Module], bool] | None = None, title: str = "Attention maps", note: str = "",
+) -> Path:  # fmt: skip
     """Write an interactive HTML page with the attention maps of all heads and queries.
 
     The page is a single file that works offline. It contains the attention maps of :func:`capture`, their mean over
@@ -96,8 +88,7 @@ def explore(
     try:
         for image, name in zip(images.split(1), titles, strict=True):
             x = (image if normalize is None else normalize(image)).to(weight)
-            with torch.no_grad():
-                found = explore_image(plain, x, {"names": names, "where": where}, classes)
+            found = explore_image(plain, x, {"names": names, "where": where}, classes)
             shown.append({"title": name, **found, "source": encode_picture(image[0])})
     finally:
         for module, mode in modes:
@@ -111,6 +102,7 @@ def explore(
     return Path(output)
 
 
+@torch.no_grad()
 def explore_image(model: nn.Module, x: Tensor, chosen: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     """Return the attention maps and predictions for one image."""
     with va.capture(model, "all", **chosen) as maps:
@@ -177,8 +169,7 @@ def encode(one: Any) -> dict[str, Any]:
     parts = (weights / torch.where(peaks > 0, peaks, 1.0)[:, :, None] * LEVELS).round().to(torch.uint8)
     sizes = {"map": [-(-n // step) for n in one.map_size], "keys": keys, "step": key_step, "levels": LEVELS}
     packed = {"maps": zlib.compress(parts.numpy().tobytes()), "peaks": peaks.numpy().astype("<f4").tobytes()}
-    texts = {name: base64.b64encode(content).decode() for name, content in packed.items()}
-    return {**sizes, "names": one.heads, **texts}
+    return {**sizes, "names": one.heads, **{name: base64.b64encode(x).decode() for name, x in packed.items()}}
 
 
 def encode_picture(image: Tensor) -> str:

@@ -129,13 +129,9 @@ class ExportReport:
 
 
 def export_model(
-    model: nn.Module,
-    output: str | Path,
-    *,
-    example_input: Tensor | Sequence[int] | None = None,
-    dynamic: Sequence[Axis] | None = None,
-    normalize: bool | None = None,
-) -> ExportReport:
+    model: nn.Module, output: str | Path, *, example_input: Tensor | Sequence[int] | None = None,
+    dynamic: Sequence[Axis] | None = None, normalize: bool | None = None,
+) -> ExportReport:  # fmt: skip
     """Export a network, and compare the output of the file with the output of the network.
 
     The file contains float32 weights, and JSON text with the classes, input size and image statistics as the metadata
@@ -164,10 +160,9 @@ def export_model(
     >>> report.difference < 1e-5
     True
     """
-    output, plain = Path(output), unwrap(model)
-    if (suffix := output.suffix.lower()) not in FORMATS:
+    output, plain, axes = Path(output), unwrap(model), ("batch",) if dynamic is None else tuple(dynamic)
+    if (form := FORMATS.get(output.suffix.lower())) is None:
         raise ValueError(f"output must end in {' or '.join(FORMATS)}, got {output.name!r}")
-    form, axes = FORMATS[suffix], ("batch",) if dynamic is None else tuple(dynamic)
     if unknown := [axis for axis in axes if axis not in DIMS]:
         raise ValueError(f"dynamic must contain batch or size, got {unknown[0]!r}")
     metadata = make_metadata(plain, example_input, normalize)
