@@ -117,7 +117,7 @@ def describe_box(box: str) -> str:
     """Return the message in a box of tyro as one line."""
     text = " ".join(re.sub(r"[│|╭╰╮╯+─]|-{3,}", " ", box).split())
     if match := re.search(r"Error parsing (\S+): (.*?)( Argument helptext| For full|$)", text):
-        kind, quoted = "a whole number" if "int" in match[2] else "a number", re.findall("'([^']*)'", match[2])
+        kind, quoted = "a whole number" if "INT" in text else "a number", re.findall("'([^']*)'", match[2])
         return f"{match[1].split('/')[-1]} must be {kind}, got {quoted[-1] if quoted else 'another value'!r}"
     if match := re.search(r"Missing value for argument '(\S+)'", text):
         return f"{match[1].split('/')[-1]} requires a value"

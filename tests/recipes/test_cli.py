@@ -119,6 +119,7 @@ INVALID = [
     (["compare", "--model", "None"], 2, "error: --model is required: "),
     (["compare", "--variants", "plain", "plain"], 2, "error: --variants: expected at least 2 distinct names"),
     (["compare", "--variants", "plain", "a/b=attention"], 2, "error: --variants: expected …'a/b=attention'"),
+    (["compare", "--seeds", "x"], 2, "error: --seeds must be a whole number, got 'x'"),
     (["compare", "--seeds", "1", "1"], 2, "error: --seeds must be distinct"),
     (["compare", "--block", "se"], 2, "error: --block: not available in a comparison"),
     (["compare", "--seed", "3"], 2, "error: --seed: not available in a comparison"),

@@ -38,10 +38,8 @@ from vision_attn.recipes.train import train
 #: A block of ConvNeXt with a depthwise convolution of 3×3 and about as many parameters as attention, the usual control.
 CONVOLUTION = "--block timm.models.convnext:ConvNeXtBlock --block-options kernel_size=3 mlp_ratio=2 ls_init_value=None"
 #: Variants: flags that change the common flags; None for the network without a block.
-VARIANTS: dict[str, str | None] = {
-    "plain": None, "convolution": CONVOLUTION, "se": "--block se", "averaging": "--block-options scale=0",
-    "cost-volume": "--block-options num_heads=1 qk_norm=cosine", "attention": "",
-}  # fmt: skip
+VARIANTS = {"plain": None, "convolution": CONVOLUTION, "se": "--block se", "averaging": "--block-options scale=0",
+            "cost-volume": "--block-options num_heads=1 qk_norm=cosine", "attention": ""}  # fmt: skip
 #: Settings of blocks, which the plain network does not have.
 BLOCK_SETTINGS = ("stages", "names", "at", "block", "pattern", "block_options", "attention_lr")
 #: Number of decimals by the unit at the end of the name of a measurement. Others are integers and are not compared.
