@@ -166,10 +166,9 @@ def export_model(
     if unknown := [axis for axis in axes if axis not in DIMS]:
         raise ValueError(f"dynamic must contain batch or size, got {unknown[0]!r}")
     metadata = make_metadata(plain, example_input, normalize)
-    for name in form.packages:
-        if find_spec(name) is None:
-            remedy = f"Install it: {cli.INSTALL.format('export')}"
-            raise ModuleNotFoundError(f"{form.runtime} requires the package {name}. {remedy}", name=name)
+    if missing := next((name for name in form.packages if find_spec(name) is None), None):
+        remedy = f"Install it: {cli.INSTALL.format('export')}"
+        raise ModuleNotFoundError(f"{form.runtime} requires the package {missing}. {remedy}", name=missing)
     network = copy.deepcopy(plain).cpu().float().eval()
     if metadata["pixels"] == "0…1":
         network = nn.Sequential(Normalize(list(metadata["mean"]), list(metadata["std"])), network).eval()

@@ -168,12 +168,10 @@ class Nothing:
 #: Settings that may change when a run is resumed, and settings that belong to one call.
 MACHINE, CALL = {"data", "download", "device", "workers", "compile", "log_with"}, {"output", "resume", "config"}
 #: Smallest and largest values.
-LIMITS: tuple[tuple[float, float, str], ...] = (
-    (1, 1_000_000, "epochs batch_size img_size grad_accum_steps jobs top steps"),
-    (0, 2**32 - 1, "seed workers"), (1e-12, 1000, "lr attention_lr clip_grad"),
-    (0, 1000, "weight_decay warmup_epochs mixup cutmix"), (0, 1, "hflip reprob label_smoothing ema"),
-    (1e-6, 1, "crop_scale"), (1e-6, 1 - 1e-6, "val_fraction layer_decay"),
-)  # fmt: skip
+LIMITS = ((1, 1_000_000, "epochs batch_size img_size grad_accum_steps jobs top steps"), (0, 2**32 - 1, "seed workers"),
+          (1e-12, 1000, "lr attention_lr clip_grad"), (0, 1000, "weight_decay warmup_epochs mixup cutmix"),
+          (0, 1, "hflip reprob label_smoothing ema"), (1e-6, 1, "crop_scale"),
+          (1e-6, 1 - 1e-6, "val_fraction layer_decay"))  # fmt: skip
 CHOICES = {"device": ("cpu", "cuda"), "amp": ("bfloat16", "float16", "no"), "at": ("after", "before"),
            "rename": ("efficientnet-pytorch",)}  # fmt: skip
 #: Settings that exclude each other, and settings that require one of others.

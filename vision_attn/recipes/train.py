@@ -265,12 +265,12 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
                 if ema is not None:
                     ema.update(model, step=epoch * steps + step)
                 if device.type == "cpu" or step + 1 == steps or (step + 1) % CHECK_EVERY == 0:
-                    stop, loss = acc.reduce(torch.stack([total.new_tensor(len(received)), total]), "mean").tolist()
-                    progress |= {"step": step + 1, "loss": loss}
-                    bar.set_postfix(loss=f"{loss / (step + 1):.4f}", refresh=False)
+                    stop, summed = acc.reduce(torch.stack([total.new_tensor(len(received)), total]), "mean").tolist()
+                    progress |= {"step": step + 1, "loss": summed}
+                    bar.set_postfix(loss=f"{summed / (step + 1):.4f}", refresh=False)
                     at, last = f"step {step + 1} of {steps} of epoch {epoch + 1}", stop or step + 1 == steps
                     norm = nn.utils.get_total_norm(model.parameters()) if last else 0.0
-                    if not (finite := math.isfinite(loss)) or not math.isfinite(norm):
+                    if not (finite := math.isfinite(summed)) or not math.isfinite(norm):
                         what = f"{'a weight' if finite else 'the loss'} is not finite at {at}, with --lr {s.lr:.3g}"
                         remedy = "Use a lower --lr, more --warmup-epochs or --clip-grad"
                         raise TrainingError(f"{what}. {remedy}. The last valid state is in {folder}")
