@@ -223,7 +223,8 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
             runs.write_file(folder / "settings.json", json.dumps(asdict(s), indent=1, default=str))
         path = state or runs.save_state(acc, folder, progress)
         if not all(gather_object([path.exists()])):
-            raise DataError(f"{path} does not exist on every machine. All machines must share the folder of --output")
+            what = f"the state in {folder} does not exist on every machine"  # the same message on all machines
+            raise DataError(f"{what}. All machines must share the folder of --output")
         if state is not None:
             try:
                 acc.load_state(str(state))
