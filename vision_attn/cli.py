@@ -19,7 +19,7 @@ from contextlib import redirect_stderr
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import vision_attn as va
 from vision_attn.errors import CheckpointError, Interrupted, VisionAttnError
@@ -56,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_program("vision-attn", lambda: run_command(name, words))
 
 
+def run_script(name: str, function: Callable[[Any], Any]) -> NoReturn:
+    """Run a recipe as a program, with the flags of its command."""
+    sys.exit(run_program(name, lambda: run_command(name, sys.argv[1:], function)))
+
+
 def run_command(name: str, words: Sequence[str], function: Callable[[Any], Any] | None = None) -> int:
     """Parse the flags of a command and call its function, or ``function`` instead; or list all commands."""
     if name == "--version":
@@ -90,10 +95,10 @@ def parse(kind: Any, words: Sequence[str], name: str, about: str = "", default: 
     for field in (one for one in fields(kind) if str(one.type).startswith("tuple")):  # only the last one would be read
         if [word.partition("=")[0] for word in words].count(flag := settings.flag(field.name)) > 1:
             raise ValueError(f"{flag} was passed twice. Pass it once, followed by all values")
-    options: Any = {"prog": prog, "description": about, "default": default, "return_unknown_args": True}
     try:
         with redirect_stderr(text):
-            found, unknown = tyro.cli(kind, args=words, **options)
+            found, unknown = tyro.cli(kind, prog=prog, description=about, args=words, default=default,
+                                      return_unknown_args=True)  # fmt: skip
     except SystemExit as end:
         if not end.code:
             raise
@@ -112,11 +117,11 @@ def describe_box(box: str) -> str:
     """Return the message in a box of tyro as one line."""
     text = " ".join(re.sub(r"[│|╭╰╮╯+─]|-{3,}", " ", box).split())
     if match := re.search(r"Error parsing (\S+): (.*?)( Argument helptext| For full|$)", text):
-        kind, quoted = "a whole number" if "int" in match[2] else "a number", re.findall("'([^']*)'", match[2])
+        kind, quoted = "a whole number" if "INT" in text else "a number", re.findall("'([^']*)'", match[2])
         return f"{match[1].split('/')[-1]} must be {kind}, got {quoted[-1] if quoted else 'another value'!r}"
     if match := re.search(r"Missing value for argument '(\S+)'", text):
         return f"{match[1].split('/')[-1]} requires a value"
-    match = re.search(r"Missing from [^:]*: ([A-Z]+)", text)
+    match = re.search(r"Missing from [^:]*: (?:-\w \S+ )?(\S+)", text)
     return f"{match[1]} is required" if match else text
 
 

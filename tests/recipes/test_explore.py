@@ -148,7 +148,7 @@ def test_invalid_arguments_raise_errors(tmp_path):
     flat = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Flatten(2), va.blocks.Attention1d(8, 2))
     for one, images, titles, message in (
         (model, image[0], (), r"images .* \(3, 16, 24\)"),
-        (model, image, ("a", "b"), r"zip\(\) argument 2 is longer"),
+        (model, image, ("a", "b"), "titles must be one text for each of the 1 images, got 2"),
         (flat, image, (), "expected feature maps with 2 axes, got 1 at '2'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -38,10 +38,8 @@ from vision_attn.recipes.train import train
 #: A block of ConvNeXt with a depthwise convolution of 3×3 and about as many parameters as attention, the usual control.
 CONVOLUTION = "--block timm.models.convnext:ConvNeXtBlock --block-options kernel_size=3 mlp_ratio=2 ls_init_value=None"
 #: Variants: flags that change the common flags; None for the network without a block.
-VARIANTS: dict[str, str | None] = {
-    "plain": None, "convolution": CONVOLUTION, "se": "--block se", "averaging": "--block-options scale=0",
-    "cost-volume": "--block-options num_heads=1 qk_norm=cosine", "attention": "",
-}  # fmt: skip
+VARIANTS = {"plain": None, "convolution": CONVOLUTION, "se": "--block se", "averaging": "--block-options scale=0",
+            "cost-volume": "--block-options num_heads=1 qk_norm=cosine", "attention": ""}  # fmt: skip
 #: Settings of blocks, which the plain network does not have.
 BLOCK_SETTINGS = ("stages", "names", "at", "block", "pattern", "block_options", "attention_lr")
 #: Number of decimals by the unit at the end of the name of a measurement. Others are integers and are not compared.
@@ -53,6 +51,9 @@ worse if the interval does not contain zero. If all variants are equal, at most 
 Intervals and verdicts require at least two seeds, and differences that vary."""
 
 Metrics = dict[str, float]
+Run = Callable[..., Metrics]
+#: measurements by variant and seed
+Results = dict[str, dict[str, Metrics]]
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,9 @@ def report(measured: Mapping[str, Mapping[str, Metrics]], note: str = "") -> tup
         cells = [format_values(name, [*scores[name][variant].values()]) for name in names]
         rows.append([variant, *cells, str(len(by_seed))])
     parts, differences = [table(rows), *([note] if note else [])], {}
-    for name in (name for name in names if name.endswith(tuple(DECIMALS)) and len(measured) > 1):
-        if all(scores[name].values()) and len({x for of in scores[name].values() for x in of.values()}) > 1:
+    for name in names:
+        values = {x for of in scores[name].values() for x in of.values()}
+        if name.endswith(tuple(DECIMALS)) and min(len(measured), len(values)) > 1 and all(scores[name].values()):
             lower_is_better = not name.endswith(("%", "dB"))
             found = differences[name] = compare_scores(scores[name], lower_is_better=lower_is_better)
             parts += [f"Differences in {name}:", difference_table(found)]
@@ -162,9 +164,9 @@ def plot(differences: Mapping[str, Sequence[Difference]], file: Path) -> None:
 
 
 def trials(
-    run: Callable[..., Metrics], variants: Sequence[str] | Mapping[str, Mapping[str, Any]], *, seeds: Sequence[int],
-    output: str | Path, jobs: int | None = None, backend: str = "loky", note: str = "", **options: Any,
-) -> dict[str, dict[str, Metrics]]:  # fmt: skip
+    run: Run, variants: Sequence[str] | Mapping[str, Mapping[str, Any]], *, seeds: Sequence[int], output: str | Path,
+    jobs: int | None = None, backend: str = "loky", note: str = "", **options: Any,
+) -> Results:  # fmt: skip
     """Run each variant with each seed, compare the measurements, and write ``runs.json`` and ``comparison.md``.
 
     The result of each run is saved in ``VARIANT-SEED/run.json``. The same call resumes or extends a comparison. On a
@@ -191,37 +193,35 @@ def trials(
     settings = json.loads(json.dumps({variant: {**options, **custom[variant]} for variant in custom}, default=str))
     # Runs are ordered by seed, so that an interrupted comparison has a similar number of runs for each variant.
     files = {(variant, seed): folder / f"{variant}-{seed}" / "run.json" for seed in seeds for variant in custom}
-    for (variant, _), file in files.items():
-        for known in filter(Path.exists, (file, file.with_name("settings.json"))):
-            before = json.loads(known.read_text())
-            if other := runs.changed_flags(before.get("settings", before), settings[variant]):
-                what = f"--output: {folder} has a comparison with other settings ({other})"
-                raise ValueError(f"{what}. Choose another folder")
+    known = {path: variant for (variant, _), file in files.items() for path in (file, file.with_name("settings.json"))}
+    for path in filter(Path.exists, known):
+        before = json.loads(path.read_text())
+        if other := runs.changed_flags(before.get("settings", before), settings[known[path]]):
+            raise ValueError(f"--output: {folder} has a comparison with other settings ({other}). Choose another")
     todo, gpus = [key for key, file in files.items() if not file.exists()], torch.cuda.device_count()
     jobs = max(1, min(jobs or gpus or min(joblib.cpu_count(), 16), len(todo)))
-    print(f"{len(files)} runs, {len(files) - len(todo)} of them complete, {jobs} in parallel", flush=True)
+    print(f"comparing {', '.join(custom)} with the seeds {' '.join(map(str, seeds))}: {len(files)} runs, "
+          f"{len(files) - len(todo)} of them complete, {jobs} in parallel", flush=True)  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.json").touch()
     if backend == "ray":
         from ray.util.joblib import register_ray
 
         register_ray()
-    calls = [
-        joblib.delayed(make_run)(run, *key, settings[key[0]], files[key], os.getpid(), at)
-        for at, key in enumerate(todo)
-    ]
+    start = joblib.delayed(make_run)
+    calls = [start(run, *key, settings[key[0]], files[key], os.getpid(), at) for at, key in enumerate(todo)]
     try:
         with joblib.parallel_config(backend=backend):
             joblib.Parallel(jobs, batch_size=1, pre_dispatch=jobs)(calls)
     except BrokenProcessPool as error:
         remedy = "usually because memory ran out. Use fewer --jobs, and run the same command again"
         raise TrainingError(f"a process of the comparison was ended by the system, {remedy}") from error
-    records = {key: json.loads(file.read_text()) for key, file in files.items()}
-    found = {variant: {str(seed): records[variant, seed]["measured"] for seed in seeds} for variant in custom}
+    measured = {key: json.loads(file.read_text())["measured"] for key, file in files.items()}
+    found = {variant: {str(seed): measured[variant, seed] for seed in seeds} for variant in custom}
     text, differences = report(found, note)
-    environments = [runs.describe_environment()]
-    rows = {name: [asdict(one) for one in found] for name, found in differences.items()}
-    summary = {"options": options, "environments": environments, "runs": found, "differences": rows}
+    rows = {name: [*map(asdict, of)] for name, of in differences.items()}
+    about: dict[str, Any] = {"options": options, "environments": [runs.describe_environment()]}
+    summary = about | {"runs": found, "differences": rows}
     runs.write_file(folder / "runs.json", json.dumps(summary, indent=1, default=str))
     runs.write_file(folder / "comparison.md", f"{text}\n")
     if differences:
@@ -230,9 +230,7 @@ def trials(
     return found
 
 
-def make_run(
-    run: Callable[..., Metrics], variant: str, seed: int, settings: dict[str, Any], file: Path, parent: int, at: int
-) -> None:
+def make_run(run: Run, variant: str, seed: int, settings: dict[str, Any], file: Path, parent: int, at: int) -> None:
     """Make one run and save its measurements. A local process ends with the main process."""
 
     def end_with_parent() -> None:
@@ -293,8 +291,8 @@ def settings_for_variant(word: str, common: Settings) -> tuple[str, Settings]:
         raise ValueError(f"--variants: expected {expected}, got {word!r}.{cli.did_you_mean(base, VARIANTS)}")
     if (given := VARIANTS[base]) is None:
         frozen = common.freeze_backbone and (common.reset_head or common.pretrained)  # a new classifier is trained
-        defaults: Any = {field.name: field.default for field in fields(Settings) if field.name in BLOCK_SETTINGS}
-        return name, cli.parse(Settings, flags, "compare", default=replace(common, **defaults, freeze_backbone=frozen))
+        s = replace(common, **{name: getattr(Settings(), name) for name in BLOCK_SETTINGS}, freeze_backbone=frozen)
+        return name, cli.parse(Settings, flags, "compare", default=s)
     s = common if common.stages or common.names else replace(common, stages=(-1,))
     for words in (shlex.split(given), flags):
         if "--block" in words:  # the common options belong to another block
@@ -306,36 +304,30 @@ def settings_for_variant(word: str, common: Settings) -> tuple[str, Settings]:
     return name, s
 
 
-def compare(c: Comparison) -> dict[str, dict[str, Metrics]]:
+def compare(c: Comparison) -> Results:
     """Train each variant with each seed, and compare the top-1 accuracy after the last epoch."""
     common = Settings(**{field.name: getattr(c, field.name) for field in fields(Settings)})
     for name in ("block", "resume", "seed"):
         if getattr(c, name) != getattr(Settings(), name):
-            remedy = "Pass --variants 'NAME=--block …' or --seeds"
-            raise ValueError(f"{flag(name)}: not available in a comparison. {remedy}")
+            raise ValueError(f"{flag(name)}: not available in a comparison. Use --variants 'NAME=--block …' or --seeds")
     settings = dict(settings_for_variant(word, common) for word in c.variants)
     if len(settings) < max(2, len(c.variants)):
         raise ValueError(f"--variants: expected at least 2 distinct names, got {' '.join(c.variants)}")
-    command = shlex.join(["vision-attn", *sys.argv[1:]])
-    output = c.output or Path("runs/compare")
-    return compare_settings(settings, seeds=c.seeds, output=output, jobs=c.jobs, backend=c.backend, command=command)
+    shared: Any = {"seeds": c.seeds, "jobs": c.jobs, "backend": c.backend, "output": c.output or Path("runs/compare")}
+    return compare_settings(settings, command=shlex.join(["vision-attn", *sys.argv[1:]]), **shared)
 
 
-def compare_settings(
-    settings: Mapping[str, Settings], *, seeds: Sequence[int], output: str | Path, command: str, **options: Any
-) -> dict[str, dict[str, Metrics]]:
+def compare_settings(settings: Mapping[str, Settings], *, output: str | Path, command: str, **options: Any) -> Results:
     """Train the network of each variant, given by its settings, with each seed; ``options`` go to ``trials``."""
     checked = {name: check(s) for name, s in settings.items()}
     if len({(s.amp, s.device) for s in checked.values()}) > 1:  # Accelerate has one of each in a process
         raise ValueError("--amp and --device must be the same for all variants. Compare them in separate commands")
-    values = {
-        name: {key: x for key, x in asdict(s).items() if key not in {*CALL, "seed"}} for name, s in checked.items()
-    }
+    kept = [field.name for field in fields(Settings) if field.name not in {*CALL, "seed"}]
+    values = {name: {key: getattr(s, key) for key in kept} for name, s in checked.items()}
     note = f"Top-1 accuracy after the last epoch on the validation images. Command: `{command}`"
-    print(f"comparing {', '.join(settings)} with the seeds {' '.join(map(str, seeds))}", flush=True)
     run = partial(train_variant, output=Path(output).resolve())
-    return trials(run, values, seeds=list(seeds), output=output, note=note, **options)
+    return trials(run, values, output=output, note=note, **options)
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("compare", lambda: cli.run_command("compare", sys.argv[1:], compare)))
+    cli.run_script("compare", compare)

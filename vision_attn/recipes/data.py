@@ -42,19 +42,11 @@ def open_image(file: Any) -> Image.Image:
 
 def require_readable(files: Sequence[Path | str]) -> None:
     """Decode every image file once, and list all damaged files in one error."""
-
-    def find_damage(file: Path | str) -> str | None:
-        try:
-            open_image(file)
-        except Exception as error:  # Pillow raises many types of errors for damaged files
-            return f"{file} ({' '.join(str(error).split())})"
-        return None
-
     with ThreadPoolExecutor() as pool:
-        found = [*tqdm(pool.map(find_damage, files), "check images", len(files), leave=False, disable=None)]
-    if damaged := [text for text in found if text]:
-        more = f" and {len(damaged) - 20} more" if len(damaged) > 20 else ""
-        listed = f"{', '.join(damaged[:20])}{more}"
+        jobs = [pool.submit(lambda file: open_image(file).close(), file) for file in files]
+        found = [job.exception() for job in tqdm(jobs, "check images", leave=False, disable=None)]
+    if damaged := [f"{file} ({' '.join(str(e).split())})" for file, e in zip(files, found, strict=True) if e]:
+        listed = ", ".join(damaged[:20]) + (f" and {len(damaged) - 20} more" if len(damaged) > 20 else "")
         raise DataError(f"{len(damaged)} images cannot be read: {listed}. Replace or remove them")
 
 
@@ -86,7 +78,7 @@ class Folder(ImageFolder):
         if len(folders) == 1 and len(same := folders.pop()) > 1 and not direct:
             what = f"{root}: {' and '.join(self.classes[:3])} contain the same folders {', '.join(same[:6])}"
             raise DataError(f"{what}, so they are not classes. Name them train and val, or pass one of them")
-        if empty := [name for label, name in enumerate(self.classes) if label not in {*self.targets}]:
+        if empty := sorted({*self.classes} - {self.classes[label] for label in self.targets}):
             what = f"{root}: no images in the class folders {', '.join(empty[:6])}"
             raise DataError(f"{what}. {note or 'Add images or remove them'}")
         if note:

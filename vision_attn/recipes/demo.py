@@ -10,7 +10,6 @@ block, with a block that averages over all positions, and with attention.
 """
 
 import json
-import sys
 from typing import Any
 
 import torch
@@ -108,4 +107,4 @@ def demo(d: Demo) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("demo", lambda: cli.run_command("demo", sys.argv[1:], demo)))
+    cli.run_script("demo", demo)

@@ -7,7 +7,6 @@ python my_explore.py vit_tiny_patch16_224 photo.jpg --pretrained        # a copy
 import base64
 import io
 import json
-import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_data_config
 from torch import Tensor, nn
 from torchvision.transforms import Compose
-from torchvision.transforms.v2.functional import to_pil_image
+from torchvision.utils import save_image
 
 import vision_attn as va
 from vision_attn import cli
@@ -36,18 +35,10 @@ LEVELS = 255
 
 
 def explore(
-    model: nn.Module,
-    images: Tensor,
-    output: str | Path,
-    *,
-    normalize: Callable[[Tensor], Tensor] | None = None,
-    classes: Sequence[str] = (),
-    titles: Sequence[str] = (),
-    names: Any = None,
-    where: Callable[[str, nn.Module], bool] | None = None,
-    title: str = "Attention maps",
-    note: str = "",
-) -> Path:
+    model: nn.Module, images: Tensor, output: str | Path, *, normalize: Callable[[Tensor], Tensor] | None = None,
+    classes: Sequence[str] = (), titles: Sequence[str] = (), names: Any = None,
+    where: Callable[[str, nn.Module], bool] | None = None, title: str = "Attention maps", note: str = "",
+) -> Path:  # fmt: skip
     """Write an interactive HTML page with the attention maps of all heads and queries.
 
     The page is a single file that works offline. It contains the attention maps of :func:`capture`, their mean over
@@ -84,23 +75,22 @@ def explore(
     >>> page.read_text()[:15]
     '<!doctype html>'
     """
-    shape = images.shape if isinstance(images, Tensor) else ()
+    shape = tuple(images.shape) if isinstance(images, Tensor) else repr(images)
     if len(shape) != 4 or shape[1] not in (1, 3) or not shape[0]:
-        got = tuple(shape) if isinstance(images, Tensor) else repr(images)
-        raise ValueError(f"images must be a tensor of shape (b, 1 or 3, height, width) with b ≥ 1, got {got}")
-    if not (images.min() > -0.01 and images.max() < 1.01):
-        extremes = f"{images.min():.1f}…{images.max():.1f}"
-        raise ValueError(f"images must have values in 0…1, got {extremes}. Pass the normalization as normalize=")
+        raise ValueError(f"images must be a tensor of shape (b, 1 or 3, height, width) with b ≥ 1, got {shape}")
+    low, high = images.min().item(), images.max().item()
+    if not (low > -0.01 and high < 1.01):
+        raise ValueError(f"images must be in 0…1, got {low:.1f}…{high:.1f}. Pass the normalization as normalize=")
+    if titles and len(titles) != len(images):
+        raise ValueError(f"titles must be one text for each of the {len(images)} images, got {len(titles)}")
     check_writable(Path(output))
-    plain = unwrap(model)
-    titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
+    plain, titles = unwrap(model), titles or [f"image {number + 1}" for number in range(len(images))]
     weight, shown, modes = next(plain.parameters()), [], [(module, module.training) for module in plain.modules()]
     plain.eval()
     try:
         for image, name in zip(images.split(1), titles, strict=True):
             x = (image if normalize is None else normalize(image)).to(weight)
-            with torch.no_grad():
-                found = explore_image(plain, x, {"names": names, "where": where}, classes)
+            found = explore_image(plain, x, {"names": names, "where": where}, classes)
             shown.append({"title": name, **found, "source": encode_picture(image[0])})
     finally:
         for module, mode in modes:
@@ -114,6 +104,7 @@ def explore(
     return Path(output)
 
 
+@torch.no_grad()
 def explore_image(model: nn.Module, x: Tensor, chosen: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     """Return the attention maps and predictions for one image."""
     with va.capture(model, "all", **chosen) as maps:
@@ -122,42 +113,37 @@ def explore_image(model: nn.Module, x: Tensor, chosen: dict[str, Any], classes: 
         measures = va.measure_blocks(model, x)
     except ValueError:  # no block has a residual branch
         measures = {}
+    shown: dict[str, Any] = {"size": x.shape[2:], "blocks": [], "prediction": [], "ablations": []}
+    rollout = maps.rollout()
     for site, one in maps.items():
         if len(one.map_size) != 2:
             axes = f"expected feature maps with 2 axes, got {len(one.map_size)} at {site!r}"
             raise ValueError(f"model: {axes}. Select other modules with names=")
-    kinds = {"heads": maps, "rollout": maps.rollout()}
-    encoded = {site: {kind: encode(found[site]) for kind, found in kinds.items()} for site in maps}
-    blocks = [{"site": site, **describe(one), **encoded[site]} for site, one in maps.items()]
-    shown: dict[str, Any] = {"size": x.shape[2:], "blocks": blocks, "prediction": [], "ablations": []}
+        encoded = {"heads": encode(one), "rollout": encode(rollout[site])}
+        shown["blocks"].append({"site": site, **describe(one), **encoded})
     if scores is None:
         return shown
-
-    def name(label: int) -> str:
-        return classes[label] if label < len(classes) else f"class {label}"
-
+    names = [*classes, *(f"class {label}" for label in range(len(classes), len(scores)))]
     best = scores.topk(min(TOP, len(scores))).indices.tolist()
-    shown["prediction"] = [[name(label), round(scores[label].item(), 6)] for label in best]
-    blocks_off = {name: [name] for name in measures} | ({"all blocks": [*measures]} if len(measures) > 1 else {})
-    for what, names in blocks_off.items():
-        with va.disabled(model, names):
+    shown["prediction"] = [[names[label], round(scores[label].item(), 6)] for label in best]
+    for what in [*measures, *(["all blocks"] if len(measures) > 1 else [])]:
+        with va.disabled(model, [what] if what in measures else [*measures]):
             ablated: Any = predict(model, x)
         ratio = round(measures[what]["residual_ratio"], 6) if what in measures else None
-        prediction = {"name": name(int(ablated.argmax())), "probability": round(ablated[best[0]].item(), 6)}
+        prediction = {"name": names[int(ablated.argmax())], "probability": round(ablated[best[0]].item(), 6)}
         shown["ablations"].append({"disabled": what, "ratio": ratio, **prediction})
     return shown
 
 
 def describe(one: Any) -> dict[str, Any]:
     """Return measures of each head and of all heads, and the names of the prefix tokens."""
-    count = 0 if one.prefix is None else one.prefix.shape[2]
+    keys, prefixes = one.weights[0, 0, 0].numel(), 0 if one.prefix is None else one.prefix.shape[2]
     return {
-        "largest": one.weights.max().item() * one.weights[0, 0, 0].numel(),  # as a multiple of uniform attention
-        "selects": one.describe_width(),
-        "distance": one.distance()[0].mean(1).tolist(),
-        "width": (one.entropy().exp()[0].mean(1) / one.weights[0, 0, 0].numel()).tolist(),
-        "tokens": [f"prefix token {number}" for number in range(1, count + 1)],
-    }
+        "largest": one.weights.max().item() * keys,  # as a multiple of uniform attention
+        "selects": one.describe_width(), "distance": one.distance()[0].mean(1).tolist(),
+        "width": (one.entropy().exp()[0].mean(1) / keys).tolist(),
+        "tokens": [f"prefix token {number + 1}" for number in range(prefixes)],
+    }  # fmt: skip
 
 
 def predict(model: nn.Module, x: Tensor) -> Tensor | None:
@@ -175,38 +161,31 @@ def encode(one: Any) -> dict[str, Any]:
     """
     weights = one.weights[0].float().cpu()
     step, key_step = (-(-max(size) // MAX_SIDE) for size in (one.map_size, weights.shape[2:]))
-    if step > 1:  # the query in the middle of the merged positions
-        rows, columns = (torch.arange(0, n, step).add(step // 2).clamp(max=n - 1) for n in one.map_size)
-        weights = weights[:, (rows[:, None] * one.map_size[1] + columns).flatten()]
+    # The query of merged positions is the one in their middle.
+    rows, columns = (torch.arange(0, n, step).add(step // 2).clamp(max=n - 1) for n in one.map_size)
+    weights = weights[:, (rows[:, None] * one.map_size[1] + columns).flatten()]
     if one.prefix is not None:
         weights = torch.cat([weights, one.prefix[0].float().cpu()], dim=1)
-    if key_step > 1:
-        weights = F.avg_pool2d(weights, key_step, ceil_mode=True, divisor_override=1)
-    keys, weights = weights.shape[2:], weights.flatten(2)
-    peaks = weights.amax(2)
+    weights = F.avg_pool2d(weights, key_step, ceil_mode=True, divisor_override=1)
+    keys, peaks, weights = weights.shape[2:], weights.amax((2, 3)), weights.flatten(2)
     parts = (weights / torch.where(peaks > 0, peaks, 1.0)[:, :, None] * LEVELS).round().to(torch.uint8)
     sizes = {"map": [-(-n // step) for n in one.map_size], "keys": keys, "step": key_step, "levels": LEVELS}
     packed = {"maps": zlib.compress(parts.numpy().tobytes()), "peaks": peaks.numpy().astype("<f4").tobytes()}
-    return {**sizes, "names": one.heads, **{name: as_text(content) for name, content in packed.items()}}
+    return {**sizes, "names": one.heads, **{name: base64.b64encode(x).decode() for name, x in packed.items()}}
 
 
 def encode_picture(image: Tensor) -> str:
     """Encode an image in 0…1 as a data URL."""
-    pixels, file = (image.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8), io.BytesIO()
-    to_pil_image(pixels).convert("RGB").save(file, "PNG")
-    return f"data:image/png;base64,{as_text(file.getvalue())}"
-
-
-def as_text(content: bytes) -> str:
-    return base64.b64encode(content).decode()
+    file = io.BytesIO()
+    save_image(image.float(), file, "png")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def open_network(e: Exploration) -> tuple[Any, str]:
     """Load a network from a folder or create it by name, with its classes and image transform; and a note for users."""
-    model: Any
     note = ""
     if Path(e.model).exists() or e.model.startswith("hf-hub:"):
-        model = load_run(e.model, e.block, "explore MODEL IMAGE")
+        model: Any = load_run(e.model, e.block, "explore MODEL IMAGE")
     else:
         model = create_model(e.model, pretrained=e.pretrained).eval()
         subset = infer_imagenet_subset(model.pretrained_cfg)
@@ -214,11 +193,12 @@ def open_network(e: Exploration) -> tuple[Any, str]:
         model.transform = create_transform(**resolve_data_config(pretrained_cfg=model.pretrained_cfg))
         if not e.pretrained:
             note = f"The weights of {e.model} are random. Use --pretrained to download pretrained weights."
+            print(note)
     if swapped := va.swap_(model).swapped:
         print(f"replaced {len(swapped)} attention modules by equivalent blocks, which can be captured")
     elif not any(isinstance(module, va.Attention2d) for module in model.modules()):
-        expected = "expected a network with attention, such as a run of vision-attn train --stages"
-        raise ValueError(f"MODEL: {e.model} has no attention modules: {expected} or vit_tiny_patch16_224")
+        remedy = "Pass a run of vision-attn train --stages, or vit_tiny_patch16_224"
+        raise ValueError(f"MODEL: {e.model} has no attention modules. {remedy}")
     return model, note
 
 
@@ -226,8 +206,6 @@ def explore_images(e: Exploration) -> Path:
     """Write the page of a network for image files."""
     files = find_images(e.images)
     network, note = open_network(e)
-    if note:
-        print(note)
     *crop, normalize = network.transform.transforms
     images = torch.stack([Compose(crop)(open_image(file)) for file in files])
     page = explore(
@@ -240,4 +218,4 @@ def explore_images(e: Exploration) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("explore", lambda: cli.run_command("explore", sys.argv[1:], explore_images)))
+    cli.run_script("explore", explore_images)

@@ -32,8 +32,9 @@ from vision_attn.recipes.settings import Export
 
 #: Largest allowed difference, which is attributed to rounding, as a fraction of the largest output.
 TOLERANCE = 1e-4
-#: Default crop and interpolation of images, in the format of timm.
-CROP = {"crop_pct": 1.0, "crop_mode": "center", "interpolation": "bilinear"}
+#: Entries of ``pretrained_cfg`` in the metadata of a file, with their defaults.
+CONFIG: dict[str, Any] = {"mean": None, "std": None, "architecture": None, "crop_pct": 1.0, "crop_mode": "center",
+                          "interpolation": "bilinear"}  # fmt: skip
 #: Batch sizes for the comparison, and pixels added to the height and width if they are dynamic. Not all resulting sizes
 #: are divisible by window sizes, so that padding is tested.
 BATCHES, ADDED = (1, 3), ((0, 0), (9, 22), (31, 0))
@@ -128,13 +129,9 @@ class ExportReport:
 
 
 def export_model(
-    model: nn.Module,
-    output: str | Path,
-    *,
-    example_input: Tensor | Sequence[int] | None = None,
-    dynamic: Sequence[Axis] | None = None,
-    normalize: bool | None = None,
-) -> ExportReport:
+    model: nn.Module, output: str | Path, *, example_input: Tensor | Sequence[int] | None = None,
+    dynamic: Sequence[Axis] | None = None, normalize: bool | None = None,
+) -> ExportReport:  # fmt: skip
     """Export a network, and compare the output of the file with the output of the network.
 
     The file contains float32 weights, and JSON text with the classes, input size and image statistics as the metadata
@@ -163,17 +160,15 @@ def export_model(
     >>> report.difference < 1e-5
     True
     """
-    output, plain = Path(output), unwrap(model)
-    if (suffix := output.suffix.lower()) not in FORMATS:
+    output, plain, axes = Path(output), unwrap(model), ("batch",) if dynamic is None else tuple(dynamic)
+    if (form := FORMATS.get(output.suffix.lower())) is None:
         raise ValueError(f"output must end in {' or '.join(FORMATS)}, got {output.name!r}")
-    form, axes = FORMATS[suffix], ("batch",) if dynamic is None else tuple(dynamic)
     if unknown := [axis for axis in axes if axis not in DIMS]:
         raise ValueError(f"dynamic must contain batch or size, got {unknown[0]!r}")
     metadata = make_metadata(plain, example_input, normalize)
-    for name in form.packages:
-        if find_spec(name) is None:
-            remedy = f"Install it: {cli.INSTALL.format('export')}"
-            raise ModuleNotFoundError(f"{form.runtime} requires the package {name}. {remedy}", name=name)
+    if missing := next((name for name in form.packages if find_spec(name) is None), None):
+        remedy = f"Install it: {cli.INSTALL.format('export')}"
+        raise ModuleNotFoundError(f"{form.runtime} requires the package {missing}. {remedy}", name=missing)
     network = copy.deepcopy(plain).cpu().float().eval()
     if metadata["pixels"] == "0…1":
         network = nn.Sequential(Normalize(list(metadata["mean"]), list(metadata["std"])), network).eval()
@@ -191,25 +186,21 @@ def export_model(
     return ExportReport(output, shape, pixels, axes, *comparison, len(content))
 
 
-def make_metadata(
-    model: nn.Module, example_input: Tensor | Sequence[int] | None, normalize: bool | None
-) -> dict[str, Any]:
+def make_metadata(model: nn.Module, example_input: Any, normalize: bool | None) -> dict[str, Any]:
     """Return the metadata of the file: image size, statistics and crop, classes and blocks."""
     config = getattr(model, "pretrained_cfg", None) or {}
     if example_input is None and "input_size" not in config:
         raise ValueError("example_input is required for a model without pretrained_cfg, such as (1, 3, 224, 224)")
-    _, *input_size = getattr(example_input, "shape", example_input) or (1, *config["input_size"])
-    if len(input_size) != 3:
-        got: Any = getattr(example_input, "shape", example_input)
-        raise ValueError(f"example_input must be images (b, c, h, w) or their shape, got {tuple(got)}")
+    shape = tuple(getattr(example_input, "shape", example_input) or (1, *config["input_size"]))
+    if len(shape) != 4:
+        raise ValueError(f"example_input must be images (b, c, h, w) or their shape, got {shape}")
     if normalize and "mean" not in config:
         raise ValueError("normalize requires model.pretrained_cfg = {'mean': (…), 'std': (…)}")
     names = found if isinstance(found := getattr(model, "classes", ()), list | tuple) else ()
     plain = "0…1, then (pixels - mean) / std" if "mean" in config else "the range of the network"
     return {
-        "classes": [*names] if all(isinstance(name, str) for name in names) else [], "input_size": tuple(input_size),
-        **{name: config.get(name) for name in ("mean", "std", "architecture")},
-        **{name: config.get(name, default) for name, default in CROP.items()},
+        "classes": [*names] if all(isinstance(name, str) for name in names) else [], "input_size": shape[1:],
+        **{name: config.get(name, default) for name, default in CONFIG.items()},
         "pixels": plain if normalize is False or "mean" not in config else "0…1",
         "inserted": list(va.inserted_blocks(model)), "library": f"vision_attn {va.__version__}",
     }  # fmt: skip
@@ -221,11 +212,9 @@ def export_and_compare(
     """Write a file, run it, and return the largest difference, the largest output and the number of images."""
     channels, height, width = metadata["input_size"]
     generator = torch.Generator().manual_seed(0)
-    images = [
-        torch.rand(count, channels, height + rows, width + columns, generator=generator)
-        for count in (BATCHES if "batch" in axes else (1, 1))
-        for rows, columns in (ADDED if "size" in axes else ADDED[:1])
-    ]
+    counts, added = BATCHES if "batch" in axes else (1, 1), ADDED if "size" in axes else ADDED[:1]
+    shapes = [(count, channels, height + rows, width + columns) for count in counts for rows, columns in added]
+    images = [torch.rand(shape, generator=generator) for shape in shapes]
     with quiet():  # a network can have attention of another library only
         va.set_impl_(network, "sdpa")
     try:
@@ -242,13 +231,14 @@ def export_and_compare(
         with quiet(), torch.no_grad():
             example = torch.zeros(2 if "batch" in axes else 1, *metadata["input_size"])
             form.write(export_program(network, example, axes), file, json.dumps(metadata, ensure_ascii=False))
-            difference = max(map(compare, map(form.open(file), images), expected))
+            pairs = [torch.stack(pair) for pair in zip(map(form.open(file), images), expected, strict=True)]
+            difference = torch.stack([pair.diff(dim=0).abs().max() for pair in pairs]).max().item()
     except (ImportError, OSError):
         raise
     except Exception as error:  # exporters and runtimes raise many types of errors
         what = f"the network cannot be exported for {form.runtime} ({describe(error)})"
         raise ExportError(f"{what}. No file was written") from error
-    if difference > TOLERANCE * largest:
+    if not difference <= TOLERANCE * largest:  # also if it is NaN
         found = f"the largest difference is {difference:.1e}, for outputs up to {largest:.3g}"
         raise ExportError(f"the network has a different output in {form.runtime}: {found}. No file was written")
     return difference, largest, sum(map(len, images))
@@ -271,17 +261,8 @@ def quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def compare(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, or infinity if the shapes differ or an output is NaN."""
-    if found.shape != expected.shape:
-        return torch.inf
-    return float((found - expected).abs().nan_to_num(nan=torch.inf).max())
-
-
 def export(e: Export) -> ExportReport:
     """Export the network of a run."""
-    if e.output is None:
-        raise ValueError(f"--output is required: a file that ends in {' or '.join(FORMATS)}")
     model, size = load_run(e.run, e.block, "export RUN --output FILE"), e.img_size
     shape = (1, model.pretrained_cfg["input_size"][0], *(size * 2 if len(size) == 1 else size)) if size else None
     dynamic: Any = e.dynamic
@@ -291,4 +272,4 @@ def export(e: Export) -> ExportReport:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("export", lambda: cli.run_command("export", sys.argv[1:], export)))
+    cli.run_script("export", export)

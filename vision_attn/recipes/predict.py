@@ -4,7 +4,6 @@ vision-attn predict runs/train-1 photo.jpg more-photos --top 3 --output found.cs
 python my_predict.py runs/train-1 photo.jpg        # a copy of this file with your changes
 """
 
-import sys
 from typing import Any
 
 import torch
@@ -41,4 +40,4 @@ def predict(p: Prediction) -> list[list[Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("predict", lambda: cli.run_command("predict", sys.argv[1:], predict)))
+    cli.run_script("predict", predict)

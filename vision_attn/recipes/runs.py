@@ -10,11 +10,10 @@ import platform
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,8 +101,8 @@ def refuse_other_folder(folder: Path, mark: str) -> None:
         raise ValueError(f"--output: {folder} is a folder of images. Choose another folder")
 
 
-def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None]:
-    """Lock the folder of the run; return it, and the state from which to resume or None."""
+def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None, dict[str, Any]]:
+    """Lock the folder of the run; return it, the state from which to resume or None, and the progress of the run."""
     resumed = None if s.resume in (None, "auto") else Path(str(s.resume))
     if resumed and s.output not in (None, resumed):
         raise ValueError(f"--output must be the folder of --resume {resumed}, got {s.output}")
@@ -123,14 +122,15 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None]:
     state = newest_state(folder)  # after the lock: another process may have completed a run
     if state is None and resumed:
         raise ValueError(f"--resume: {folder} contains no state of a run. Train again with another --output")
-    if state is not None:
-        if s.resume is None:
-            raise ValueError(f"--output: {folder} already contains a run. Pass another folder or --resume {folder}")
-        before: Settings = check(read_settings(folder, ("--dataset", "--block")))
-        now = replace(s, batch_size=s.batch_size or before.batch_size, epochs=min(s.epochs, before.epochs))
-        if names := changed_flags(vars(before), vars(now)):
-            raise ValueError(f"--resume: these settings differ from {folder}: {names}. Pass the same values")
-    return folder, state
+    if state is None:
+        return folder, None, {"epoch": 0, "step": 0, "loss": 0.0, "history": []}
+    if s.resume is None:
+        raise ValueError(f"--output: {folder} already contains a run. Pass another folder or --resume {folder}")
+    before: Settings = check(read_settings(folder, ("--dataset", "--block")))
+    now = replace(s, batch_size=s.batch_size or before.batch_size, epochs=min(s.epochs, before.epochs))
+    if names := changed_flags(vars(before), vars(now)):
+        raise ValueError(f"--resume: these settings differ from {folder}: {names}. Pass the same values")
+    return folder, state, read_progress(state)
 
 
 def changed_flags(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -144,25 +144,25 @@ def newest_state(folder: Path) -> Path | None:
     return max((folder / "state").glob("[0-9]*-[0-9]*"), default=None)
 
 
-def read_progress(state: Path, data: dict[str, Any], processes: int, log: Callable[[str], None]) -> dict[str, Any]:
-    """Read the progress of a run, and compare its data and its number of processes with the present ones."""
+def read_progress(state: Path) -> dict[str, Any]:
+    """Read the progress of a run: its epoch and step, the rows of ``metrics.csv``, and a description of its data."""
     try:
-        progress: dict[str, Any] = json.loads((state / "progress.json").read_bytes())
-        before = progress["data"]
+        return {"data": {}, **json.loads((state / "progress.json").read_bytes())}
     except Exception as error:  # a damaged state can cause any error
         raise CheckpointError(f"{state} is damaged, so the run cannot be resumed: {error}") from error
+
+
+def compare_data(before: dict[str, Any], data: dict[str, Any]) -> None:
+    """Raise an error if the classes differ from those of the run, and a warning if the images do."""
     if before["classes"] != data["classes"]:
         old, new = (", ".join(one["classes"][:6]) for one in (before, data))
         raise DataError(f"the classes differ from those of the run: expected {old}, got {new}. Restore --data")
     if before["digests"] != data["digests"]:
         numbers = f"{data['images']} training and validation images, {before['images']} before"
         warnings.warn(f"the images changed since the run was started ({numbers}): results may differ", stacklevel=2)
-    if progress["processes"] != processes:
-        log(f"resumed by {processes} processes instead of {progress['processes']}: the result depends on their number")
-    return progress
 
 
-def save_state(acc: Any, folder: Path, progress: dict[str, Any]) -> None:
+def save_state(acc: Any, folder: Path, progress: dict[str, Any]) -> Path:
     """Write the complete state of a run to a temporary folder, rename it, and remove older states."""
     path = folder.resolve() / "state" / f"{progress['epoch']:05}-{progress['step']:07}"
     new = path.with_name(f".{path.name}.new")  # the same name in every process and after a restart
@@ -181,22 +181,18 @@ def save_state(acc: Any, folder: Path, progress: dict[str, Any]) -> None:
         reason = f"cannot write to {folder} ({' '.join(str(error).split())})"
         raise TrainingError(f"{reason}. Check the disk, and continue with --resume {folder}") from error
     acc.wait_for_everyone()
+    return path
 
 
-@contextmanager
-def catch_signals() -> Iterator[list[int]]:
+def catch_signals(stack: ExitStack) -> list[int]:
     """Collect Ctrl-C, SIGTERM and SIGHUP, so that training stops after a step; ignored signals stay ignored."""
     received: list[int] = []
     in_main = threading.current_thread() is threading.main_thread()  # required to handle signals
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
-    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, lambda number, frame: received.append(number))
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ():
+        if (before := signal.getsignal(number)) not in (signal.SIG_IGN, None):
+            stack.callback(signal.signal, number, before)
+            signal.signal(number, lambda number, frame: received.append(number))
+    return received
 
 
 def unwrap(model: Any) -> Any:
@@ -207,24 +203,18 @@ def unwrap(model: Any) -> Any:
 
 def check_writable(path: Path) -> None:
     """Raise an error unless a file can be written; call this before a long computation."""
-    try:
-        if path.exists():
-            os.close(os.open(path, os.O_WRONLY))
-        else:
-            tempfile.TemporaryDirectory(dir=path.parent).cleanup()
-    except OSError as error:  # can name a temporary file
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    existed = path.exists()
+    open(path, "ab").close()
+    if not existed:
+        path.unlink()
 
 
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a complete file or none; a pipe or device such as ``/dev/stdout`` is written to directly."""
-    content = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)
-        return
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(content)
-    os.replace(new, path)
+    new = path if path.exists() and not path.is_file() else path.with_name(f".{path.name}.new")
+    new.write_bytes(content.encode() if isinstance(content, str) else content)
+    if new != path:
+        os.replace(new, path)
 
 
 def write_csv(path: Path, lines: Iterable[Iterable[object]]) -> None:

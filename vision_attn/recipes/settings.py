@@ -123,8 +123,7 @@ class Export:
     """Flags of ``vision-attn export``."""
 
     run: Run  # Folder of a run, folder written by va.save_model, or hf-hub:OWNER/NAME.
-    # File to write: .onnx, or .pt2 (torch.export).
-    output: Annotated[Path | None, arg(aliases=["-o"])] = None
+    output: Output  # File to write: .onnx, or .pt2 (torch.export).
     img_size: tuple[int, ...] = ()  # Side, or height and width, of the input images; by default the size of the model.
     dynamic: tuple[str, ...] = ("batch",)  # Dimensions of the input that may vary: batch and size.
     normalize: bool = True  # Include the normalization in the file, so that it accepts pixels in 0…1.
@@ -169,22 +168,16 @@ class Nothing:
 #: Settings that may change when a run is resumed, and settings that belong to one call.
 MACHINE, CALL = {"data", "download", "device", "workers", "compile", "log_with"}, {"output", "resume", "config"}
 #: Smallest and largest values.
-LIMITS: tuple[tuple[float, float, str], ...] = (
-    (1, 1_000_000, "epochs batch_size img_size grad_accum_steps jobs top steps"),
-    (0, 2**32 - 1, "seed workers"), (1e-12, 1000, "lr attention_lr clip_grad"),
-    (0, 1000, "weight_decay warmup_epochs mixup cutmix"), (0, 1, "hflip reprob label_smoothing ema"),
-    (1e-6, 1, "crop_scale"), (1e-6, 1 - 1e-6, "val_fraction layer_decay"),
-)  # fmt: skip
-CHOICES = {
-    "device": ("cpu", "cuda"), "amp": ("bfloat16", "float16", "no"), "at": ("after", "before"),
-    "rename": ("efficientnet-pytorch",),
-}  # fmt: skip
+LIMITS = ((1, 1_000_000, "epochs batch_size img_size grad_accum_steps jobs top steps"), (0, 2**32 - 1, "seed workers"),
+          (1e-12, 1000, "lr attention_lr clip_grad"), (0, 1000, "weight_decay warmup_epochs mixup cutmix"),
+          (0, 1, "hflip reprob label_smoothing ema"), (1e-6, 1, "crop_scale"),
+          (1e-6, 1 - 1e-6, "val_fraction layer_decay"))  # fmt: skip
+CHOICES = {"device": ("cpu", "cuda"), "amp": ("bfloat16", "float16", "no"), "at": ("after", "before"),
+           "rename": ("efficientnet-pytorch",)}  # fmt: skip
 #: Settings that exclude each other, and settings that require one of others.
 CONFLICTS = "weights pretrained", "freeze_backbone layer_decay", "stages names"
-REQUIRED = (
-    "rename weights", "reset_head weights", "freeze_backbone weights pretrained", "block_options stages names",
-    "pattern stages names", "attention_lr stages names",
-)  # fmt: skip
+REQUIRED = ("rename weights", "reset_head weights", "freeze_backbone weights pretrained", "block_options stages names",
+            "pattern stages names", "attention_lr stages names")  # fmt: skip
 
 
 def flag(name: str) -> str:
@@ -244,18 +237,12 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
 
 def parse_option(text: str) -> Any:
     """Return a literal, a pattern or position encoding with literal arguments, or the text. No other code is run."""
-    names = [name for name in dir(va) if name[0].isupper()]
-    kinds = {name: kind for name in names if hasattr(kind := getattr(va, name), "__dataclass_fields__")}
-    if name := next((name for name in kinds if text.lower() == name.lower()), None):
-        example = f"{name}(7)" if name in ("Window", "Grid", "Neighborhood") else f"{name}(…)"
-        raise ValueError(f"{text!r} requires arguments in parentheses. Did you mean {example!r}?")
     try:
         tree = ast.parse(text.removeprefix("va."), mode="eval").body
-        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in kinds:
+        kind: Any = getattr(va, ast.unparse(tree.func), None) if isinstance(tree, ast.Call) else None
+        if isinstance(tree, ast.Call) and hasattr(kind, "__dataclass_fields__"):
             named = {str(word.arg): ast.literal_eval(word.value) for word in tree.keywords}
-            return kinds[tree.func.id](*map(ast.literal_eval, tree.args), **named)
+            return kind(*map(ast.literal_eval, tree.args), **named)
         return ast.literal_eval(tree)
-    except (SyntaxError, ValueError):
-        if "(" in text and "->" not in text:
-            raise ValueError(f"expected one of {', '.join(kinds)} with its arguments, got {text}") from None
+    except (SyntaxError, TypeError, ValueError):
         return {"true": True, "false": False}.get(text.lower(), text)

@@ -14,13 +14,11 @@ import copy
 import json
 import math
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,25 +50,23 @@ CHECK_EVERY = 10
 Log = Callable[[str], None]
 
 
-def build_network(
-    s: Settings, classes: Sequence[str], side: int | None, log: Log, resumed: bool
-) -> tuple[Any, list[str]]:
+def build_network(s: Settings, classes: list[str], side: int | None, log: Log, resumed: bool) -> tuple[Any, list[str]]:
     """Create the network with its blocks and weights; return it, and globs on the keys of a new classifier."""
     model: Any = create_model(str(s.model), num_classes=len(classes), pretrained=s.pretrained and not resumed)
     config = {"interpolation": "bilinear", **model.pretrained_cfg}
-    native, classifier = config["input_size"], config["classifier"]
-    config["input_size"] = (3, *([s.img_size or side] * 2 if s.img_size or side else native[1:]))
-    if max(config["input_size"][1:]) <= MAX_PAD_SIDE:  # small images are padded for training, and not cropped
+    native, classifier, wanted = config["input_size"], config["classifier"], s.img_size or side
+    height, width = (wanted, wanted) if wanted else native[1:]
+    if max(height, width) <= MAX_PAD_SIDE:  # small images are padded for training, and not cropped
         config |= {"crop_pct": 1.0, "crop_mode": "center"}
-    model.pretrained_cfg, example = config, (1, *config["input_size"])
+    model.pretrained_cfg, example = config | {"input_size": (3, height, width)}, (1, 3, height, width)
     try:
         with torch.no_grad():
             copy.deepcopy(model).eval()(torch.zeros(example))
     except Exception as error:  # networks raise many types of errors
-        what = f"--img-size: {s.model} cannot process images of {example[2]}×{example[3]} ({error})"
+        what = f"--img-size: {s.model} cannot process images of {height}×{width} ({error})"
         raise ValueError(f"{what}. This model needs --img-size {native[1]}") from error
-    new = [f"{part}.*" for part in ([classifier] if isinstance(classifier, str) else classifier)]
-    new = new if s.reset_head or (s.pretrained and config["num_classes"] != len(classes)) else []
+    has_new_head = s.reset_head or (s.pretrained and config["num_classes"] != len(classes))
+    new = [f"{part}.*" for part in ([classifier] if isinstance(classifier, str) else classifier) if has_new_head]
     if s.stages or s.names:
         options = parse_options(s.block_options) | ({"pattern": parse_option(s.pattern)} if s.pattern else {})
         where: Any = {"stages": s.stages or None, "names": s.names or None, "at": s.at, "example_input": example}
@@ -110,9 +106,9 @@ def make_transforms(s: Settings, config: dict[str, Any]) -> tuple[Any, Any]:
 def make_accelerator(s: Any) -> Accelerator:
     """Create the accelerator; mixed precision is the default on CUDA only."""
     on_cpu = s.device == "cpu" or not torch.cuda.is_available()
-    if on_cpu and (s.device == "cuda" or s.amp == "float16"):  # the gradients of float16 are scaled on CUDA only
-        given = "--device cuda" if s.device == "cuda" else "--amp float16"
-        raise ValueError(f"{given} requires a CUDA device, and none is available")
+    for name, value in (("device", "cuda"), ("amp", "float16")):  # the gradients of float16 are scaled on CUDA only
+        if on_cpu and getattr(s, name) == value:
+            raise ValueError(f"--{name} {value} requires a CUDA device, and none is available")
     if missing := {*s.log_with} - {one.value for one in get_available_trackers()}:
         raise ValueError(f"--log-with {min(missing)} is not installed. Install it: pip install {min(missing)}")
     default = "no" if on_cpu else "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
@@ -164,12 +160,6 @@ def best_epoch(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return max(history, key=lambda row: (row["eval_top1"], -row["eval_loss"]))
 
 
-def require_everywhere(path: Path) -> None:
-    """Raise an error in all processes unless all of them see a file or folder."""
-    if not all(gather_object([path.exists()])):
-        raise DataError(f"{path} does not exist on every machine. All machines must share the folder of --output")
-
-
 def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
     """Train a network, save the run in a folder, and return the rows of ``metrics.csv``."""
     s = check(s)
@@ -178,13 +168,11 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
     if s.lr is None:
         raise ValueError(f"--lr is required for --opt {s.opt}: only sgd and adamw have a default")
     acc = make_accelerator(s)
-    main, device = acc.is_main_process, acc.device
-    log = log if main else (lambda line: None)
+    main, device, log = acc.is_main_process, acc.device, acc.on_main_process(log)
     with ExitStack() as stack:
         # The main process decides on the folder, and is the first to read data and weights: downloads occur once.
-        folder, state = broadcast_object_list([runs.claim_folder(s, stack) if main else None])[0]
-        require_everywhere(state or Path())
-        with acc.main_process_first(), nullcontext() if main else warnings.catch_warnings(action="ignore"):
+        folder, state, progress = broadcast_object_list([runs.claim_folder(s, stack) if main else None])[0]
+        with acc.main_process_first(), warnings.catch_warnings(action=None if main else "ignore"):
             classes, train_set, val_set = open_data(s)
             side = getattr(getattr(train_set.source, "data", None), "shape", (0, None))[1]
             seed_all(s.seed)
@@ -194,9 +182,10 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         if any(other != data for other in gather_object([data])):
             found = f"{data['images']} training and validation images of {', '.join(classes[:6])}"
             raise DataError(f"the data differs between machines: one has {found}. Copy the same --data to all")
-        progress: dict[str, Any] = {"epoch": 0, "step": 0, "loss": 0.0, "history": []}
         if state is not None:
-            progress = runs.read_progress(state, data, acc.num_processes, log)
+            runs.compare_data(progress["data"], data)
+            if (before := progress["processes"]) != (now := acc.num_processes):
+                log(f"resumed by {now} processes instead of {before}: the result depends on their number")
         elif main:
             require_readable([*train_set.files, *val_set.files])
         parts = acc.num_processes * math.lcm(s.grad_accum_steps, 2 if s.mixup or s.cutmix else 1)
@@ -232,10 +221,11 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
 
         if main:
             runs.write_file(folder / "settings.json", json.dumps(asdict(s), indent=1, default=str))
-        if state is None:
-            runs.save_state(acc, folder, progress)
-            require_everywhere(folder / "state" / "00000-0000000" / "progress.json")
-        else:
+        path = state or runs.save_state(acc, folder, progress)
+        if not all(gather_object([path.exists()])):
+            what = f"the state in {folder} does not exist on every machine"  # the same message on all machines
+            raise DataError(f"{what}. All machines must share the folder of --output")
+        if state is not None:
             try:
                 acc.load_state(str(state))
             except Exception as error:  # a damaged state can cause any error; no code in it is run
@@ -249,7 +239,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         log(f"{s.epochs:,} epochs of {steps:,} steps of {batch} images on {device}, in {folder}")
         acc.project_configuration.logging_dir = str(folder / "logs")
         acc.init_trackers("vision_attn", config={key: str(value) for key, value in asdict(s).items()})
-        received = stack.enter_context(runs.catch_signals())
+        received = runs.catch_signals(stack)
 
         for epoch in range(progress["epoch"], s.epochs):
             first, total, begin = progress["step"], torch.tensor(progress["loss"], device=device), time.perf_counter()
@@ -276,23 +266,19 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
                 if ema is not None:
                     ema.update(model, step=epoch * steps + step)
                 if device.type == "cpu" or step + 1 == steps or (step + 1) % CHECK_EVERY == 0:
-                    progress["step"] = step + 1
-                    bar.set_postfix(loss=f"{total.item() / (step + 1):.4f}", refresh=False)
-                    flags = torch.stack([total.new_tensor(len(received)), (~total.isfinite()).float()])
-                    stop, broken = acc.reduce(flags).tolist()
-                    last = stop or step + 1 == steps
-                    if broken or (last and not all(bool(weight.isfinite().all()) for weight in model.parameters())):
-                        at = f"step {step + 1} of {steps} of epoch {epoch + 1}, with --lr {s.lr:.3g}"
+                    stop, summed = acc.reduce(torch.stack([total.new_tensor(len(received)), total]), "mean").tolist()
+                    progress |= {"step": step + 1, "loss": summed}
+                    bar.set_postfix(loss=f"{summed / (step + 1):.4f}", refresh=False)
+                    at, last = f"step {step + 1} of {steps} of epoch {epoch + 1}", stop or step + 1 == steps
+                    norm = nn.utils.get_total_norm(model.parameters()) if last else 0.0
+                    if not (finite := math.isfinite(summed)) or not math.isfinite(norm):
+                        what = f"{'a weight' if finite else 'the loss'} is not finite at {at}, with --lr {s.lr:.3g}"
                         remedy = "Use a lower --lr, more --warmup-epochs or --clip-grad"
-                        what = f"{'the loss' if broken else 'a weight'} is not finite at {at}. {remedy}"
-                        raise TrainingError(f"{what}. The last valid state is in {folder}")
-                    if last:
-                        progress["loss"] = acc.reduce(total, "mean").item()
+                        raise TrainingError(f"{what}. {remedy}. The last valid state is in {folder}")
                     if stop:
                         runs.save_state(acc, folder, progress)
-                        what = f"interrupted; saved after step {step + 1} of {steps} of epoch {epoch + 1}."
-                        number = received[0] if received else signal.SIGTERM
-                        raise Interrupted(number, f"{what} Continue with --resume {folder}" if main else "")
+                        what = f"interrupted; saved after {at}. Continue with --resume {folder}"
+                        raise Interrupted(received[0] if received else signal.SIGTERM, what if main else "")
             seconds = time.perf_counter() - begin
             scores, _ = score(network, val_loader, acc)
             speed, rate = (steps - first) * batch / max(seconds, 1e-9), optimizer.param_groups[0]
@@ -335,13 +321,12 @@ def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
     sources = [(one.dataset, one.data and one.data.expanduser().resolve()) for one in (s, own)]
     same = sources[0] == sources[1]  # otherwise, the run held out none of the images
     acc = make_accelerator(s)
-    log = log if acc.is_main_process else (lambda line: None)
+    log = acc.on_main_process(log)
     classes, train_set, val_set = open_data(s if same else replace(s, val_fraction=None), 0.1 if same else None)
     if (state := runs.newest_state(run)) is not None:
-        trained, _ = json.loads((state / "progress.json").read_bytes())["data"]["digests"]
+        trained, _ = runs.read_progress(state)["data"]["digests"]
         if val_set.digest() == trained or (same and train_set.digest() != trained):
-            reason = f"the run was trained on some of the images of {s.data}"
-            warnings.warn(f"{reason}: its scores are too high", stacklevel=2)
+            warnings.warn(f"the run was trained on some of the images of {s.data}: scores are too high", stacklevel=2)
     model = runs.load_run(e.run, e.block, "evaluate RUN")
     if model.classes and list(model.classes) != classes:
         expected, got = (", ".join(names[:6]) for names in (model.classes, classes))
@@ -352,4 +337,4 @@ def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program("train", lambda: cli.run_command("train", sys.argv[1:], train)))
+    cli.run_script("train", train)
