@@ -14,6 +14,8 @@ from torch._subclasses import FakeTensorMode
 
 import vision_attn as va
 
+pytestmark = pytest.mark.slow
+
 SIZE = (6, 7)
 #: Blocks, their options, and the shapes of additional inputs.
 BLOCKS = (
@@ -44,7 +46,7 @@ def one_device(device):
 
 
 @pytest.mark.parametrize("device", ["cuda", "meta"])
-@pytest.mark.parametrize("impl", ["auto", *(pytest.param(impl, marks=pytest.mark.slow) for impl in CPU_IMPLS)])
+@pytest.mark.parametrize("impl", ["auto", *CPU_IMPLS])
 def test_blocks_keep_to_one_device(device, impl):
     crossed = [("full", position) for position in POSITIONS]
     for number, pattern in enumerate(PATTERNS):

@@ -35,6 +35,7 @@ def use_single_calls_and_a_small_backbone(monkeypatch, create=timm.create_model)
     monkeypatch.setattr(candidates.timm, "create_model", lambda name: create("resnet18"))
 
 
+@pytest.mark.slow
 def test_tables_are_printed_and_written_to_the_file(tmp_path, capsys):
     file = tmp_path / "times.json"
     tables = compare("--shapes", "2,16,5,4", "2,16,7,7", *QUICK, "--rounds", "3", "--output", file)
@@ -141,6 +142,7 @@ def cells(section):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
 
 
+@pytest.mark.slow
 def test_block_costs_replaces_the_section_of_a_page(tmp_path, capsys):
     page = tmp_path / "costs.md"
     begin, end = page_sections.markers("block_costs")

@@ -22,6 +22,7 @@ FAMILIES = ["mambaout", pytest.param("efficientvim", marks=pytest.mark.slow)]
 
 @pytest.mark.skipif(f"| timm {timm.__version__} |" not in SECTION, reason="the table is for another version of timm")
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_a_row_contains_the_measured_results(family):
     expected = next(row for row in BODY if row[:2] == ["timm", family])
     row = reach.measure("timm", family, [expected[HEADER.index("model")].strip("`")])

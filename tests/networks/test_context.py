@@ -95,6 +95,7 @@ def test_a_part_that_fails_leaves_no_context_to_a_later_call():
         part[2](torch.randn(2, 8, 64, 64))
 
 
+@pytest.mark.slow
 def test_a_block_with_a_context_is_compiled_and_exported():
     torch.manual_seed(0)
     images = IMAGE[..., ::4, ::4]

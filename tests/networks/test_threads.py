@@ -247,6 +247,7 @@ def test_a_model_is_compiled_and_exported_while_another_thread_is_inside(model):
 
 @pytest.mark.parametrize("others", [(), ("disabled",)])
 @pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.slow
 def test_a_context_in_a_compiled_function_is_refused(model, others):
     @torch.compile(backend="eager")
     def function(x, enter):

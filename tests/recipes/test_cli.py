@@ -401,6 +401,7 @@ def test_env_prints_versions_and_device_to_copy(capsys):
     assert "`vision-attn env`" in issue
 
 
+@pytest.mark.slow
 def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     code = "class {}(vision_attn.AttentionBlock2d):\n    pass\n"
@@ -445,6 +446,7 @@ def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
     assert " 8×8 " in run(capsys, "inspect", "resnet20", "--img-size", 32)[1]
 
 
+@pytest.mark.slow
 def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path):
     images = [image_folder / "val" / name / "0.png" for name in ("red", "blue")]
     explore = "explore", RUN, *images, "-o", tmp_path / "page.html"

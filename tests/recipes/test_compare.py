@@ -128,6 +128,7 @@ def base(base):
     return replace(base, img_size=None, epochs=2, batch_size=36, names=("layer2",), block_options=("num_heads=4",))
 
 
+@pytest.mark.slow
 def test_a_comparison_resumes_where_it_was_interrupted(base, tmp_path, capsys):
     variants = dict(settings_for_variant(word, base) for word in ("plain", "rope=--block-options 'position=Rope()'"))
     complete, resumed, shared = tmp_path / "complete", tmp_path / "resumed", {"command": "a command", "jobs": 1}

@@ -191,6 +191,7 @@ def status(tab):
     return tab.inner_text("#status")
 
 
+@pytest.mark.slow
 def test_a_pointer_move_shows_what_was_captured(opened, page):
     model, images, _ = page
     tab = opened(1000)

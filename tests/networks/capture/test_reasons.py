@@ -174,6 +174,7 @@ def test_swapped_attention_that_is_wrapped_in_place_has_the_same_maps(path, wrap
     assert va.set_impl_(net, "bmm") == 2
 
 
+@pytest.mark.slow
 def test_a_feature_pyramid_of_a_library_has_maps():
     encoder = "tu-vit_tiny_patch16_224.augreg_in21k"
     net = layer_of("segmentation_models_pytorch.DPT", encoder, encoder_weights=None).eval()

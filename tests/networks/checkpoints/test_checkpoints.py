@@ -474,6 +474,7 @@ def efficientnet_pytorch_names(network):
     return renamed
 
 
+@pytest.mark.slow
 def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error_names(tmp_path):
     source, model = (randomize_(timm.create_model("tf_efficientnet_b0", num_classes=3)) for _ in range(2))
     names = efficientnet_pytorch_names(source)

@@ -173,6 +173,7 @@ def test_a_module_that_was_replaced_is_restored_with_its_class():
     assert type(model[1]) is BottleneckAttn
 
 
+@pytest.mark.slow
 def test_a_swapped_model_can_be_compiled_exported_and_traced():
     model, x = nn.Sequential(nn.Linear(8, 8), TimmAttention(8, 2)).eval(), torch.randn(2, 5, 8)
     y = model(x)

@@ -26,6 +26,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 import vision_attn as va
 from vision_attn.networks import untrained
 from vision_attn.networks.insertion.registry import records
+from vision_attn.networks.inspection.wrappers import unwrap_key
 
 pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
@@ -202,6 +203,24 @@ def test_a_block_at_a_norm_is_kept_when_the_norm_is_converted(convert):
     assert keys_of_blocks(model) == keys
     va.remove_(model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
+@pytest.mark.parametrize("path", ["layer2.1.bn2", "layer2.1.conv1", "layer2.1", "layer2", "conv1"])
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), checkpoint_wrapper])
+def test_a_block_at_a_wrapped_layer_has_the_keys_of_the_layer_alone(wrap, path, tmp_path):
+    model, plain = NarrowResNet().eval(), NarrowResNet().eval()
+    plain.load_state_dict(model.state_dict())
+    before = model(IMAGE)
+    model.set_submodule(path, wrap(model.get_submodule(path)))
+    va.insert_(model, names=path, num_heads=2, gate_init=1.0, example_input=IMAGE)
+    va.load_adapter_(plain, va.save_adapter(model, tmp_path / "adapter.safetensors"))
+    assert {unwrap_key(key) for key in model.state_dict()} == set(plain.state_dict())
+    after = model(IMAGE)
+    torch.testing.assert_close(plain(IMAGE), after)
+    assert not torch.equal(after, before)
+    va.remove_(model)
+    torch.testing.assert_close(model(IMAGE), before)
 
 
 def fusing(*names):

@@ -32,6 +32,7 @@ from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.macs import count_attention_pairs
 from vision_attn.networks.inspection.selection import ancestor_paths, require_module
+from vision_attn.networks.inspection.wrappers import is_layer_wrapper, unwrap_key
 from vision_attn.text import did_you_mean
 
 #: Modules that contain other modules and may loop over them.
@@ -163,16 +164,17 @@ def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> st
     if (is_norm(module) or isinstance(module, FUSED)) and not inside:
         # The network itself is not considered: it may run its children in sequence.
         for path in reversed(ancestor_paths(target)):
-            paths.append((path, f"{CHILD}_{target[len(path) + 1 :].replace('.', '_')}"))
+            paths.append((path, f"{CHILD}_{unwrap_key(target[len(path) + 1 :]).replace('.', '_')}"))
     if not inside:
         paths.append((target, CHILD))
     for path, _ in module.named_modules(prefix=target):
         # A block that replaced a module is removed with all of its children when the module is restored.
         if path != target and not any(map(replaced_module, map(model.get_submodule, (*ancestor_paths(path), path)))):
-            paths.append((path, f"{CHILD}_{target.replace('.', '_')}"))
+            paths.append((path, f"{CHILD}_{unwrap_key(target).replace('.', '_')}"))
     for path, child in paths or [(target, CHILD)]:
         owner = model.get_submodule(path)
-        if not isinstance(owner, CONTAINERS) and not hasattr(owner, child):
+        # A wrapper has the attributes of the layer inside, and other code removes it.
+        if not isinstance(owner, CONTAINERS) and not hasattr(owner, child) and not is_layer_wrapper(owner):
             return f"{path}.{child}"
     what = f"{target!r} cannot have a child {CHILD!r}: it has an attribute of that name"
     raise SiteError(f"{what}. Choose another module")

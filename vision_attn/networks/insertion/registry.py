@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.build import rebuild
+from vision_attn.networks.insertion.build import CONTAINERS, rebuild
 from vision_attn.networks.insertion.hooks import block_at, checked_network, context_path, hook_, our_hooks, unhook_
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, replaced_module
 from vision_attn.networks.inspection.selection import own_children, require_module
@@ -27,7 +27,8 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
     path, _, child = record.block_path.rpartition(".")
     target, owner = require_module(model, record.site), require_module(model, path)
     at, near = record.target.at, record.is_child or not path or record.site.startswith(f"{path}.")
-    if at not in ("after", "before", "replace") or not (at == "replace" or (near and child.startswith(CHILD))):
+    fits = near and child.startswith(CHILD) and not isinstance(owner, CONTAINERS)  # which would run it as one of theirs
+    if at not in ("after", "before", "replace") or not (at == "replace" or fits):
         what = f"at={at!r}, block {record.block_path!r}"
         raise SiteError(f"{record.site!r}: the record of the block is invalid ({what})")
     if {block_at(target), replaced_module(target)} != {None} or (at != "replace" and hasattr(owner, child)):

@@ -13,7 +13,7 @@ from torch import nn
 from vision_attn.checks import as_list
 from vision_attn.errors import SiteError
 from vision_attn.networks.inspection.example import format_value
-from vision_attn.networks.inspection.wrappers import compiled_module
+from vision_attn.networks.inspection.wrappers import is_layer_wrapper
 from vision_attn.text import shorten
 
 #: A glob or regular expression for module paths.
@@ -115,9 +115,9 @@ def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
     while True:
         kind = type(module)
         is_sequence = kind.forward is nn.Sequential.forward or isinstance(module, nn.ModuleList) or kind is nn.Module
-        # The wrapper of torch.compile does not run hooks.
+        # The wrapper of torch.compile runs no hooks, and the keys of the layer inside a wrapper are those of the layer.
         children = list(own_children(module).items())
-        if not children or not (is_sequence or compiled_module(module) is not None):
+        if not children or not (is_sequence or is_layer_wrapper(module)):
             return name
         name, module = f"{name}.{children[index][0]}", children[index][1]
 

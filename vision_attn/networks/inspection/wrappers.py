@@ -59,6 +59,11 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     return getattr(module, COMPILED, None)
 
 
+def is_layer_wrapper(module: nn.Module) -> bool:
+    """Return True for a module that torch.compile, activation checkpointing or FSDP put around a layer."""
+    return any(WRAPPER.fullmatch(name) for name, _ in module.named_children())
+
+
 def is_synchronized(module: nn.Module) -> bool:
     return any(kind.__name__ in SYNCHRONIZED for kind in type(module).__mro__)
 
