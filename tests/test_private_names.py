@@ -19,7 +19,7 @@ from vision_attn.networks.convert.swap import Swapped
 from vision_attn.networks.insertion import record
 from vision_attn.networks.inspection.macs import count_flops
 from vision_attn.networks.inspection.network import hook_dicts
-from vision_attn.networks.inspection.wrappers import compiled_module
+from vision_attn.networks.inspection.wrappers import unwrap_model
 
 PACKAGE = Path(va.__file__).parent
 #: Documented names: named tuples, the protocol of notebooks, and the function of Python that ends a process.
@@ -110,9 +110,7 @@ def test_private_names_of_torch_mean_what_the_package_expects():
     y.backward()
     assert seen[0] >= 0 > torch._C._current_graph_task_id()
     assert tree_leaves([x, {"y": (y, 1)}]) == [x, y, 1]
-    compiled = torch.compile(layer, backend="eager")
-    assert compiled_module(compiled) is layer
-    assert compiled_module(layer) is None
+    assert unwrap_model(torch.compile(layer, backend="eager")) is layer
     encoder, tokens = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.ones(1, 5, 8)
     q = torch.ones(1, 2, 5, 4)
     projections, attention = 4 * 8 * 8 * 5, 2 * 8 * 5 * 5

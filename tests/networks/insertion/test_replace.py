@@ -9,6 +9,7 @@ import torchvision
 from reach import as_after_training
 from small_networks import assert_same
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import vision_attn as va
 from vision_attn.networks.insertion.registry import inserted_keys, records, replaced_modules
@@ -113,6 +114,7 @@ class Scaled(nn.Sequential):
         return self[0](x, x.mean()) if len(self) > 1 else self[0](x, scale=2)
 
 
+WRAPPED = checkpoint_wrapper(nn.Conv2d(3, 3, 3, padding=1, device="meta"))
 #: A network, names of modules, and the message of the error.
 NOT_REPLACED = [
     (resnet18, "layer2", r"Sequential returns \(1, 128, 28, 28\)"),
@@ -121,6 +123,8 @@ NOT_REPLACED = [
     (lambda: Scaled(Scale()), "0", "'0' cannot be replaced: .*unexpected keyword argument 'scale'"),
     (lambda: Scaled(Scale(), nn.Identity()), "0", "'0' .*: it receives 2 tensors"),
     (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # The feature map is in a list.
+    (lambda: nn.Sequential(WRAPPED), "0", "'0' .*wraps this layer. Call va.replace_ before"),
+    (lambda: nn.Sequential(WRAPPED), "0._checkpoint_wrapped_module", "wraps this layer. Call va.replace_ before"),
 ]
 
 

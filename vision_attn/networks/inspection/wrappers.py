@@ -31,7 +31,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         remedy = "Create it first, for example with timm.create_model" if isinstance(model, str) else "Pass an instance"
         raise TypeError(f"model must be a torch.nn.Module, got {model!r:.80}. {remedy}")
     while True:
-        inner = compiled_module(model)
+        inner = getattr(model, COMPILED, None)
         if inner is None and (isinstance(model, nn.DataParallel) or is_synchronized(model)):
             inner = getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
@@ -52,11 +52,6 @@ def unwrap_key(key: str, wrappers: Collection[str] = ()) -> str:
     'layer3.0.conv1.weight'
     """
     return ".".join(part for part in key.split(".") if part not in wrappers and not WRAPPER.fullmatch(part))
-
-
-def compiled_module(module: nn.Module) -> nn.Module | None:
-    """Return the module inside the wrapper of ``torch.compile``; None for any other module."""
-    return getattr(module, COMPILED, None)
 
 
 def is_layer_wrapper(module: nn.Module) -> bool:
