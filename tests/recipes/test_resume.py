@@ -274,6 +274,9 @@ def test_a_damaged_or_hostile_state_is_rejected_and_runs_no_code(base, tmp_path,
         torch.save(RunsCode(), newest_state(folder) / name)
         with pytest.raises(CheckpointError, match="00001-0000000 is damaged"):
             train(base, output=folder, resume="auto")
+    (newest_state(folder) / "progress.json").write_text('{"epoch": 1}')
+    with pytest.raises(CheckpointError, match=r"is damaged.*progress\.json has no data, history"):
+        train(base, output=folder, resume="auto")
     torch.save(RunsCode(), newest_state(base.output) / "random_states_0.pkl")
     train(base, resume="auto")  # its content is not used
     assert "this ran" not in capfd.readouterr().err

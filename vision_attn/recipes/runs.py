@@ -147,7 +147,10 @@ def newest_state(folder: Path) -> Path | None:
 def read_progress(state: Path) -> dict[str, Any]:
     """Read the progress of a run: its epoch and step, the rows of ``metrics.csv``, and a description of its data."""
     try:
-        return {"data": {}, **json.loads((state / "progress.json").read_bytes())}
+        progress: dict[str, Any] = json.loads((state / "progress.json").read_bytes())
+        if missing := {"epoch", "step", "loss", "history", "data", "processes"} - {*progress}:
+            raise ValueError(f"progress.json has no {', '.join(sorted(missing))}")
+        return progress
     except Exception as error:  # a damaged state can cause any error
         raise CheckpointError(f"{state} is damaged, so the run cannot be resumed: {error}") from error
 
