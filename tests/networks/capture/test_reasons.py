@@ -174,6 +174,15 @@ def test_swapped_attention_that_is_wrapped_in_place_has_the_same_maps(path, wrap
     assert va.set_impl_(net, "bmm") == 2
 
 
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
+def test_wrapped_attention_of_this_library_does_not_belong_to_another_one(wrap):
+    net = nn.Sequential(nn.Conv2d(3, 8, 4, 4), va.AttentionBlock2d(8, 2))
+    net[1].attn = wrap(net[1].attn)
+    maps = captured(net, IMAGES)
+    assert [unwrap_key(key) for key in maps] == ["1.attn"]
+    assert not maps.reasons
+
+
 @pytest.mark.slow
 def test_a_feature_pyramid_of_a_library_has_maps():
     encoder = "tu-vit_tiny_patch16_224.augreg_in21k"

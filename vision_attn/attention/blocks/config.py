@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -84,7 +85,8 @@ def is_attention(module: nn.Module) -> bool:
     kind = type(module)
     projections = ("qkv", "qkvs", "qk", "to_qkv", "q_proj", "query", "query_conv", "theta")
     similar = any(word in kind.__name__.lower().replace("_", "") for word in ("attention", "attn", "nonlocal"))
-    similar = similar or any(hasattr(module, name) for name in projections)
+    parts = chain(module.named_children(), module.named_parameters(recurse=False))  # not those inside a wrapper
+    similar = similar or any(name in projections for name, _ in parts)
     return similar and not kind.__module__.startswith("vision_attn.") and any(True for _ in module.parameters())
 
 
