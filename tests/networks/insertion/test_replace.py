@@ -138,6 +138,23 @@ def test_unsupported_replacements_are_rejected_by_name_without_changes(make, nam
     assert dict(model.named_modules()) == modules
 
 
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
+def test_a_replacement_that_is_wrapped_is_saved_and_removed(wrap, tmp_path):
+    network = lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1)).eval()  # noqa: E731
+    model, plain, x = network(), network(), torch.randn(1, 3, 6, 6)
+    plain.load_state_dict(model.state_dict())
+    before, modules = model(x), dict(model.named_modules())
+    va.replace_(model, names="1", num_heads=2, example_input=x)
+    after = model(x)
+    model[1] = wrap(model[1])
+    assert list(va.inserted_blocks(model)) == ["1"]
+    va.load_adapter_(plain, va.save_adapter(model, tmp_path / "adapter.safetensors"))
+    torch.testing.assert_close(plain(x), after)
+    assert len(va.remove_(model).blocks) == 1
+    assert dict(model.named_modules()) == modules
+    assert torch.equal(model(x), before)
+
+
 def test_replaced_modules_are_unfrozen_with_the_model():
     model = resnet18()
     va.freeze_backbone_(model, also_train="fc.*")

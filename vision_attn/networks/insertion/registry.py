@@ -17,7 +17,7 @@ from vision_attn.networks.insertion.build import CONTAINERS, rebuild
 from vision_attn.networks.insertion.hooks import block_at, checked_network, context_path, hook_, our_hooks, unhook_
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, replaced_module
 from vision_attn.networks.inspection.selection import own_children, require_module
-from vision_attn.networks.inspection.wrappers import unwrap_key
+from vision_attn.networks.inspection.wrappers import is_layer_wrapper, unwrap_key
 from vision_attn.networks.untrained import warn_if_untrained
 
 
@@ -93,10 +93,14 @@ def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
     The blocks keep their records.
     """
+    wrappers = {child: module for module in model.modules() if is_layer_wrapper(module) for child in module.children()}
     for block in reversed(blocks):
         if (old := replaced_module(block)) is not None:
             match_state_(old, block, model)
-            replace_module_(model, block, old)
+            outer = block
+            while outer in wrappers:
+                outer = wrappers[outer]
+            replace_module_(model, outer, old)
     for module in [*model.modules()]:
         unhook_(module, blocks)
         for name in [name for name, child in module.named_children() if child in blocks]:
@@ -148,8 +152,12 @@ def inserted_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def blocks_by_site(network: nn.Module) -> dict[str, nn.Module]:
     """Return the inserted blocks of a network without wrappers, whether they run or not."""
-    modules = dict(network.named_modules())
-    found = {path: block_at(x) if replaced_module(x) is None else x for path, x in modules.items()}
+    found = dict[str, nn.Module | None]()
+    for path, module in network.named_modules():
+        replaces = replaced_module(module) is not None
+        # A block in a wrapper is listed once: the wrapper has the record of the block.
+        inside = replaces and path != "" and is_layer_wrapper(network.get_submodule(path.rpartition(".")[0]))
+        found[path] = block_at(module) if not replaces else None if inside else module
     return {path: block for path, block in found.items() if block is not None}
 
 
