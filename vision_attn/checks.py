@@ -34,7 +34,7 @@ def check_above(limit: float, kind: Any = Real, **values: Any) -> None:
 
 
 def check_bool(**values: Any) -> None:
-    """Raise for the first value that is neither True nor False, such as the word "false", which Python takes as true.
+    """Raise for the first value that is neither True nor False, such as the word "false", which is true in Python.
 
     >>> check_bool(causal="false")
     Traceback (most recent call last):
@@ -46,7 +46,7 @@ def check_bool(**values: Any) -> None:
 
 
 def check_kernel_size(kernel_size: Any) -> None:
-    """Raise unless the size of a convolution kernel is an odd integer, with which padding keeps the size of its input.
+    """Raise unless the size of a convolution kernel is an odd integer, so that padding can keep the size of the input.
 
     >>> check_kernel_size(4)
     Traceback (most recent call last):

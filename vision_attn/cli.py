@@ -97,8 +97,9 @@ def parse(kind: Any, words: Sequence[str], name: str, about: str = "", default: 
             raise ValueError(f"{flag} was passed twice. Pass it once, followed by all values")
     try:
         with redirect_stderr(text):
-            found, unknown = tyro.cli(kind, prog=prog, description=about, args=words, default=default,
-                                      return_unknown_args=True)  # fmt: skip
+            found, unknown = tyro.cli(
+                kind, prog=prog, description=about, args=words, default=default, return_unknown_args=True
+            )
     except SystemExit as end:
         if not end.code:
             raise

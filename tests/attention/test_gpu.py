@@ -33,7 +33,7 @@ def run(block, x, dtype, mask=None):
 
 
 def assert_equal_to_a_cpu(block, x, impl, mask=None):
-    """Compare the output and the gradients on a GPU with those of a CPU in float64."""
+    """Compare the output and the gradients on a GPU with a CPU in float64."""
     expected = run(block, x, torch.float64, mask)
     va.set_impl_(block, impl)
     tolerance = 1e-4 if x.dtype == torch.float32 else 0.04

@@ -304,7 +304,7 @@ def video(tmp_path, monkeypatch):
 
 def test_video_is_segmented_without_reading_the_test_split(video, monkeypatch):
     video, folder = video
-    results = results_of(video, folder / "runs", "--data", folder, "--split", "val")  # there is no test split
+    results = results_of(video, folder / "runs", "--data", folder, "--split", "val")  # the folder has no test images
     assert tuple(results) == video.VARIANTS
     drives = {f"{drive} pixels %" for drive in ("0001TP", "Seq05VD")}
     assert all(set(runs["0"]) == {"parameters", "pixels %", "classes %", *drives} for runs in results.values())

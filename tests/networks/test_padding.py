@@ -130,7 +130,7 @@ def network():
 
 @torch.no_grad()
 def test_maps_do_not_contain_the_padding():
-    """``test_networks.py`` compares the outputs of a padded network with those of each image alone."""
+    """``test_networks.py`` compares a padded network with each image alone."""
     model = network()
     with va.padded(model, [(64, 64)]), va.capture(model) as maps:
         model(torch.randn(1, 3, 64, 128))

@@ -158,8 +158,8 @@ def record_segments(scopes: tuple[Values, ...]) -> bool:
             break
         if segment.compiled:
             kinds = {kind for values in scopes for kind, _ in values}
-            # A checkpoint that is not reentrant has gradients. It compares the tensors that the eager run inside the
-            # with block saves with those of the compiled run.
+            # A segment that is not reentrant has gradients: torch compares the tensors that this eager run saves with
+            # the tensors of the second run, which is compiled.
             if kinds if torch.is_grad_enabled() else kinds & WITH_EFFECT:
                 what = "activation checkpointing of a compiled part would compute it again without the with block"
                 remedy = "Compile the model instead of the part, or turn activation checkpointing off"

@@ -140,7 +140,7 @@ def report(measured: Mapping[str, Mapping[str, Metrics]], note: str = "") -> tup
     parts, differences = [table(rows), *([note] if note else [])], {}
     for name in names:
         values = {x for of in scores[name].values() for x in of.values()}
-        if name.endswith(tuple(DECIMALS)) and min(len(measured), len(values)) > 1 and all(scores[name].values()):
+        if name.endswith(tuple(DECIMALS)) and len(measured) > 1 and len(values) > 1 and all(scores[name].values()):
             lower_is_better = not name.endswith(("%", "dB"))
             found = differences[name] = compare_scores(scores[name], lower_is_better=lower_is_better)
             parts += [f"Differences in {name}:", difference_table(found)]
@@ -197,7 +197,8 @@ def trials(
     for path in filter(Path.exists, known):
         before = json.loads(path.read_text())
         if other := runs.changed_flags(before.get("settings", before), settings[known[path]]):
-            raise ValueError(f"--output: {folder} has a comparison with other settings ({other}). Choose another")
+            what = f"--output: {folder} has a comparison with other settings ({other})"
+            raise ValueError(f"{what}. Choose another folder")
     todo, gpus = [key for key, file in files.items() if not file.exists()], torch.cuda.device_count()
     jobs = max(1, min(jobs or gpus or min(joblib.cpu_count(), 16), len(todo)))
     print(f"comparing {', '.join(custom)} with the seeds {' '.join(map(str, seeds))}: {len(files)} runs, "
@@ -313,8 +314,8 @@ def compare(c: Comparison) -> Results:
     settings = dict(settings_for_variant(word, common) for word in c.variants)
     if len(settings) < max(2, len(c.variants)):
         raise ValueError(f"--variants: expected at least 2 distinct names, got {' '.join(c.variants)}")
-    shared: Any = {"seeds": c.seeds, "jobs": c.jobs, "backend": c.backend, "output": c.output or Path("runs/compare")}
-    return compare_settings(settings, command=shlex.join(["vision-attn", *sys.argv[1:]]), **shared)
+    command, output = shlex.join(["vision-attn", *sys.argv[1:]]), c.output or Path("runs/compare")
+    return compare_settings(settings, output=output, command=command, seeds=c.seeds, jobs=c.jobs, backend=c.backend)
 
 
 def compare_settings(settings: Mapping[str, Settings], *, output: str | Path, command: str, **options: Any) -> Results:

@@ -35,10 +35,18 @@ LEVELS = 255
 
 
 def explore(
-    model: nn.Module, images: Tensor, output: str | Path, *, normalize: Callable[[Tensor], Tensor] | None = None,
-    classes: Sequence[str] = (), titles: Sequence[str] = (), names: Any = None,
-    where: Callable[[str, nn.Module], bool] | None = None, title: str = "Attention maps", note: str = "",
-) -> Path:  # fmt: skip
+    model: nn.Module,
+    images: Tensor,
+    output: str | Path,
+    *,
+    normalize: Callable[[Tensor], Tensor] | None = None,
+    classes: Sequence[str] = (),
+    titles: Sequence[str] = (),
+    names: Any = None,
+    where: Callable[[str, nn.Module], bool] | None = None,
+    title: str = "Attention maps",
+    note: str = "",
+) -> Path:
     """Write an interactive HTML page with the attention maps of all heads and queries.
 
     The page is a single file that works offline. It contains the attention maps of :func:`capture`, their mean over
@@ -75,9 +83,10 @@ def explore(
     >>> page.read_text()[:15]
     '<!doctype html>'
     """
-    shape = tuple(images.shape) if isinstance(images, Tensor) else repr(images)
+    shape = tuple(images.shape) if isinstance(images, Tensor) else ()
     if len(shape) != 4 or shape[1] not in (1, 3) or not shape[0]:
-        raise ValueError(f"images must be a tensor of shape (b, 1 or 3, height, width) with b ≥ 1, got {shape}")
+        got = shape if isinstance(images, Tensor) else repr(images)
+        raise ValueError(f"images must be a tensor of shape (b, 1 or 3, height, width) with b ≥ 1, got {got}")
     low, high = images.min().item(), images.max().item()
     if not (low > -0.01 and high < 1.01):
         raise ValueError(f"images must be in 0…1, got {low:.1f}…{high:.1f}. Pass the normalization as normalize=")
@@ -126,8 +135,9 @@ def explore_image(model: nn.Module, x: Tensor, chosen: dict[str, Any], classes: 
     names = [*classes, *(f"class {label}" for label in range(len(classes), len(scores)))]
     best = scores.topk(min(TOP, len(scores))).indices.tolist()
     shown["prediction"] = [[names[label], round(scores[label].item(), 6)] for label in best]
-    for what in [*measures, *(["all blocks"] if len(measures) > 1 else [])]:
-        with va.disabled(model, [what] if what in measures else [*measures]):
+    blocks_off = {name: [name] for name in measures} | ({"all blocks": [*measures]} if len(measures) > 1 else {})
+    for what, sites in blocks_off.items():
+        with va.disabled(model, sites):
             ablated: Any = predict(model, x)
         ratio = round(measures[what]["residual_ratio"], 6) if what in measures else None
         prediction = {"name": names[int(ablated.argmax())], "probability": round(ablated[best[0]].item(), 6)}

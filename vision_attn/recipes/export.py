@@ -129,9 +129,13 @@ class ExportReport:
 
 
 def export_model(
-    model: nn.Module, output: str | Path, *, example_input: Tensor | Sequence[int] | None = None,
-    dynamic: Sequence[Axis] | None = None, normalize: bool | None = None,
-) -> ExportReport:  # fmt: skip
+    model: nn.Module,
+    output: str | Path,
+    *,
+    example_input: Tensor | Sequence[int] | None = None,
+    dynamic: Sequence[Axis] | None = None,
+    normalize: bool | None = None,
+) -> ExportReport:
     """Export a network, and compare the output of the file with the output of the network.
 
     The file contains float32 weights, and JSON text with the classes, input size and image statistics as the metadata

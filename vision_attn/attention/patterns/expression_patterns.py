@@ -232,6 +232,6 @@ def resolve_pattern(pattern: str | AnyPattern) -> AnyPattern:
         return pattern
     kinds = "a Window, Grid, Halo, Neighborhood or Pattern, or an einx expression"
     expected = f"one of {', '.join(map(repr, PATTERNS))}, {kinds}"
-    name = pattern.__name__ if isinstance(pattern, type) else str(pattern)
+    name = pattern.__name__ if isinstance(pattern, type) else str(pattern).partition("(")[0]
     example = next((f" Pass va.{code}." for code in EXAMPLES if code.lower().startswith(f"{name.lower()}(")), "")
     raise ValueError(f"pattern must be {expected}, got {pattern!r}.{example or did_you_mean(name, PATTERNS)}")

@@ -33,7 +33,7 @@ from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.macs import Cost
 from vision_attn.networks.inspection.selection import Globs, Where, end_of_sequential, match_names
-from vision_attn.networks.inspection.wrappers import is_layer_wrapper, require_modifiable
+from vision_attn.networks.inspection.wrappers import layer_wrappers, require_modifiable
 from vision_attn.text import shorten
 
 
@@ -213,9 +213,10 @@ def replace_(
     sites = select_sites(run, stages, names, where, exclude, block_options)
     inputs, outputs = run.select_maps(sites, "before"), run.select_maps(sites, "after")
     blocks: list[nn.Module] = []
+    wrapped = {module for pair in layer_wrappers(model).items() for module in pair}
     for site, x, y in zip(sites, inputs, outputs, strict=True):
         old = model.get_submodule(site)
-        if is_layer_wrapper(old) or is_layer_wrapper(model.get_submodule(site.rpartition(".")[0])):
+        if old in wrapped:
             what = f"{site!r} cannot be replaced: torch.compile or activation checkpointing wraps this layer"
             raise SiteError(f"{what}. Call va.replace_ before wrapping it")
         plain = x.element == 0 and y.element is None and x.layout.startswith("b c") and y.layout.startswith("b c")

@@ -17,7 +17,7 @@ from vision_attn.networks.insertion.build import CONTAINERS, rebuild
 from vision_attn.networks.insertion.hooks import block_at, checked_network, context_path, hook_, our_hooks, unhook_
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, replaced_module
 from vision_attn.networks.inspection.selection import own_children, require_module
-from vision_attn.networks.inspection.wrappers import is_layer_wrapper, unwrap_key
+from vision_attn.networks.inspection.wrappers import layer_wrappers, unwrap_key
 from vision_attn.networks.untrained import warn_if_untrained
 
 
@@ -27,7 +27,8 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
     path, _, child = record.block_path.rpartition(".")
     target, owner = require_module(model, record.site), require_module(model, path)
     at, near = record.target.at, record.is_child or not path or record.site.startswith(f"{path}.")
-    fits = near and child.startswith(CHILD) and not isinstance(owner, CONTAINERS)  # which would run it as one of theirs
+    # A container would run the block as one of its children.
+    fits = near and child.startswith(CHILD) and not isinstance(owner, CONTAINERS)
     if at not in ("after", "before", "replace") or not (at == "replace" or fits):
         what = f"at={at!r}, block {record.block_path!r}"
         raise SiteError(f"{record.site!r}: the record of the block is invalid ({what})")
@@ -93,7 +94,7 @@ def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
     The blocks keep their records.
     """
-    wrappers = {child: module for module in model.modules() if is_layer_wrapper(module) for child in module.children()}
+    wrappers = layer_wrappers(model)
     for block in reversed(blocks):
         if (old := replaced_module(block)) is not None:
             match_state_(old, block, model)
@@ -152,13 +153,14 @@ def inserted_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def blocks_by_site(network: nn.Module) -> dict[str, nn.Module]:
     """Return the inserted blocks of a network without wrappers, whether they run or not."""
-    found = dict[str, nn.Module | None]()
+    found, wrapped = dict[str, nn.Module](), layer_wrappers(network)
     for path, module in network.named_modules():
-        replaces = replaced_module(module) is not None
-        # A block in a wrapper is listed once: the wrapper has the record of the block.
-        inside = replaces and path != "" and is_layer_wrapper(network.get_submodule(path.rpartition(".")[0]))
-        found[path] = block_at(module) if not replaces else None if inside else module
-    return {path: block for path, block in found.items() if block is not None}
+        if replaced_module(module) is None:
+            if (block := block_at(module)) is not None:
+                found[path] = block
+        elif module not in wrapped:  # a wrapper has the record of the block inside, which is listed once
+            found[path] = module
+    return found
 
 
 def all_blocks(network: nn.Module) -> list[nn.Module]:

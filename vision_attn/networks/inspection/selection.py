@@ -115,7 +115,7 @@ def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
     while True:
         kind = type(module)
         is_sequence = kind.forward is nn.Sequential.forward or isinstance(module, nn.ModuleList) or kind is nn.Module
-        # The wrapper of torch.compile runs no hooks, and the keys of the layer inside a wrapper are those of the layer.
+        # A block belongs inside a wrapper: that of torch.compile runs no hooks, and other code removes wrappers.
         children = list(own_children(module).items())
         if not children or not (is_sequence or is_layer_wrapper(module)):
             return name

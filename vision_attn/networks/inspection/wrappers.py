@@ -59,6 +59,12 @@ def is_layer_wrapper(module: nn.Module) -> bool:
     return any(WRAPPER.fullmatch(name) for name, _ in module.named_children())
 
 
+def layer_wrappers(network: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return the wrappers of single layers, as in :func:`is_layer_wrapper`, by the module inside."""
+    wrappers = filter(is_layer_wrapper, network.modules())
+    return {layer: wrapper for wrapper in wrappers for layer in wrapper.children()}
+
+
 def is_synchronized(module: nn.Module) -> bool:
     return any(kind.__name__ in SYNCHRONIZED for kind in type(module).__mro__)
 
