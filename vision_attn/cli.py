@@ -11,11 +11,12 @@ import io
 import os
 import pkgutil
 import re
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -166,6 +167,8 @@ def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = 
             print(f"{name}: {message}", file=sys.stderr)  # of several processes, only one has a message
         return 128 + stop.signal if isinstance(stop, Interrupted) else INTERRUPTED
     except Exception as error:
+        with suppress(ValueError):  # not the main thread: torch raises errors of worker processes in its signal handler
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if isinstance(error, BrokenPipeError) and error.filename is None:  # the reader closed standard output
             return BROKEN_PIPE
         if (reason := describe_error(error)) is None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -197,6 +198,26 @@ def test_an_error_is_one_line_without_control_characters(capsys, error, code, sa
 
     assert cli.run_program("vision-attn", fails) == code
     assert capsys.readouterr().err.startswith(f"vision-attn: {said}" if said else "Traceback")
+
+
+def test_a_worker_that_ends_after_an_error_does_not_replace_it(capsys):
+    def fails(*_):
+        raise RuntimeError("DataLoader worker is killed")
+
+    class LateError(RuntimeError):
+        def __str__(self):
+            os.kill(os.getpid(), signal.SIGCHLD)
+            return "DataLoader worker exited"
+
+    def run():
+        raise LateError
+
+    before = signal.signal(signal.SIGCHLD, fails)
+    try:
+        assert cli.run_program("vision-attn", run) == 1
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert capsys.readouterr().err.endswith("Use fewer --workers. Cause: DataLoader worker exited\n")
 
 
 FULL = r"vision-attn: error: .*No space left on device.*\n"
