@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vision_attn.recipes.compare import DECIMALS, Difference, compare_scores, plot
+from vision_attn.recipes.differences import DECIMALS, Difference, compare_scores, plot
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples/experiments/results"

@@ -31,7 +31,7 @@ from torch import nn
 
 import vision_attn as va
 from vision_attn import cli
-from vision_attn.recipes.compare import LEGEND, compare_scores, difference_table, table
+from vision_attn.recipes.differences import LEGEND, compare_scores, difference_table, table
 from vision_attn.recipes.runs import describe_environment, write_file
 
 NEIGHBORHOOD = {"num_heads": 4, "pattern": va.Neighborhood(13), "impl": "bmm"}

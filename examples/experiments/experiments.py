@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vision_attn.recipes.compare import table, trials
+from vision_attn.recipes.compare import trials
+from vision_attn.recipes.differences import table
 
 __all__ = ["build_parser", "time_steps", "trials"]
 

@@ -17,7 +17,8 @@ from scipy import stats
 import vision_attn as va
 from vision_attn.errors import TrainingError
 from vision_attn.recipes import compare as module
-from vision_attn.recipes.compare import compare_scores, compare_settings, settings_for_variant, trials
+from vision_attn.recipes.compare import compare_settings, settings_for_variant, trials
+from vision_attn.recipes.differences import compare_scores, difference_table, report
 from vision_attn.recipes.runs import import_block, newest_state
 from vision_attn.recipes.settings import Settings, parse_options
 
@@ -61,7 +62,7 @@ def test_verdicts_respect_the_direction_and_p_is_printed():
     expected = 2 * stats.ttest_rel(block, list(scores["far"].values())).pvalue
     assert 0.0005 < expected < 0.05
     assert (near.p, far.p) == (1, pytest.approx(expected))
-    table = module.difference_table([near, far, replace(near, p=0.0004)])
+    table = difference_table([near, far, replace(near, p=0.0004)])
     printed = re.findall(r"\| +(\S+ ?\S*) \| +(?:no significant difference|better) \|", table)
     assert printed == ["1.000", f"{expected:.3f}", "< 0.001"]
 
@@ -73,7 +74,7 @@ RUNS = [((40.0, 41.0), (41.0, 43.0)), ((40.0,), (60.0,)), ((40.0, 40.0), (40.0, 
 def test_tables_have_intervals_for_differences_that_vary(values):
     by_name = zip(("plain", "other"), values, strict=True)
     runs = {name: {str(seed): {"top-1 %": x} for seed, x in enumerate(of)} for name, of in by_name}
-    text, differences = module.report(runs)
+    text, differences = report(runs)
     known = values[1] == (41.0, 43.0)
     (found,) = compare_scores({name: {seed: one["top-1 %"] for seed, one in of.items()} for name, of in runs.items()})
     assert (found.verdict, found.low is not None) == ("no significant difference" if known else "no verdict", known)
