@@ -360,8 +360,9 @@ def test_a_frozen_backbone_is_unchanged_and_its_adapter_restores_the_network(bas
     # The adapter of the best epoch requires only the initial checkpoint.
     model = create_model(base.model, num_classes=3)
     va.load_checkpoint_(model, file, skip=["fc.*"])
-    va.load_adapter_(model, base.output / "adapter.safetensors")
+    va.load_adapter_(model, base.output)
     assert_same(model.state_dict(), found)
+    assert {*va.load_checkpoint_(model, base.output).loaded} == found.keys()
     module.train(replace(settings, names=(), output=tmp_path / "plain"), log=quiet)
     assert changed_keys(given, va.load_model(tmp_path / "plain").state_dict()) == {"fc.weight", "fc.bias"}
     assert not (tmp_path / "plain" / "adapter.safetensors").exists()

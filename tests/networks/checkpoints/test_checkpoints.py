@@ -124,6 +124,7 @@ def test_folders_are_read_complete_or_in_shards(name, wrap, state, tmp_path):
     run = tmp_path / "run"  # a folder of vision-attn train
     (run / "model").mkdir(parents=True)
     save_file(state, run / "model" / "model.safetensors")
+    save_file(state, run / "adapter.safetensors")
     assert va.load_checkpoint_(model, run).file == str(run / "model" / "model.safetensors")
 
 

@@ -134,6 +134,7 @@ WRONG_OPTIONS = [
     ({"stages": 1, "example_input": (3, 32, 32)}, "example_input"),
     ({"stages": 1, "example_input": 64}, "example_input must be .* got 64"),
     ({"stages": 1, "example_input": (1, 3, 0, 32)}, r"example_input must be .*\(1, 3, 0, 32\)"),
+    ({"stages": 1, "example_input": torch.zeros(0, 3, 32, 32)}, r"at least one image, got .*\(0, 3, 32, 32\)"),
 ]
 
 

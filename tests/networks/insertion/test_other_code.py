@@ -458,6 +458,8 @@ def test_check_optimizer_lists_the_blocks_that_an_optimizer_lacks():
     model, optimizer = late()
     with pytest.raises(ValueError, match="blocks at '0'"):
         va.check_optimizer(model, optimizer)
+    with pytest.raises(ValueError, match="optimizer must be an optimizer or several, got Parameter"):
+        va.check_optimizer(model, model.parameters())
     va.check_optimizer(model, [optimizer, torch.optim.SGD(only_block(model).parameters(), 0.1)])
     va.check_optimizer(model, torch.optim.SGD(va.parameter_groups(model, lr=0.1)))
     va.freeze_backbone_(model)

@@ -164,7 +164,8 @@ def load_adapter_(
 
 def read_adapter(path: str | Path) -> Saved:
     """Read an adapter file without running any code from it."""
-    file = read_file(path)
+    inner = Path(path, "adapter.safetensors")  # a folder may contain the network as well
+    file = read_file(inner if inner.is_file() else path)
     saved = file_format.read_saved(file)
     if saved is None or saved.base is None:
         remedy = "Use va.load_checkpoint_ for a checkpoint, and va.load_model for a saved network"

@@ -132,6 +132,7 @@ def save_model(
     count, known_classes = getattr(model, "num_classes", None), get_classes(model)
     if classes is None and count in (None, len(known_classes)):
         classes = known_classes
+    classes = [classes] if isinstance(classes, str) else classes
     if classes is not None and count not in (None, len(classes)):
         raise ValueError(f"classes must be the names of the {count} classes, got {len(classes)} names")
     arguments, blocks = get_arguments(model.state_dict()), file_format.blocks_to_save(model)

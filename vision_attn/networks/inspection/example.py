@@ -30,7 +30,10 @@ class Example:
         tensors = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
         if not tensors:
             raise ValueError(f"model must be called with images as tensors, got {self}")
-        return max(float_tensors(tensors) or tensors, key=Tensor.dim)  # Integer images have no float tensor.
+        image = max(float_tensors(tensors) or tensors, key=Tensor.dim)  # Integer images have no float tensor.
+        if not image.numel():
+            raise ValueError(f"model must be called with at least one image, got images {self}")
+        return image
 
     @cached_property
     def count(self) -> int:

@@ -25,8 +25,8 @@ from vision_attn.text import escape_control_characters, shorten
 
 #: File names in folders of transformers, accelerate, timm, diffusers and training runs, with safer formats first.
 FILE_NAMES = (
-    "model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin", "adapter.safetensors",
-    "model/model.safetensors",
+    "model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin", "model/model.safetensors",
+    "adapter.safetensors",
 )  # fmt: skip
 #: Suffix of an index of shards.
 INDEX = ".index.json"
