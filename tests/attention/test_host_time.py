@@ -27,7 +27,7 @@ def layers():
     return {
         "full": (va.Attention2d(64, 4), timm, 10, 13),
         "decomposed": (va.Attention2d(64, 4, position=va.RelPosDecomposed((SIDE, SIDE))), relative_timm(), 1, -2),
-        "window": (va.Attention2d(64, 4, **window), swin(0), 34, 6),
+        "window": (va.Attention2d(64, 4, **window), swin(0), 34, 5),
         "shifted window": (va.Attention2d(64, 4, **shifted), swin(1), 36, -49),
         "rotary": (va.Attention2d(64, 4, position=va.Rope()), timm, 23, 22),
         "neighborhood": (va.Attention2d(64, 4, pattern=va.Neighborhood(3)), timm, 31, 46),

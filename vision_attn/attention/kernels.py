@@ -132,8 +132,8 @@ def reverse_einx(y: Tensor, bound: BoundRearrangement) -> Tensor:
 
 def partition_torch(x: Tensor, bound: BoundRearrangement) -> Tensor:
     c = x.shape[1]
-    x = x.permute(*TO_LAST[x.dim()]).reshape(-1, *bound.split_size, c)
-    return x.permute(*bound.forward_perm).reshape(-1, *bound.group_size, c)
+    x = x.reshape(-1, c, *bound.split_size).permute(*bound.forward_perm)
+    return x.reshape(-1, *bound.group_size, c)
 
 
 def split_heads_torch(x: Tensor, *heads: int) -> list[Tensor]:

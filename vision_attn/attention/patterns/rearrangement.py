@@ -126,8 +126,8 @@ class BoundRearrangement:
         #: ``b (n d) (gh h) (gw w)``.
         self.heads_text: str = f"{join_names(('b', *line.groups))} n {join_names(line.tokens)} d"
         self.merged_text: str = f"b (n d) {line.axes_text}"
-        #: The permutation from ``(b, <split axes>, c)`` to ``(b, <groups>, <tokens>, c)``.
-        split = ["b", *line.names, "c"]
+        #: The permutation from ``(b, c, <split axes>)`` to ``(b, <groups>, <tokens>, c)``.
+        split = ["b", "c", *line.names]
         self.forward_perm: list[int] = [split.index(name) for name in ("b", *line.groups, *line.tokens, "c")]
         #: The permutation from ``(b, <groups>, n, <tokens>, d)`` to ``(b, <split axes>, n, d)``.
         grouped = ["b", *line.groups, "n", *line.tokens, "d"]
