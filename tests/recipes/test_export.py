@@ -127,6 +127,14 @@ def test_a_failed_export_keeps_an_existing_file(tmp_path, monkeypatch, bias, mes
     assert [(entry, entry.read_bytes()) for entry in tmp_path.iterdir()] == [(file, b"old")]
 
 
+def test_a_feature_map_with_one_position_may_grow_in_an_exported_file(tmp_path):
+    network = nn.Sequential(nn.Conv2d(3, 4, 8, 8), va.AttentionBlock2d(4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    options = {"example_input": (1, 3, 8, 8), "dynamic": ("batch", "size")}
+    assert va.export_model(network, tmp_path / "net.onnx", **options).difference < 1e-5
+    with pytest.raises(ExportError, match=r"Guard failed: input.size\(\)\[2\] >= 16"):
+        va.export_model(network, tmp_path / "net.pt2", **options)
+
+
 def test_a_network_that_cannot_process_its_images_is_rejected(tmp_path):
     network = nn.Sequential(nn.Conv2d(3, 4, 9), nn.Flatten(), nn.LazyLinear(2)).eval()
     with pytest.raises(ValueError, match=r"^example_input is required for a model without pretrained_cfg, such as \(1"):

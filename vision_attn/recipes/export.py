@@ -79,7 +79,9 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: str) -> None:
 def open_onnx(path: Path) -> Run:
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # errors are raised as well
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
@@ -121,10 +123,10 @@ class ExportReport:
 
     def __str__(self) -> str:
         channels, height, width = self.input_size
-        shape = f"batch, {channels}, " if "batch" in self.dynamic else f"1, {channels}, "
-        shape += f"height, width), traced at {height}×{width}" if "size" in self.dynamic else f"{height}, {width})"
+        batch = "batch" if "batch" in self.dynamic else "1"
+        shape = f"{batch}, {channels}, {'height, width' if 'size' in self.dynamic else f'{height}, {width}'}"
         found = f"{self.images} random images: {self.difference:.1e}, for outputs up to {self.largest:.3g}"
-        file = f"{self.file}: {self.size / 1e6:.2f} MB, input ({shape}, pixels in {self.pixels}"
+        file = f"{self.file}: {self.size / 1e6:.2f} MB, input ({shape}), pixels in {self.pixels}"
         return f"{file}\nlargest difference from the network on {found}"
 
 
@@ -233,7 +235,9 @@ def export_and_compare(
         raise ExportError("the output of the network is not finite: training may have diverged. No file was written")
     try:
         with quiet(), torch.no_grad():
-            example = torch.zeros(2 if "batch" in axes else 1, *metadata["input_size"])
+            # An axis of length one becomes a constant of the graph, also in a feature map: larger images are traced.
+            sides = [2 * side if "size" in axes else side for side in (height, width)]
+            example = torch.zeros(2 if "batch" in axes else 1, channels, *sides)
             form.write(export_program(network, example, axes), file, json.dumps(metadata, ensure_ascii=False))
             pairs = [torch.stack(pair) for pair in zip(map(form.open(file), images), expected, strict=True)]
             difference = torch.stack([pair.diff(dim=0).abs().max() for pair in pairs]).max().item()
