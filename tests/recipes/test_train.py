@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
@@ -26,6 +27,7 @@ from vision_attn.recipes.runs import read_settings
 from vision_attn.recipes.settings import Evaluation, Settings, check
 from vision_attn.recipes.train import build_network, evaluate, make_accelerator, make_transforms
 
+ROOT = Path(__file__).parents[2]
 OURS = "vision_attn.attention.blocks:AttentionBlock2d"
 CLASSES = ("blue", "green", "red")
 
@@ -125,7 +127,17 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     assert lines[0].startswith("1 block inserted")
     assert lines[1] == "tiny: 1,779 parameters, input 3×16×16, 3 classes, 72 training and 24 validation images"
     assert list((folder / "logs").rglob("events.out.tfevents*"))
-    assert lines[-1].endswith(f" vision-attn compare --config {folder} --output {folder / 'compare'}")
+    assert lines[-1].endswith(f"\nvision-attn compare --config {folder} --output {folder / 'compare'}")
+
+    # The pages show the output of a run, with other numbers.
+    def shape(line):
+        return re.sub(r"\S*\d\S*", "#", line.removesuffix(" …"))
+
+    found = [shape(line) for line in "\n".join(lines).replace("tiny: ", "").splitlines()]
+    for page in ("README.md", "docs/quickstart.md"):
+        (shown,) = re.findall(r"\ntf_efficientnet_lite0: (.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+        for line in map(shape, shown.replace("\n…", "").splitlines()):
+            assert any(one.startswith(line) for one in found), line
 
     # The saved network has the scores in the log, with and without blocks.
     model, plain = va.load_model(folder), va.load_model(folder)

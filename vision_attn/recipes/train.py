@@ -306,7 +306,8 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         log(f"best epoch, {best_epoch(progress['history'])['epoch']}, in {folder / 'model'}:")
         score_blocks(plain.to(device, memory_format=layout), val_loader, acc, log)
         if s.stages or s.names:
-            log(f"Do the blocks help? vision-attn compare --config {folder} --output {folder / 'compare'}")
+            command = f"vision-attn compare --config {folder} --output {folder / 'compare'}"
+            log(f"Do the blocks help? Train with and without them:\n{command}")
     return progress["history"]
 
 
