@@ -11,6 +11,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -290,6 +291,17 @@ def test_titles_are_those_of_the_navigation():
     for path, title in navigation().items():
         if title not in (None, "Home") and (heading := re.match("# (.*)", (ROOT / path).read_text())):
             assert heading[1].replace("`", "") == title, path
+
+
+def test_the_page_on_security_names_tests_and_dependencies_that_exist():
+    text = page("SECURITY")
+    files = {path.name for path in (ROOT / "tests").rglob("*.py")}
+    assert set(re.findall(r"`(\w+\.py)`", text)) <= files
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["train"], *extras["viz"], *extras["export"]]
+    listed = ", ".join(row.split(" | ")[1].rstrip(" |") for row in text.rpartition("| license |")[2].splitlines()[2:8])
+    assert {name.lower() for name in listed.split(", ")} == {re.split(r"[<>=]", name)[0].lower() for name in needed}
 
 
 def test_the_api_reference_is_complete_and_current():
