@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.inspection.network import quiet_eval
-from vision_attn.networks.models.registry import StagedNetwork, make_cfg, register_network
+from vision_attn.networks.models.registry import StagedNetwork, register_network
 
 __all__ = ["RecallNet"]  # timm adds the names of the networks
 
@@ -135,7 +135,10 @@ class RecallNet(StagedNetwork):
         self.add_head(num_classes, drop_rate, global_pool)
 
 
-_CFG = make_cfg(8, (3, 96, 96), 8, "stage1.0", mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+_CFG = {
+    "num_classes": 8, "input_size": (3, 96, 96), "pool_size": (12, 12), "crop_pct": 1.0, "interpolation": "bilinear",
+    "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), "first_conv": "stage1.0", "classifier": "fc",
+}  # fmt: skip
 
 _TRAINED = _CFG | {"file": str(Path(__file__).with_name("recall_attention") / "model.safetensors")}
 

@@ -42,7 +42,6 @@ from vision_attn.networks.insertion.second_map import random_contexts
 from vision_attn.networks.inspection.example import float_tensors, make_example, tree_leaves
 from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.networks.inspection.wrappers import unwrap_average, unwrap_key
-from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import read_file, write_atomically
 from vision_attn.networks.safe.write import name_errors, temporary_folder
 from vision_attn.text import escape_control_characters, shorten
@@ -140,7 +139,7 @@ def save_model(
     config: dict[str, Any] = {"label_names": list(classes or ())}
     if network is None:
         # The complete configuration, because timm before 1.0.31 uses it instead of the configuration of the model.
-        metadata = filter_pretrained_cfg(get_model_cfg(model), remove_source=True)
+        metadata = filter_pretrained_cfg(vars(model)["pretrained_cfg"], remove_source=True)
         config["pretrained_cfg"] = metadata | {"architecture": architecture}
     else:
         named: Any = getattr(network, "func", network)  # of a partial
@@ -271,7 +270,7 @@ def get_classes(model: nn.Module) -> tuple[str, ...]:
 
 def create_eval_transform(model: nn.Module) -> Compose:
     """Return timm's evaluation transform for a network, which accepts Pillow images of any mode."""
-    config = resolve_data_config(pretrained_cfg=get_model_cfg(model))
+    config = resolve_data_config(pretrained_cfg=vars(model)["pretrained_cfg"])
     return Compose([RGB() if config["input_size"][0] == 3 else Grayscale(), *create_transform(**config).transforms])
 
 

@@ -16,36 +16,25 @@ Checkpoints for option B (chenyaofo/pytorch-cifar-models) require the mean and s
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from timm.layers import DropPath, calculate_drop_path_rates
 from timm.models import generate_default_cfgs
 from timm.models.resnet import BasicBlock, downsample_conv
 from torch import Tensor, nn
 
-from vision_attn.networks.models.registry import StagedNetwork, make_cfg, register_network
+from vision_attn.networks.models.registry import StagedNetwork, register_network
 
 __all__ = ["CifarResNet"]  # timm adds the names of the networks
-
-
-class PadShortcut(nn.Module):
-    """Shortcut of option A: stride 2, with half of the new channels padded with zeros on each side."""
-
-    def __init__(self, new_channels: int) -> None:
-        super().__init__()
-        self.padding = (0, 0, 0, 0, new_channels // 2, new_channels - new_channels // 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x[:, :, ::2, ::2], self.padding)
 
 
 def basic_block(in_channels: int, channels: int, stride: int, option: str, drop_path: nn.Module | None) -> nn.Module:
     """Build a residual block of two 3×3 convolutions and a shortcut."""
     shortcut: nn.Module | None = None
-    if stride != 1 and option == "A":
-        shortcut = PadShortcut(channels - in_channels)
+    if stride != 1 and option == "A":  # half of the new channels are padded with zeros on each side
+        added = channels - in_channels
+        padding = nn.ConstantPad3d((0, 0, 0, 0, added // 2, added - added // 2), 0.0)
+        shortcut = nn.Sequential(nn.MaxPool2d(1, stride), padding)
     elif stride != 1:
         shortcut = downsample_conv(in_channels, channels, 1, stride)
     return BasicBlock(in_channels, channels, stride, shortcut, drop_path=drop_path)
@@ -113,11 +102,11 @@ class CifarResNet(StagedNetwork):
 
 
 # --- registration with timm -------------------------------------------------------------------------------------------
-#: timm's configuration of a network for CIFAR; by default, with the ``mean`` and ``std`` of ImageNet.
-cifar_cfg = partial(make_cfg, input_size=(3, 32, 32), reduction=4, first_conv="conv1")
-CIFAR10 = cifar_cfg(10, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
-CIFAR100 = cifar_cfg(100, mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
-CIFAR10_A = cifar_cfg(10, classifier="linear")
+SIZES = {"input_size": (3, 32, 32), "pool_size": (8, 8), "crop_pct": 1.0, "interpolation": "bilinear"}
+#: timm's configuration of a network for CIFAR-10, with the ``mean`` and ``std`` of ImageNet.
+CIFAR10_A = {**SIZES, "num_classes": 10, "first_conv": "conv1", "classifier": "linear"}
+CIFAR10 = CIFAR10_A | {"classifier": "fc", "mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
+CIFAR100 = CIFAR10 | {"num_classes": 100, "mean": (0.5070, 0.4865, 0.4409), "std": (0.2673, 0.2564, 0.2761)}
 CONFIGURATIONS = {"resnet{}_a.cifar10": CIFAR10_A, "resnet{}.cifar10": CIFAR10, "resnet{}.cifar100": CIFAR100}
 
 default_cfgs: dict[str, Any] = generate_default_cfgs(

@@ -89,16 +89,6 @@ class StagedNetwork(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
-def make_cfg(
-    num_classes: int, input_size: tuple[int, int, int], reduction: int, first_conv: str, **other: Any
-) -> dict[str, object]:
-    """Build a timm configuration for images of one size without cropping."""
-    _, height, width = input_size
-    sizes = {"input_size": input_size, "pool_size": (height // reduction, width // reduction), "crop_pct": 1.0}
-    names = {"interpolation": "bilinear", "first_conv": first_conv, "classifier": "fc"}
-    return {"num_classes": num_classes, **sizes, **names, **other}
-
-
 def create_model(
     name: str, *, num_classes: int | None = None, in_chans: int = 3, pretrained: bool = False, **options: Any
 ) -> nn.Module:
@@ -165,8 +155,3 @@ def weights_folder() -> Path:
     """Return the folder of the pretrained weights, inside the installed package or next to it in a checkout."""
     package = Path(__file__).parents[2]
     return (package if (package / "weights").is_dir() else package.parent) / "weights"
-
-
-def get_model_cfg(model: nn.Module) -> dict[str, Any]:
-    """Return the timm configuration of a model: ``input_size``, ``mean``, ``std``, ``classifier`` and others."""
-    return vars(model)["pretrained_cfg"]
