@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,18 +39,6 @@ from vision_attn.text import did_you_mean
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-class Attempt(NamedTuple):
-    """A way to insert blocks that are not an identity by design, or at modules that depend on their children."""
-
-    #: the method that makes a block an identity
-    method: str = ZEROS
-    #: store the block in a module inside its target
-    inside: bool = False
-
-
-FIRST = Attempt()
-
-
 def new_block(
     run: DryRun,
     block: BlockFactory | str | None,
@@ -59,11 +47,16 @@ def new_block(
     options: Mapping[str, Any],
     y: FeatureMap | None = None,
     exact: bool = False,
-    attempt: Attempt = FIRST,
+    method: str = ZEROS,
+    inside: bool = False,
     context: FeatureMap | None = None,
     dry_run: bool = False,
 ) -> nn.Module:
-    """Build a block with its record. A block that replaces a module maps the feature map ``x`` to one like ``y``."""
+    """Build a block with its record.
+
+    A block that replaces a module maps the feature map ``x`` to one like ``y``. Any other block is made an identity by
+    a ``method`` of :func:`init_identity_`, and is stored in a module inside its target with ``inside``.
+    """
     make, channels, spec = block_factories.get_block_factory(block, len(x.size)), x.shape[1], x.spec
     spec = spec._replace(device=torch.device("meta")) if dry_run else spec
     options = {**block_factories.default_widths(make, channels, options), **options}
@@ -87,11 +80,11 @@ def new_block(
             new = build_block(run.model, x.target, at, make, channels, options, test_spec)
         # A layer that the block shares with the network must not be set to zero.
         shared = not {*run.model.parameters()}.isdisjoint(new.parameters())
-        identity = init_identity_(new, x.target, x.shape, test_spec, exact, attempt.method, shared)
+        identity = init_identity_(new, x.target, x.shape, test_spec, exact, method, shared)
         new = wrap_exactly(new, channels, test_spec, identity[1]).to(spec.device)
     second_map = None if context is None else SecondMap(context.target, context.layout, context.element, context.size)
     site = Site(x.target, at, channels, x.size, run.example.shape, x.layout, x.element if y is None else None, x.used)
-    path = x.target if at == "replace" else choose_block_path(run.model, x.target, attempt.inside)
+    path = x.target if at == "replace" else choose_block_path(run.model, x.target, inside)
     replaced = (run.model.get_submodule(x.target),) if at == "replace" else ()
     record = InsertedBlock(site, name, options, path, second_map, identity, replaced=replaced)
     dtype, shape = like_parameters(new, run.model).dtype, record.context_shape

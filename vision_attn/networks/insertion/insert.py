@@ -7,6 +7,7 @@ once more. If its output is not bitwise identical, the blocks are detached again
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks.block_factories import BlockFactory, describe_error
-from vision_attn.networks.insertion.build import FIRST, Attempt, new_block
+from vision_attn.networks.insertion.build import new_block
 from vision_attn.networks.insertion.exact import GATE, WRAPPED, ZEROS
 from vision_attn.networks.insertion.record import InsertionReport, get_record, is_inserted, set_record_
 from vision_attn.networks.insertion.registry import (
@@ -126,33 +127,29 @@ def insert_(
     maps = run.select_maps(find_targets(run, sites, at), at)
     second_map = None if context is None else select_context(run, context, maps)
 
-    def build(attempt: Attempt) -> list[nn.Module]:
-        return [
-            new_block(run, block, x, at, block_options, None, exact, attempt, context=second_map, dry_run=dry_run)
-            for x in maps
-        ]
+    def build(method: str = ZEROS, inside: bool = False) -> list[nn.Module]:
+        create = partial(new_block, exact=exact, method=method, inside=inside, context=second_map, dry_run=dry_run)
+        return [create(run, block, x, at, block_options) for x in maps]
 
+    blocks, method, inside = build(), ZEROS, False
     if dry_run:
-        return report_costs(run, build(FIRST), sites if overview else [])
-    # Zero layers may give an identity on random feature maps but not on those of the network; a zero gate always does.
-    attempts = [Attempt(method, inside) for inside in (False, True) for method in (ZEROS, WRAPPED, GATE)]
+        return report_costs(run, blocks, sites if overview else [])
+    warn_about(blocks, run.declared.pads_images)
     while True:
-        attempt, *attempts = attempts
-        blocks = build(attempt)
-        if attempt == FIRST:
-            warn_about(blocks, run.declared.pads_images)
-        may_change = not exact or attempt.method == GATE or all(isinstance(x, GatedResidual) for x in blocks)
+        may_change = not exact or method == GATE or all(isinstance(x, GatedResidual) for x in blocks)
         try:
             changed, verified = attach_verified(run, blocks, may_change)
         except ChildError:
-            attempts = [x for x in attempts if x.inside > attempt.inside]
-            if not attempts:
+            if inside:
                 raise
+            method, inside = ZEROS, True
         except ChangedOutputError:
-            pass
+            # Zero layers may give an identity on random feature maps only; a zero gate always does.
+            method = WRAPPED if method == ZEROS else GATE
         else:
             records = tuple(map(get_record, blocks))
             return InsertionReport(records, model_cost=run.cost, output_change=changed, verified=verified)
+        blocks = build(method, inside)
 
 
 @torch.inference_mode(False)
