@@ -22,7 +22,7 @@ from timm.layers import create_attn
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.inspection.macs import count_macs
+from vision_attn.networks.inspection.costs import count_macs
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "experiments"))
 from controls import ConvBlock2d

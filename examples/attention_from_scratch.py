@@ -28,7 +28,7 @@ from torch.utils.benchmark import Timer
 
 import vision_attn as va
 from vision_attn.networks.capture.figures import Figure, save_figure
-from vision_attn.networks.inspection.macs import count_macs
+from vision_attn.networks.inspection.costs import count_macs
 
 OUTPUT = Path("examples-output")
 OUTPUT.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import vision_attn as va
 from vision_attn.networks.convert.swap import Swapped
 from vision_attn.networks.insertion import record
-from vision_attn.networks.inspection.macs import count_flops
+from vision_attn.networks.inspection.costs import count_flops
 from vision_attn.networks.inspection.network import hook_dicts
 from vision_attn.networks.inspection.wrappers import unwrap_model
 

@@ -24,7 +24,7 @@ from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
 import vision_attn as va
 from vision_attn.networks.convert.swap import Swapped
-from vision_attn.networks.inspection.macs import count_macs
+from vision_attn.networks.inspection.costs import count_macs
 
 
 def maxxvit(name, size=64, **options):

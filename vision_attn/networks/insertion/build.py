@@ -27,10 +27,9 @@ from vision_attn.networks.insertion.record import (
     replaced_module,
     set_record_,
 )
-from vision_attn.networks.inspection.costs import count_saved_bytes, measure_cost
+from vision_attn.networks.inspection.costs import count_attention_pairs, count_saved_bytes, measure_cost
 from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.layout import FeatureMap
-from vision_attn.networks.inspection.macs import count_attention_pairs
 from vision_attn.networks.inspection.selection import ancestor_paths, require_module
 from vision_attn.networks.inspection.wrappers import is_layer_wrapper, unwrap_key
 from vision_attn.text import did_you_mean

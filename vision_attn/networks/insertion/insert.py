@@ -29,10 +29,9 @@ from vision_attn.networks.insertion.registry import (
 )
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChangedOutputError, ChildError, attach_verified
-from vision_attn.networks.inspection.costs import propose
+from vision_attn.networks.inspection.costs import Cost, propose
 from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.layout import FeatureMap
-from vision_attn.networks.inspection.macs import Cost
 from vision_attn.networks.inspection.selection import Globs, Where, end_of_sequential, match_names
 from vision_attn.networks.inspection.wrappers import layer_wrappers, require_modifiable
 from vision_attn.text import shorten

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Self
 from torch import nn
 
 from vision_attn.checks import product
+from vision_attn.networks.inspection.costs import Cost, describe_added
 from vision_attn.networks.inspection.layout import Element
-from vision_attn.networks.inspection.macs import Cost, describe_added
 from vision_attn.text import Report, Table, shorten
 
 #: The name of a block as a child of its target, which identifies its keys in a state dict.

@@ -20,6 +20,7 @@ from vision_attn.attention.graphs import is_symbolic
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
+from vision_attn.networks.inspection.costs import Cost, count_flops
 from vision_attn.networks.inspection.example import make_example, tree_leaves, tree_map_only
 from vision_attn.networks.inspection.layout import (
     Element,
@@ -30,7 +31,6 @@ from vision_attn.networks.inspection.layout import (
     map_shape,
     token_grid,
 )
-from vision_attn.networks.inspection.macs import Cost, count_flops
 from vision_attn.networks.inspection.metadata import read_metadata
 from vision_attn.networks.inspection.network import fixed_seed, hook_dicts, kept_tensors, quiet_eval, without_hooks
 

@@ -12,9 +12,6 @@ from vision_attn.networks.inspection.selection import end_of_sequential
 #: The children of torchvision's residual networks that are stages.
 RESNET = ("relu", "layer1", "layer2", "layer3", "layer4")
 
-#: The stages of torchvision's networks whose even-numbered modules reduce the size of the feature maps.
-ODD_FEATURES = ("features.1", "features.3", "features.5", "features.7")
-
 #: Stages by class. A tuple lists the paths of the stages: ``"stages.{i}"`` stands for ``stages.0``, ``stages.1``, …,
 #: and ``"block{j}"`` for ``block1``, ``block2``, …, as far as they exist. A string such as ``"layers"`` is the path
 #: of a part of the network, whose stages are found in a dry run: the last module of each size of feature map. If a
@@ -27,7 +24,7 @@ STAGES: dict[str, tuple[str, ...] | str] = {
     "timm.models.mobilenetv5.MobileNetV5": ("conv_stem", *(f"blocks.{index}" for index in range(4))),
     "timm.models.mvitv2.MultiScaleVit": ("stages.{i}",),
     "timm.models.twins.Twins": ("blocks.{i}",),
-    "torchvision.models.convnext.ConvNeXt": ODD_FEATURES,
+    "torchvision.models.convnext.ConvNeXt": tuple(f"features.{index}" for index in (1, 3, 5, 7)),
     "torchvision.models.googlenet.GoogLeNet": ("conv1", "conv3", "inception3b", "inception4e", "inception5b"),
     "torchvision.models.inception.Inception3": ("Conv2d_2b_3x3", "Conv2d_4a_3x3", "Mixed_5d", "Mixed_6e", "Mixed_7c"),
     "torchvision.models.maxvit.MaxVit": ("stem", "blocks.{i}"),
@@ -35,10 +32,8 @@ STAGES: dict[str, tuple[str, ...] | str] = {
     "torchvision.models.regnet.RegNet": ("stem", "trunk_output.block{j}"),
     "torchvision.models.resnet.ResNet": RESNET,
     "torchvision.models.shufflenetv2.ShuffleNetV2": ("conv1", "maxpool", "stage2", "stage3", "conv5"),
-    "torchvision.models.swin_transformer.SwinTransformer": ODD_FEATURES,
     "torchvision.models.video.mvit.MViT": ("blocks.{i}",),
     "torchvision.models.video.resnet.VideoResNet": RESNET[1:],
-    "torchvision.models.video.swin_transformer.SwinTransformer3d": tuple(f"features.{index}" for index in (0, 2, 4, 6)),
     "torchvision.models.vision_transformer.VisionTransformer": ("encoder.layers.encoder_layer_{i}",),
     "transformers.models.convnext.modeling_convnext.ConvNextEncoder": ("stages.{i}",),
     "transformers.models.regnet.modeling_regnet.RegNetEncoder": ("stages.{i}",),
