@@ -104,6 +104,7 @@ def capture(
     kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, CONVS)]
     limit = math.inf if allow_large else MAX_BYTES
     recording = Recording(network, points, max(ranks or kernels or [0]), reduction, limit, others)
+    recording.maps.reasons.update(others)
     named, hooks = dict(network.named_modules()), dict[nn.Module, Any]()
     for path, (block, swap) in modules.items():
         parents = [named[outer] for outer in (path, *reversed(outer_paths(path)))]
@@ -138,9 +139,6 @@ class Recording:
     images: int = 0
     #: keyword arguments of the current forward pass; each forward pass has a new dictionary
     kwargs: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        self.maps.reasons = dict(self.others)
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start the recording of a forward pass with these inputs."""

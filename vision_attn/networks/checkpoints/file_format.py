@@ -44,7 +44,7 @@ from vision_attn.networks.checkpoints.option_code import (
 )
 from vision_attn.networks.insertion import registry
 from vision_attn.networks.insertion.build import replacement_options
-from vision_attn.networks.insertion.exact import unwrap_exact_block
+from vision_attn.networks.insertion.exact import ExactBlock
 from vision_attn.networks.insertion.hooks import context_path
 from vision_attn.networks.insertion.record import InsertedBlock, Measured, SecondMap, Site, original_module
 from vision_attn.networks.inspection.wrappers import unwrap_key
@@ -239,7 +239,8 @@ def explain_change(record: InsertedBlock, block: nn.Module) -> str:
 
 def unwrap_block(block: nn.Module) -> nn.Module:
     """Return a block without the wrappers of compilation, activation checkpointing and insertion."""
-    return unwrap_exact_block([module for path, module in block.named_modules() if not unwrap_key(path)][-1])
+    *_, inner = (module for path, module in block.named_modules() if not unwrap_key(path))
+    return inner.block if isinstance(inner, ExactBlock) else inner
 
 
 def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:

@@ -24,16 +24,13 @@ WEIGHT_ENTRIES = ("state_dict", "model", "model_state_dict", "net", "params")
 #: Largest number of keys in the entries of a file, enough for five times the tensors of :data:`.read.MAX_LIST`.
 MAX_KEYS = 400_000
 
-SHARD = (
-    "a shard. Save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) "
-    "of torch.distributed.checkpoint.state_dict"
-)
 #: Parts of the names of torch's and NumPy's placeholders that stand for tensors -> kind and remedy.
 OTHER_TENSORS = {
     "qtensor": "a quantized tensor. Save the result of its dequantize()",
     "sparse_tensor": "a sparse tensor. Save the result of its to_dense()",
     "meta_tensor": "a tensor without values, on the meta device",
-    "DTensor": SHARD,
+    "DTensor": "a shard. Save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) "
+    "of torch.distributed.checkpoint.state_dict",
     "multiarray": "a NumPy array. Save the result of torch.from_numpy",
 }
 

@@ -120,7 +120,7 @@ TORCHVISION_SWIN = replace(
     },
     axes="b h w c",
     dropouts=("attention_dropout", "dropout"),
-    size=lambda layer: (max(1, 2 * layer.window_size[0] - 1), 2 * layer.window_size[1] + 1),
+    size=lambda layer: tuple(side + 1 for side in layer.window_size),
 )
 TIMM_SWIN = replace(
     MAPS,
@@ -155,7 +155,6 @@ CONVERSIONS |= {
         options={**TORCHVISION_SWIN.options, "kind": lambda layer: PaddedAttention3d},
         axes="b t h w c",
         call=attend_volume,
-        size=lambda layer: tuple(side + 1 for side in layer.window_size),
     ),
     "monai.networks.nets.swin_unetr.WindowAttention": replace(
         TIMM_SWIN,  # windows have two or three axes

@@ -84,11 +84,6 @@ def wrap_exactly(block: nn.Module, channels: int, like: Any, options: Mapping[st
     return ExactBlock(block, channels, like, **options).train(block.training) if options else block
 
 
-def unwrap_exact_block(block: nn.Module) -> nn.Module:
-    """Return the block inside an :class:`ExactBlock`, or the block itself if it is not wrapped."""
-    return block.block if isinstance(block, ExactBlock) else block
-
-
 def init_identity_(
     block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact: bool, method: str, shared: bool
 ) -> tuple[str, dict[str, Any]]:

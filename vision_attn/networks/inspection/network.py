@@ -46,10 +46,9 @@ def fixed_seed(model: nn.Module) -> Iterator[None]:
     """Seed the random number generators of torch, NumPy and Python, and restore their states afterwards."""
     available = torch.cuda.is_available()  # Fake tensors may be on a GPU that does not exist.
     gpus = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda and available})
-    python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(gpus), ExitStack() as stack:
-        stack.callback(random.setstate, python_state)
-        stack.callback(np.random.set_state, numpy_state)
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
         random.seed(0)
         np.random.seed(0)
         # torch.manual_seed would also seed GPUs that are not in use yet, and their state would not be restored.
