@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from operator import lt
 from typing import Any
 
 import torch
@@ -94,11 +95,9 @@ def attend_windows(layer: Any, attend: Attend, x: Tensor, mask: Tensor | None = 
     return y.flatten(2).mT.reshape(x.shape)
 
 
-def attend_volume(layer: Any, attend: Attend, x: Tensor) -> Any:
+def no_bias_in_windows(layer: Any, x: Tensor) -> Any:
     """Fall back on a feature map that is smaller than a window, for which the layer shortens the window."""
-    if any(length < side for length, side in zip(x.shape[1:4], layer.window_size, strict=True)):
-        return FALLBACK
-    return attend(x.movedim(-1, 1)).movedim(1, -1)
+    return FALLBACK if any(map(lt, x.shape[2:], layer.window_size)) else None
 
 
 MAXXVIT = replace(
@@ -154,7 +153,7 @@ CONVERSIONS |= {
         TORCHVISION_SWIN,
         options={**TORCHVISION_SWIN.options, "kind": lambda layer: PaddedAttention3d},
         axes="b t h w c",
-        call=attend_volume,
+        bias=no_bias_in_windows,
     ),
     "monai.networks.nets.swin_unetr.WindowAttention": replace(
         TIMM_SWIN,  # windows have two or three axes

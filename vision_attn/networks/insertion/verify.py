@@ -45,17 +45,14 @@ def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module], may_change: bo
 
 def verify_evaluation(dry_run: DryRun, blocks: Sequence[nn.Module]) -> tuple[float, str]:
     """Return the relative change of the output in evaluation mode, and the reason if the output cannot be compared."""
-    failure = None
     try:
         output = run_with(dry_run, blocks)
-        if bitwise_equal(dry_run.output, output):
-            return 0.0, why_incomparable(output)
-    except SiteError as error:
-        failure = error
-    reason = compare_copies(dry_run, blocks, dry_run.output)
-    if failure is not None:
-        raise failure
-    if reason:
+    except SiteError:
+        compare_copies(dry_run, blocks, dry_run.output)  # raises an error that names the cause, if it is a copy
+        raise
+    if bitwise_equal(dry_run.output, output):
+        return 0.0, why_incomparable(output)
+    if reason := compare_copies(dry_run, blocks, dry_run.output):
         return 0.0, reason
     changed = relative_change(dry_run.output, output)
     if not math.isfinite(changed):
