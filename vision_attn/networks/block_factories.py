@@ -112,15 +112,7 @@ def fitting_heads(channels: int, most: int = 8) -> int:
     return next(count for count in range(min(most, channels), 0, -1) if channels % count == 0)
 
 
-def build_timm_layer(
-    block: BlockFactory,
-    options: Mapping[str, Any],
-    channels: int,
-    *,
-    device: Any = None,
-    dtype: Any = None,
-    **kwargs: Any,
-) -> nn.Module:
+def build_timm_layer(block: BlockFactory, options: Mapping[str, Any], channels: int, **kwargs: Any) -> nn.Module:
     """Build a block from the arguments that timm's networks pass to a layer."""
     if channels == 8 and kwargs == {"rd_ratio": 1.0}:
         # timm's EfficientNets test whether a layer has the argument rd_ratio by building it with 8 channels. Not every
@@ -132,7 +124,7 @@ def build_timm_layer(
     if "stride" not in known and (stride := kwargs.pop("stride", 1)) != 1:
         what = f"block must have the argument stride, because timm passes stride={stride}, got {block}"
         raise ValueError(f"{what}. Use timm_layer(StridedAttention2d, …)")
-    return block(channels, device=device, dtype=dtype, **options, **kwargs)
+    return block(channels, **options, **kwargs)
 
 
 def timm_layer(block: BlockFactory | None = None, **options: Any) -> BlockFactory:
@@ -149,9 +141,9 @@ def timm_layer(block: BlockFactory | None = None, **options: Any) -> BlockFactor
     of :func:`insert_`.
 
     Args:
-        block: class or function that is called as ``block(channels, device=…, dtype=…, **options)``, also with
-            ``stride`` and ``feat_size`` if it has these arguments and timm passes them. The default is
-            :class:`vision_attn.AttentionBlock2d`.
+        block: class or function that is called as ``block(channels, **options)``, with ``device`` and ``dtype`` if timm
+            passes them, and with ``stride`` and ``feat_size`` if it has these arguments and timm passes them. The
+            default is :class:`vision_attn.AttentionBlock2d`.
         **options: options of ``block``.
 
     Returns:

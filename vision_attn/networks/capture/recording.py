@@ -21,7 +21,7 @@ from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list, check_choice, product
 from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 from vision_attn.networks.capture.token_positions import TokenPositions, locate_tokens
-from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention, outer_paths
+from vision_attn.networks.convert.swap import Swapped, chosen_attention, outer_paths
 from vision_attn.networks.convert.window_layers import PaddedAttention
 from vision_attn.networks.inspection.example import Example
 from vision_attn.networks.inspection.network import CONVS, Call, running_calls
@@ -100,17 +100,17 @@ def capture(
         check_choice("reduction", reduction, REDUCTIONS, " or None")
     points, network = parse_points(queries), unwrap_model(model)
     modules, others = select_modules(network, names, where)
-    ranks = [module.rank for module, swap in modules.values() if swap is None or module.rank > 1]
+    named, hooks = dict(network.named_modules()), dict[nn.Module, Any]()
+    ranks = [block.rank for path, block in modules.items() if block.rank > 1 or not isinstance(named[path], Swapped)]
     kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, CONVS)]
     limit = math.inf if allow_large else MAX_BYTES
     recording = Recording(network, points, max(ranks or kernels or [0]), reduction, limit, others)
     recording.maps.reasons.update(others)
-    named, hooks = dict(network.named_modules()), dict[nn.Module, Any]()
-    for path, (block, swap) in modules.items():
+    for path, block in modules.items():
         parents = [named[outer] for outer in (path, *reversed(outer_paths(path)))]
         indices = check_indices("heads", heads, block.num_heads)
-        hooks[block] = partial(recording.record, path, block, swap, parents, indices)
-        if swap is not None:
+        hooks[block] = partial(recording.record, path, block, parents, indices)
+        if isinstance(named[path], Swapped):
             hooks[named[path]] = partial(recording.explain, path)
     with scope(model, "attention", hooks):
         yield recording.maps
@@ -176,13 +176,7 @@ class Recording:
             self.maps.reasons[path] = f"it ran its original code, because {reason}"
 
     def record(
-        self,
-        path: str,
-        module: Attention,
-        swap: Swap | None,
-        parents: Sequence[nn.Module],
-        heads: list[int],
-        inputs: AttentionInputs,
+        self, path: str, module: Attention, parents: Sequence[nn.Module], heads: list[int], inputs: AttentionInputs
     ) -> None:
         """Compute the attention maps of a module from the inputs of its kernel."""
         if backward_pass() != -1:  # activation checkpointing computes the forward pass again
@@ -191,9 +185,8 @@ class Recording:
         own = inputs.grouping
         queries, keys = own.query_layout.size, own.key_layout.size
         location: TokenPositions | str = TokenPositions(queries, keys)
-        if swap is not None:
-            sizes = vars(calls[0][0])[MAP_SIZES]
-            location = locate_tokens(swap, inputs, sizes, parents, calls, self.images, self.image_size)
+        if isinstance(parents[0], Swapped):
+            location = locate_tokens(inputs, parents, calls, self.images, self.image_size)
         elif isinstance(module, PaddedAttention):
             _, args, kwargs = calls[0]
             unpadded = tuple((args[0] if args else kwargs["x"]).shape[-module.rank :])
@@ -240,12 +233,9 @@ def gather(x: Tensor, indices: Iterable[Any]) -> Tensor:
     return torch.stack([x[index] for index in indices])
 
 
-def select_modules(
-    model: nn.Module, names: Any, where: Any
-) -> tuple[dict[str, tuple[Attention, Swap | None]], dict[str, str]]:
-    """Return the selected attention, each with its :class:`Swap` or None, and the reasons for all other attention."""
-    named = dict(model.named_modules())
-    modules = {path: (block, vars(named[path]).get("swapped")) for path, block in attention_modules(model).items()}
+def select_modules(model: nn.Module, names: Any, where: Any) -> tuple[dict[str, Attention], dict[str, str]]:
+    """Return the selected attention, and the reasons for all other attention."""
+    named, modules = dict(model.named_modules()), attention_modules(model)
     attention = chosen_attention(named, None, None)
     others = {path: f"{path} ({type(module).__name__})" for path, module in attention.items() if path not in modules}
     if not modules:

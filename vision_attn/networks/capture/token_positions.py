@@ -13,12 +13,12 @@ from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, resolve_pattern
 from vision_attn.checks import product
-from vision_attn.networks.convert.swap import Swap
+from vision_attn.networks.convert.swap import MAP_SIZES
 from vision_attn.networks.inspection.example import tree_leaves
 from vision_attn.networks.inspection.layout import token_grid
 from vision_attn.networks.inspection.network import Call
@@ -38,26 +38,21 @@ class TokenPositions(NamedTuple):
 
 
 def locate_tokens(
-    swap: Swap,
-    inputs: AttentionInputs,
-    sizes: Any,
-    parents: Sequence[nn.Module],
-    calls: Sequence[Call],
-    images: int,
-    image_size: Sequence[int],
+    inputs: AttentionInputs, parents: Sequence[Any], calls: Sequence[Call], images: int, image_size: Sequence[int]
 ) -> TokenPositions | str:
     """Return the positions of a block's input on each image of a batch, or the reason why they are unknown.
 
-    ``parents`` are the swapped module and its parent modules, ``calls`` the running calls among them, innermost first.
+    ``parents`` are the swapped module and its parent modules. ``calls`` are the running calls of the block and of its
+    parent modules, innermost first.
     """
-    size, keys_size = sizes
+    size, keys_size = vars(calls[0][0])[MAP_SIZES]
     module, *outers = parents
     windows = find_windows(module, outers)
-    if windows is None and swap.conversion.axes != "b t c":
+    if windows is None and module.swapped.conversion.axes != "b t c":
         return TokenPositions(size, keys_size or size)
     pattern: AnyPattern = resolve_pattern("full")
     groups, prefix, map_size, padded = len(inputs.q) // images, 0, None, None
-    on_map = partial(find_map, calls, len(image_size), swap.block.channels)
+    on_map = partial(find_map, calls, len(image_size), module.running_block.channels)
     if windows is not None:
         window = size if len(size) > 1 else to_tuple(windows.size)
         ratios = [length * product(window) // side for length, side in zip(image_size, window, strict=True)]

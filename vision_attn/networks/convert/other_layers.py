@@ -129,8 +129,6 @@ def attend_dinov3(
     **others: Any,
 ) -> Any:
     """Run DINOv3's attention; the tokens without a rotation come first."""
-    if position_embeddings is None:
-        return FALLBACK
     rotation = dict(zip(SIN_COS, reversed(position_embeddings), strict=True))
     return attend_transformers(layer, partial(attend, **rotation), hidden_states, attention_mask, **others)
 

@@ -129,12 +129,7 @@ def example_reduced(layer: Any) -> tuple[Any, ...]:
 
 
 def attend_rotary(
-    layer: Any,
-    attend: Attend,
-    x: Tensor,
-    rope: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
+    layer: Any, attend: Attend, x: Tensor, rope: Any = None, attn_mask: Any = None, is_causal: bool = False
 ) -> Any:
     """Run the attention of EVA, DINOv3 and other networks that pass a rotary embedding to every layer."""
     if is_causal:

@@ -46,7 +46,7 @@ def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module], may_change: bo
 def verify_evaluation(dry_run: DryRun, blocks: Sequence[nn.Module]) -> tuple[float, str]:
     """Return the relative change of the output in evaluation mode, and the reason if the output cannot be compared."""
     try:
-        output = run_with(dry_run, blocks)
+        output, _ = run_with(dry_run, blocks)
     except SiteError:
         compare_copies(dry_run, blocks, dry_run.output)  # raises an error that names the cause, if it is a copy
         raise
@@ -62,9 +62,8 @@ def verify_evaluation(dry_run: DryRun, blocks: Sequence[nn.Module]) -> tuple[flo
 
 def verify_training(dry_run: DryRun, blocks: Sequence[nn.Module]) -> str:
     """Compare copies with their originals in training mode. Return the reason if the output cannot be compared."""
-    maps: list[tuple[Tensor, int]] = []
     try:
-        output = run_with(dry_run, blocks, (), training=True, maps=maps)
+        output, maps = run_with(dry_run, blocks, (), training=True)
     except SiteError:
         return "the network does not run on the example in training mode, or runs other modules"
     if reason := why_incomparable(output):
@@ -81,9 +80,9 @@ def compare_copies(dry_run: DryRun, blocks: Sequence[nn.Module], expected: objec
     """
 
     def is_unchanged(copies: Collection[nn.Module], expected: object = expected) -> bool:
-        return bitwise_equal(expected, run_with(dry_run, blocks, copies, training))
+        return bitwise_equal(expected, run_with(dry_run, blocks, copies, training)[0])
 
-    copied = run_with(dry_run, blocks, blocks, training)
+    copied, _ = run_with(dry_run, blocks, blocks, training)
     if bitwise_equal(expected, copied):
         return ""
     if not is_unchanged(blocks, copied):
@@ -115,26 +114,23 @@ def child_error(blocks: Iterable[nn.Module]) -> ChildError:
 
 
 def run_with(
-    dry_run: DryRun,
-    blocks: Sequence[nn.Module],
-    copies: Collection[nn.Module] | None = None,
-    training: bool = False,
-    maps: list[tuple[Tensor, int]] | None = None,
-) -> object:
+    dry_run: DryRun, blocks: Sequence[nn.Module], copies: Collection[nn.Module] | None = None, training: bool = False
+) -> tuple[object, list[tuple[Tensor, int]]]:
     """Run the network with its blocks.
 
-    If ``copies`` is given, these blocks return a copy of their input, and the other blocks return the input. If
-    ``maps`` is given, the inputs of the blocks are added to it, with their versions.
+    If ``copies`` is given, these blocks return a copy of their input, and the other blocks return the input.
+
+    Returns:
+        The output of the network, and the inputs of the blocks with their versions.
 
     Raises:
         SiteError: the network does not run, or does not call a block as often as the module at its site.
     """
-    calls: list[nn.Module] = []
+    calls, maps = list[nn.Module](), list[tuple[Tensor, int]]()
 
     def replace_output(block: nn.Module, args: tuple[Tensor, ...], kwargs: Any, output: Tensor) -> Tensor:
         calls.append(block)
-        if maps is not None:
-            maps.append((args[0], get_version(args[0])))
+        maps.append((args[0], get_version(args[0])))
         if copies is None:
             return output
         return args[0].clone() if block in copies else args[0]
@@ -149,7 +145,7 @@ def run_with(
         raise child_error(blocks) from error
     if wrong := [x for x in blocks if calls.count(x) != len(dry_run.calls[get_record(x).site])]:
         raise child_error(wrong)
-    return output
+    return output, maps
 
 
 def relative_change(before: object, after: object) -> float:
