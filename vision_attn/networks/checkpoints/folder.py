@@ -34,7 +34,7 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import file_format
 from vision_attn.networks.checkpoints.file_format import BlockClasses, gather
 from vision_attn.networks.checkpoints.hub import resolve_source
-from vision_attn.networks.checkpoints.load import load_file_, refuse_without_values
+from vision_attn.networks.checkpoints.load import Target, load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.insertion import remove_
 from vision_attn.networks.insertion.registry import inserted_blocks, records
@@ -252,7 +252,7 @@ def load_model(
     for key, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and weights[key].is_floating_point():
             tensor.data = tensor.data.to(weights[key].dtype)
-    load_file_(model, file)
+    load_file_(Target(model), file)
     classes = config.get("label_names")
     transform = create_eval_transform(model) if getattr(model, "pretrained_cfg", None) else None
     for name, value in {"classes": tuple(classes) if classes else None, "transform": transform}.items():

@@ -89,32 +89,27 @@ def load_checkpoint_(
     """
     model = unwrap_model(model)
     refuse_without_values(model)
+    target = Target(model, skip)
     return load_file_(
-        model, read_file(resolve_source(file)), strict, skip, adapt_input_conv, ema=ema, prefix=prefix, rename=rename
+        target, read_file(resolve_source(file)), strict, adapt_input_conv, ema=ema, prefix=prefix, rename=rename
     )
 
 
 def load_file_(
-    model: nn.Module,
-    file: CheckpointFile,
-    strict: bool = True,
-    skip: str | Iterable[str] = (),
-    adapt_input_conv: bool = False,
-    **source_options: Any,
+    target: "Target", file: CheckpointFile, strict: bool = True, adapt_input_conv: bool = False, **source_options: Any
 ) -> LoadReport:
-    """Load the content of a file into a model without wrappers; the arguments are those of :func:`load_checkpoint_`."""
-    target = Target(model, skip)
+    """Load the content of a file into a model; the arguments are those of :func:`load_checkpoint_`."""
     tensors, arguments, source = find_weights(file, target.required, **source_options)
 
     def prepare(loaded: Tensors, timm_filter: str = "") -> tuple[LoadReport, Tensors, Tensors]:
         saved = {key: value for key, value in loaded.items() if not any(fnmatchcase(key, glob) for glob in target.skip)}
-        converted = convert_tensors(model, target.tensors, saved, adapt_input_conv)
+        converted = convert_tensors(target, saved, adapt_input_conv)
         return compare(target, saved, converted, arguments, {**source, "timm_filter": timm_filter}), saved, converted
 
     attempts = [prepare(tensors)]
     if count_differences(attempts[0][0]):
-        filter_name = f"{type(model).__module__}.checkpoint_filter_fn"
-        attempts += [prepare(x, filter_name) for x in filter_by_timm(model, tensors, source["prefix"])]
+        filter_name = f"{type(target.model).__module__}.checkpoint_filter_fn"
+        attempts += [prepare(x, filter_name) for x in filter_by_timm(target.model, tensors, source["prefix"])]
     report, saved, converted = min(attempts, key=lambda attempt: count_differences(attempt[0]))
     if report.timm_filter:
         renamed = set(map(id, tensors.values()))
@@ -122,7 +117,7 @@ def load_file_(
         report = replace(report, converted={**resized, **report.converted})
     fitting = (*report.loaded, *report.replaced)
     if not fitting or (strict and (count_differences(report) or report.config_mismatches)):
-        raise explain_refusal(report, model, target, tensors)
+        raise explain_refusal(report, target, tensors)
     refuse_read_only({key: target.tensors[key] for key in fitting})
     values = [(target.tensors[key], converted.get(key, saved[key])) for key in fitting]
     # The only references to the tensors of the file are in the list.
@@ -165,8 +160,8 @@ class Target:
         skip: globs on keys that are not loaded.
     """
 
-    def __init__(self, model: nn.Module, skip: str | Iterable[str]) -> None:
-        model = checked_network(model)
+    def __init__(self, model: nn.Module, skip: str | Iterable[str] = ()) -> None:
+        model = self.model = checked_network(model)
         state_dict, removed = model.state_dict(), replaced_tensors(model)
         self.arguments: dict[str, Mapping[str, str]] = {
             unwrap_key(path): arguments for path, arguments in get_arguments(state_dict).items()
@@ -209,18 +204,19 @@ def refuse_without_values(model: nn.Module) -> None:
         raise ValueError(f"model has tensors without values. {remedy}")
 
 
-def convert_tensors(model: nn.Module, ours: Tensors, saved: Tensors, adapt_input_conv: bool) -> dict[str, Tensor]:
+def convert_tensors(target: Target, saved: Tensors, adapt_input_conv: bool) -> dict[str, Tensor]:
     """Resize position tables to the feature maps of the model, and convert the first convolution if requested."""
     converted = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in target.model.named_modules(remove_duplicate=False):
         for name, table in module.named_parameters(recurse=False) if isinstance(module, PositionEncoding) else ():
             key = unwrap_key(f"{path}.{name}").removeprefix(".")
             value = saved.get(key, table)
             fits = value.shape == table.shape or get_kind(value) != get_kind(table)
             if not fits and (resized := module.resize_pos_embed(name, value)) is not None:
                 converted[key] = resized
-    if adapt_input_conv and (key := find_input_conv(compare_shapes(ours, saved))):  # as timm's adapt_input_conv
-        weight, channels, count = saved[key], saved[key].shape[1], ours[key].shape[1]
+    # As timm's adapt_input_conv, for any number of channels in the checkpoint.
+    if adapt_input_conv and (key := find_input_conv(compare_shapes(target.tensors, saved))):
+        weight, channels, count = saved[key], saved[key].shape[1], target.tensors[key].shape[1]
         repeated = torch.cat([weight] * math.ceil(count / channels), 1)[:, :count] * (channels / count)
         converted[key] = weight.sum(1, keepdim=True) if count == 1 else repeated
     return converted
@@ -268,15 +264,15 @@ def get_kind(tensor: Tensor) -> str:
     return "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "integer"
 
 
-def explain_refusal(report: LoadReport, model: nn.Module, target: Target, saved: Tensors) -> CheckpointError:
+def explain_refusal(report: LoadReport, target: Target, saved: Tensors) -> CheckpointError:
     """Return the error for a checkpoint that does not fit the model, with remedies."""
     hint = rename_hint(saved, target.required) if report.missing else ""
     if not (report.loaded or report.replaced):
         keys = f"the model has the keys {shorten(target.tensors)}; the checkpoint has {shorten(saved)}"
         hint = hint or 'If the checkpoint contains the network under a prefix, pass it, as in prefix="backbone."'
         return CheckpointError(f"{report.file} is for another architecture: {keys}. {hint}")
-    what = f"{report.file} does not fit the model {type(model).__name__}. Nothing was loaded."
-    remedy = [hint] if hint else remedies(report, map(unwrap_key, dict(model.named_modules())))
+    what = f"{report.file} does not fit the model {type(target.model).__name__}. Nothing was loaded."
+    remedy = [hint] if hint else remedies(report, map(unwrap_key, dict(target.model.named_modules())))
     return CheckpointError(what, *str(report).split("\n")[1:], *remedy)
 
 
