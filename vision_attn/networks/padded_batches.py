@@ -119,9 +119,7 @@ def size_mask(sizes: Sequence[Sequence[int]], image_size: Sequence[int], device:
     if any(len(size) != len(whole) or not all(map(contains, whole, size)) for size in sizes):
         expected = f"one size for each image, at most image_size={tuple(image_size)}"
         raise ValueError(f"valid must be {expected}, got {list(map(tuple, sizes))}")
-    lengths = torch.tensor(sizes, device=device)  # (b, axes)
-    mask = torch.ones(len(sizes), dtype=torch.bool, device=device)
-    for length, ends in zip(image_size, lengths.T, strict=True):
-        inside = torch.arange(length, device=device) < ends[:, None]
-        mask = mask[..., None] & inside.view(len(ends), *(1,) * (mask.dim() - 1), length)
-    return mask
+    axes = [torch.arange(length, device=device) for length in image_size]
+    positions = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
+    ends = torch.tensor(sizes, device=device).view(len(sizes), *(1,) * len(axes), -1)  # (b, 1, …, axes)
+    return (positions < ends).all(dim=-1)

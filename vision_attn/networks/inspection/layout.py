@@ -3,11 +3,9 @@
 Layouts are ``"b c h w"``, ``"b h w c"``, and tokens such as ``"b (1 + h w) c"``, in this example after a class token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ class TensorSpec(NamedTuple):
     device: torch.device
 
     @classmethod
-    def read(cls, value: object) -> dict[Element, TensorSpec]:
+    def read(cls, value: object) -> dict[Element, Self]:
         """Return the specifications of the tensors in the input or output of a module."""
         items: list[tuple[Element, object]] = [(None, value)]
         if isinstance(value, Mapping):

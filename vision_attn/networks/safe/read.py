@@ -42,10 +42,6 @@ OTHER_ARCHIVES = {
     ".npy": "a NumPy archive, such as the ViT weights of Google. timm.models.load_checkpoint(model, path) reads these",
     "/constants.pkl": "a TorchScript program. Save torch.jit.load(path).state_dict() with torch.save",
 }
-PICKLE = (
-    "a pickle that torch.save did not write, such as a .pdparams file. If you trust its source, read it with the "
-    "library that wrote it, and save a dictionary of tensors with torch.save"
-)
 
 #: Remedy for files that contain objects instead of tensors.
 SAVE_STATE_DICT = "If you trust its source, load it with torch.load(weights_only=False), and save only the state dict"
@@ -222,7 +218,9 @@ def read_legacy(file: ShortReads) -> object:
     reader = PickleReader(pickles, file.size, allocate_storage)
     start = pickles.read(32)  # the protocol, the frame of protocols 4 and 5, and the magic number
     if MAGIC not in start and start.startswith(b"\x80"):
-        raise CheckpointError(f"{file.name} is {PICKLE}")
+        what = f"{file.name} is a pickle that torch.save did not write, such as a .pdparams file"
+        remedy = "read it with the library that wrote it, and save a dictionary of tensors with torch.save"
+        raise CheckpointError(f"{what}. If you trust its source, {remedy}")
     pickles.seek(0)
     if MAGIC not in start or (reader.load(), reader.load())[1] != VERSION:
         raise ValueError("the file was not written by torch.save")
