@@ -99,17 +99,8 @@ def default_widths(make: BlockFactory, channels: int, options: Mapping[str, Any]
         widths = {name: max(width // 8 * 8, width % 8, 1) for name in ("key_dim", "value_dim") if name not in options}
     shared = any({**options, **widths}.get(name) is None for name in ("key_dim", "value_dim"))
     if shared and "num_heads" not in options and isinstance(default, int) and channels % default:
-        widths["num_heads"] = fitting_heads(channels, default)
+        widths["num_heads"] = next(count for count in range(min(default, channels), 0, -1) if channels % count == 0)
     return widths
-
-
-def fitting_heads(channels: int, most: int = 8) -> int:
-    """Return the largest number of heads, up to a limit, that divides the number of channels.
-
-    >>> fitting_heads(64), fitting_heads(20), fitting_heads(185), fitting_heads(64, 5)
-    (8, 5, 5, 4)
-    """
-    return next(count for count in range(min(most, channels), 0, -1) if channels % count == 0)
 
 
 def build_timm_layer(block: BlockFactory, options: Mapping[str, Any], channels: int, **kwargs: Any) -> nn.Module:

@@ -90,8 +90,7 @@ class AttentionMap:
         'Mean effective width: 12.0 of 12 positions (100 %), so the attention is nearly uniform.'
         """
         positions, width = self.weights[0, 0, 0].numel(), self.entropy().exp().mean().item()
-        uniform = width > UNIFORM * positions
-        verdict = "is nearly uniform" if uniform else "selects positions"
+        verdict = "is nearly uniform" if width > UNIFORM * positions else "selects positions"
         percent = f"{100 * width / positions:.0f} %"
         return f"Mean effective width: {width:.1f} of {positions} positions ({percent}), so the attention {verdict}."
 

@@ -115,13 +115,12 @@ def insert_(
     >>> report.blocks[0].site, report.blocks[0].tokens
     ('layer4.1', 49)
     """
-    selected = stages is not None or names is not None or where is not None
     model = require_modifiable(model, "va.insert_")
     if isinstance(block, int) or (isinstance(block, str) and block in dict(model.named_modules())):
         remedy = f"Pass {'stages' if isinstance(block, int) else 'names'}={block!r}"
         raise TypeError(f"block must be a class, a function or the name of one, got {block!r}. {remedy}")
     run = DryRun(model, example_input, layout)
-    overview = dry_run and not selected
+    overview = dry_run and stages is None and names is None and where is None
     sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude, block_options)
     maps = run.select_maps(find_targets(run, sites, at), at)
     second_map = None if context is None else select_context(run, context, maps)
