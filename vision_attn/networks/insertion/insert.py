@@ -20,13 +20,7 @@ from vision_attn.networks.block_factories import BlockFactory, describe_error
 from vision_attn.networks.insertion.build import new_block
 from vision_attn.networks.insertion.exact import GATE, WRAPPED, ZEROS
 from vision_attn.networks.insertion.record import InsertionReport, get_record, is_inserted, set_record_
-from vision_attn.networks.insertion.registry import (
-    all_blocks,
-    attach_blocks_,
-    current_records,
-    detach_,
-    inserted_blocks,
-)
+from vision_attn.networks.insertion.registry import all_blocks, attach_blocks_, detach_, inserted_blocks, iter_records
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChangedOutputError, ChildError, attach_verified
 from vision_attn.networks.inspection.costs import Cost, propose
@@ -271,7 +265,7 @@ def remove_(model: nn.Module) -> InsertionReport:
     blocks = all_blocks(model)
     if not blocks:
         raise ValueError("model has no inserted block to remove")
-    report = InsertionReport(tuple(current_records(model)), verb="removed")
+    report = InsertionReport(tuple(iter_records(model)), verb="removed")
     detach_(model, blocks)
     for block in blocks:
         set_record_(block, None)

@@ -201,10 +201,10 @@ def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
     >>> [(record.site, record.block, record.tokens) for record in records(model)]
     [('0', 'AttentionBlock2d', 256)]
     """
-    return tuple(current_records(checked_network(model)))
+    return tuple(iter_records(checked_network(model)))
 
 
-def current_records(network: nn.Module) -> Iterator[InsertedBlock]:
+def iter_records(network: nn.Module) -> Iterator[InsertedBlock]:
     """Yield the records of blocks with their paths in a network, which other code may have moved or wrapped."""
     paths = {block: path for path, block in network.named_modules()}
     for site, block in blocks_by_site(network).items():
