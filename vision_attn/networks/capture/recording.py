@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce as fold
 from itertools import product as pairs
@@ -253,11 +253,9 @@ def parse_points(queries: Iterable[Point] | str | None) -> list[Point] | None:
     """Return the query points, or None for all positions."""
     if queries is None or (isinstance(queries, str) and queries == "all"):
         return None
-    try:
+    with suppress(TypeError):  # a single point
         if points := [] if isinstance(queries, str) else [tuple(map(float, point)) for point in queries]:
             return points  # type: ignore[return-value]
-    except TypeError:  # a single point
-        pass
     raise ValueError(f"queries must be a list of points (y, x), or 'all' or None for all positions, got {queries!r}")
 
 

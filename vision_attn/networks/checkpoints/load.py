@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from inspect import signature
@@ -145,11 +146,9 @@ def filter_by_timm(model: nn.Module, tensors: Tensors, prefix: str) -> Iterator[
     names = signature(family.checkpoint_filter_fn).parameters.keys() & {"adapt_layer_scale"}
     for start in dict.fromkeys(("", prefix)):
         saved = {f"{start}{key}": x for key, x in tensors.items()}
-        try:
+        with suppress(Exception):  # the tensors of another network can cause any exception
             filtered = family.checkpoint_filter_fn(saved, model, **dict.fromkeys(names, True))
-        except Exception:  # the tensors of another network can cause any exception
-            continue
-        yield {key: value for key, value in filtered.items() if isinstance(value, Tensor)}
+            yield {key: value for key, value in filtered.items() if isinstance(value, Tensor)}
 
 
 class Target:

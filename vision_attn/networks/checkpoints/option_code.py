@@ -6,6 +6,7 @@ Classes that are not of this library are known only while a file is written or i
 
 import ast
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -41,14 +42,12 @@ def to_code(name: str, value: object) -> str:
     """
     code, kind = repr(value), type(value)
     classes: Classes = {kind.__name__: kind, **CONFIG_CLASSES} if is_dataclass(kind) else CONFIG_CLASSES
-    try:
+    with suppress(ValueError):
         again = from_code(code, classes)
-    except ValueError:
-        again = NotImplemented
-    if type(again) is not kind or repr(again) != code:
-        plain = "numbers, strings, True, False, None, tuples, lists and dictionaries of these values"
-        raise ValueError(f"{name}={code} cannot be saved: options must be {plain}, a pattern or a position encoding")
-    return code
+        if type(again) is kind and repr(again) == code:
+            return code
+    plain = "numbers, strings, True, False, None, tuples, lists and dictionaries of these values"
+    raise ValueError(f"{name}={code} cannot be saved: options must be {plain}, a pattern or a position encoding")
 
 
 def from_code(code: str, classes: Classes = CONFIG_CLASSES) -> Any:
@@ -66,17 +65,15 @@ def from_code(code: str, classes: Classes = CONFIG_CLASSES) -> Any:
 
 
 def class_names(code: str) -> set[str]:
-    """Return the names of the classes in code.
+    """Return the names of the classes in code; none in code that is invalid or too long for :func:`from_code`.
 
     >>> sorted(class_names("{'pattern': Window(7), 'position': Distance(0.5)}"))
     ['Distance', 'Window']
     """
-    if len(code) > MAX_LENGTH:
-        return set()
-    try:
-        calls = [node.func for node in ast.walk(ast.parse(code, mode="eval")) if isinstance(node, ast.Call)]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
+    calls: list[ast.expr] = []
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = ast.parse(code if len(code) <= MAX_LENGTH else "", mode="eval")
+        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return {name.id for name in calls if isinstance(name, ast.Name)}
 
 
