@@ -60,11 +60,19 @@ def randomize_(model):
     return model
 
 
-def copies(model):
-    """Return a deep copy of a network, and copies by pickle and by ``torch.save``."""
+def copy_by_file(model):
     torch.save(model, file := io.BytesIO())
     file.seek(0)
-    return copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=False)
+
+
+#: Functions that copy a network.
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)), "torch.save": copy_by_file}
+
+
+def copies(model):
+    """Return a deep copy of a network, and copies by pickle and by ``torch.save``."""
+    return [make(model) for make in COPIES.values()]
 
 
 def captured(model, *inputs, **options):

@@ -106,24 +106,6 @@ def test_blocks_with_one_and_three_axes_equal_the_definition(size):
                 np.testing.assert_allclose(block(x), expected, atol=1e-12)
 
 
-@torch.no_grad()
-def test_keys_of_a_pooled_feature_map_are_rotated_by_their_position_on_the_feature_map_of_the_queries():
-    block = va.Attention2d(16, 2, position=va.Rope(temperature=10.0), kv_stride=2, **DOUBLE)
-    x = torch.randn(1, 16, 4, 6, **DOUBLE)
-    q, k, v = block.qkv(x).chunk(3, 1)
-    queries, keys = (np.indices(size).reshape(2, -1) for size in ((4, 6), (2, 3)))
-    heads = []
-    parts = (
-        y.unflatten(1, (2, 8)).flatten(3).mT[0].numpy()
-        for y in (q, nn.functional.avg_pool2d(k, 2), nn.functional.avg_pool2d(v, 2))
-    )
-    for q, k, v in zip(*parts, strict=True):
-        rotated = reference.rotate(q, queries, 10.0), reference.rotate(k, 2 * keys + 0.5, 10.0)
-        heads.append(reference.attention(*rotated, v, 8**-0.5).T)
-    expected = block.proj(torch.from_numpy(np.concatenate(heads)).view(1, 16, 4, 6))
-    torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(("pattern", "size"), [("full", (5, 6)), (va.Window((2, 3)), (3, 4))], ids=str)
 def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, size):
     options = {"pattern": pattern, "num_kv_heads": 1, "scale": 0.7, **DOUBLE}

@@ -1,8 +1,6 @@
 """Features in random order on a network with blocks: each step equals the plain network, or is refused by name."""
 
 import copy
-import io
-import pickle
 import random
 import re
 import tempfile
@@ -19,6 +17,7 @@ import torch
 from crossings.plain_network import SITES, Net, Plain, Siamese, StoppedError
 from hypothesis import seed, settings, stateful, strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
+from small_networks import COPIES
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
@@ -29,10 +28,8 @@ HAS_PEFT = find_spec("peft") is not None
 PACKAGE = str(Path(va.__file__).parent)
 #: Kinds of with blocks, and the fraction of forward passes that enter another one.
 KINDS = {"disabled": 0.1, "capture": 0.2, "padded": 0.5, "context": 0.8, "use_impl": 0.2}
-RECOMPUTE, SIZES = (
-    ["", "one segment", "one reentrant segment", "reentrant", "without reentry"],
-    [(32, 32), (32, 48), (40, 32)],
-)
+RECOMPUTE = ["", "one segment", "one reentrant segment", "reentrant", "without reentry"]
+SIZES = [(32, 32), (32, 48), (40, 32)]
 #: Valid sizes of the two padded images in pixels: multiples of the stride of the network, and of its pooled keys.
 VALID = [(32, 32), (16, 24)]
 
@@ -519,14 +516,7 @@ class Networks(stateful.RuleBasedStateMachine):
     @precondition(lambda self: not self.masks)  # torch cannot copy a pruned weight after a forward pass
     @rule(kind=st.sampled_from(["deepcopy", "pickle", "torch.save", "EMA"]), keep=st.booleans())
     def copy_network(self, kind, keep):
-        def through_file(net):
-            torch.save(net, stream := io.BytesIO())
-            stream.seek(0)
-            return torch.load(stream, weights_only=False)
-
-        makers = {"deepcopy": copy.deepcopy, "torch.save": through_file}
-        makers["pickle"] = lambda net: pickle.loads(pickle.dumps(net))
-        makers["EMA"] = lambda net: torch.optim.swa_utils.AveragedModel(net).module
+        makers = {**COPIES, "EMA": lambda net: torch.optim.swa_utils.AveragedModel(net).module}
         if kind in ("pickle", "torch.save") and "parametrizations" in self.net.head._modules:
             return  # torch refuses it
         self.backward()
@@ -627,7 +617,7 @@ class Networks(stateful.RuleBasedStateMachine):
 
 
 #: Numbers of networks, and of steps for each: the setup of a network takes as long as four steps.
-RUNS = [(7, 25), pytest.param(60, 30, marks=pytest.mark.slow)]
+RUNS = [(5, 25), pytest.param(60, 30, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("networks", "steps"), RUNS)

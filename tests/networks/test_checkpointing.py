@@ -75,13 +75,6 @@ def loss(y):
     return y.square().sum()
 
 
-def two_blocks(net, other, enter):
-    with enter(net, 0):
-        y = net(image(1))
-    with enter(net, 1):
-        (loss(y) + loss(net(image(2)))).backward()
-
-
 def two_sizes(net, other, enter):
     with enter(net, 0):
         y, z = net(image(1)), net(image(2, 64))
@@ -134,7 +127,7 @@ def teacher_inside(net, other, enter):
     loss(y - z).backward()
 
 
-SITUATIONS = (two_blocks, two_sizes, two_models, nested, twice, in_a_thread)
+SITUATIONS = (two_sizes, two_models, nested, twice, in_a_thread)
 WITH_ORDINARY_PASS = (ordinary_pass_inside, ordinary_pass_afterwards, teacher_inside)
 CELLS = [(kind, run) for kind in KINDS for run in SITUATIONS if not (kind == "padded" and run is two_sizes)]
 CELLS += [(kind, run) for kind in sorted(OPTIONAL) for run in WITH_ORDINARY_PASS]

@@ -313,13 +313,6 @@ def test_blocks_that_were_removed_from_a_part_of_a_network_are_gone(names):
         va.remove_(model)
 
 
-def test_a_block_in_a_wrapper_is_removed():
-    model, _ = with_block("layer2.1")
-    model.layer2[1].inserted = checkpoint_wrapper(only_block(model))
-    assert va.remove_(model).blocks
-    assert torch.equal(model(IMAGE), resnet()(IMAGE))
-
-
 def replicate(model):
     """Return the replica of each module, as in nn.DataParallel: a shallow copy with shared hooks and copied tensors."""
     replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
