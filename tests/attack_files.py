@@ -88,10 +88,11 @@ def share(path, count=150):
 
 #: State dicts that take memory or time when they are compared with a model.
 STATE_DICTS = {"long key": lambda path: torch.save({"a." * 50_000: torch.zeros(1)}, path), "shared entries": share}
-ONE = crafted.tensor(1, (1,), (1,))
+ONE, STATE = crafted.tensor(1, (1,), (1,)), pickled({"weight": crafted.tensor(1, (1,), (1,), None)})
 #: Files that cause unlimited memory or time. Sparse files have a size of 64 GiB, but take no disk space.
 FILES = {
     "compressed.pth": lambda path: crafted.inflated(path, 2**28),
+    "nests keys.pth": lambda path: path.write_bytes(as_legacy(STATE + b"\x80\x02]" + NESTED + b"a.")),
     "listed again.pth": crafted.one_part_under_many_names,
     "made again.pth": lambda path: path.write_bytes(as_zip(crafted.again_and_again(ONE, 600_000), [bytes(4)])),
     "claims more.pth": lambda path: path.write_bytes(as_legacy(pickled([crafted.tensor(2**28, (2**28,), (1,), None)]))),

@@ -11,12 +11,9 @@ import sys
 import threading
 import zipfile
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-import attack_files
 import crafted
 import numpy as np
 import pytest
@@ -28,7 +25,6 @@ from torch import nn
 
 import vision_attn as va
 from vision_attn.networks.safe import Placeholder, check_writable, read_file, write_atomically
-from vision_attn.networks.safe.read import MAGIC, VERSION
 from vision_attn.networks.safe.write import temporary_folder, write_tensors
 
 PACKAGE = Path(va.__file__).parent
@@ -137,35 +133,6 @@ def test_a_tensor_of_quantized_numbers_without_their_scale_is_a_placeholder(tmp_
     integers = Call("torch._utils._rebuild_tensor_v2", storage, 0, (4,), (1,), False, Call("collections.OrderedDict"))
     (tmp_path / "file.pth").write_bytes(as_zip(pickled({"a": integers}), [bytes(4)]))
     assert read_file(tmp_path / "file.pth").content["a"].name == "torch.qint8"
-
-
-def in_small_stack(function, *args):
-    """Call a function in a thread whose stack is overflown by the hash of 30,000 nested tuples."""
-    before = threading.stack_size(2**18)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(function, *args).result()
-    finally:
-        threading.stack_size(before)
-
-
-def test_keys_are_not_hashed_unless_they_are_plain(tmp_path):
-    """The hash of 300,000 nested tuples overflows the stack, which crashes ``torch.load(weights_only=True)``.
-
-    In a thread with a small stack, 30,000 are enough.
-    """
-    nested = attack_files.NESTED[:30_000]
-    for number, content in enumerate(attack_files.PICKLES.values()):
-        for wrap in (as_zip, as_legacy):
-            (tmp_path / f"{number}.pth").write_bytes(wrap(content.replace(attack_files.NESTED, nested)))
-            with suppress(va.errors.CheckpointError):
-                in_small_stack(read_file, tmp_path / f"{number}.pth")
-    nested = b"\x80\x02]" + nested + b"a."
-    start = b"\x80\x02" + MAGIC + pickled(VERSION) + pickled({"little_endian": True})
-    content = pickled({"a": crafted.tensor(1, (1,), (1,), None)}) + nested + bytes(12)
-    (tmp_path / "keys.pth").write_bytes(start + content)
-    with pytest.raises(va.errors.CheckpointError):
-        in_small_stack(read_file, tmp_path / "keys.pth")
 
 
 #: Content of files that are no checkpoints, and what the error says about them.
