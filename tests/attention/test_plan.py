@@ -1,10 +1,12 @@
 """Plans of a block: what they depend on, and inputs for which no plan exists."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from impls import CASES, CPU_IMPLS, make_position
+from small_networks import results
 
 import vision_attn as va
 from vision_attn.attention.inputs import PositionBias
@@ -20,11 +22,9 @@ def images(*shape, seed=0):
     return torch.randn(*(shape or (2, 16, 5, 7)), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def outputs(block, *inputs):
+def outputs(block, x, *inputs):
     """Return the output, and the gradients of the input and the parameters."""
-    x = inputs[0].clone().requires_grad_()
-    y = block(x, *inputs[1:])
-    return [y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])]
+    return results(lambda x: block(x, *inputs), x, parameters=block.parameters())
 
 
 def test_a_gate_can_be_added_to_a_block_that_has_a_plan():
@@ -114,15 +114,12 @@ def test_custom_encodings_keep_the_pattern(name, impl):
 def test_scales_that_are_not_positive(position, options, scale, monkeypatch):
     """The fused kernels multiply their -inf by the scale, so such a scale is multiplied with the queries."""
     position = make_position(position, options.get("pattern", "full"), (5, 7))
-    expected = outputs(layer(impl="bmm", scale=scale, position=position, **options), images())
+    make = partial(layer, scale=scale, position=position, **options)
+    expected = outputs(make(impl="bmm"), images())
     for impl in ("sdpa", "einx"):
-        torch.testing.assert_close(
-            outputs(layer(impl=impl, scale=scale, position=position, **options), images()), expected
-        )
+        torch.testing.assert_close(outputs(make(impl=impl), images()), expected)
     monkeypatch.setattr("vision_attn.attention.dispatch.CHUNKED_DEVICES", ())  # as on a GPU
-    torch.testing.assert_close(
-        outputs(layer(impl="sdpa", scale=scale, position=position, **options), images()), expected
-    )
+    torch.testing.assert_close(outputs(make(impl="sdpa"), images()), expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 5, 7), (2, 16, 0, 7)])

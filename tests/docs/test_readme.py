@@ -140,10 +140,10 @@ def run_in_process(codes):
 
 # test_recipes.py runs the code of recipes.md.
 CODE = [path for path in DOCS if blocks(path.read_text(), "python") and path.name != "recipes.md"]
-CODE = [pytest.param(x, marks=[pytest.mark.slow] * (x.name != "README.md"), id=relative(x)) for x in CODE]
 
 
-@pytest.mark.parametrize("path", CODE)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CODE, ids=relative)
 def test_the_code_runs_and_prints_the_output_on_the_page(path, tmp_path, monkeypatch, image_folder):
     if missing := [name for name in integrations(path) if importlib.util.find_spec(name) is None]:
         pytest.skip(f'{" and ".join(missing)} not installed: pip install ".[integrations]"')

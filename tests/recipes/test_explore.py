@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_networks import captured
 from timm.models import create_model
 from torch import nn
 
@@ -56,12 +57,6 @@ def unpacked(part):
 def assert_close(part, weights, first=0):
     found, error = (values[:, first:] for values in unpacked(part))
     assert (np.abs(found - weights.flatten(2).numpy()) <= error + 1e-7).all()
-
-
-def captured(model, x):
-    with torch.no_grad(), va.capture(model) as maps:
-        model(x)
-    return maps
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +266,7 @@ def test_touch_gestures_on_a_phone(opened):
     assert 0 <= box["y"] < box["y"] + box["height"] < button.bounding_box()["y"]  # the map is visible above the head
 
 
+@pytest.mark.slow
 def test_uniform_attention_is_named_above_the_image_and_the_scale_is_that_of_the_image(opened, tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 8, 2, 2), va.AttentionBlock2d(8, 2))
     nn.init.zeros_(model[1].attn.qkv.weight)

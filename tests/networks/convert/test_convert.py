@@ -289,6 +289,7 @@ def reverse_rows(monkeypatch, layer):
     monkeypatch.setitem(CONVERSIONS, path, replace(row, weights=weights))
 
 
+@pytest.mark.slow
 def test_every_row_of_the_table_is_tested():
     rotary = "timm.layers.attention.AttentionRope", "timm.models.eva.", "transformers.models.dinov3_vit."
     tried, elsewhere = set(), ("keras.", "natten.", "ultralytics.", *rotary)  # tested below and in test_swap.py

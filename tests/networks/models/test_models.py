@@ -30,9 +30,7 @@ def on_meta(name, **options):
         return timm.create_model(name, **options)
 
 
-SIZES = {
-    "resnet20_a": 0.27, "resnet32_a": 0.46, "resnet44_a": 0.66, "resnet56_a": 0.85, "aa_resnet50": 25.8,
-}  # fmt: skip
+SIZES = {"resnet20_a": 0.27, "resnet32_a": 0.46, "resnet44_a": 0.66, "resnet56_a": 0.85, "aa_resnet50": 25.8}
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -174,13 +172,11 @@ def test_pretrained_without_a_tag_loads_the_available_weights():
 def test_botnet_has_the_papers_size():
     """Srinivas et al.: 20.8 M, without projections after attention."""
     model = on_meta("botnet50")
-    blocks = {
-        name: module for name, module in model.named_modules() if isinstance(module, va.blocks.StridedAttention2d)
-    }
-    projections = sum(block.attn.proj.weight.numel() for block in blocks.values()) / 1e6
+    blocks = [module for module in model.modules() if isinstance(module, va.blocks.StridedAttention2d)]
+    projections = sum(block.attn.proj.weight.numel() for block in blocks) / 1e6
     assert millions(model) - projections == pytest.approx(20.8, abs=0.06)
-    assert [block.stride for block in blocks.values()] == [2, 1, 1]
-    assert [block.attn.position.config.feat_size for block in blocks.values()] == [(14, 14), (7, 7), (7, 7)]
+    assert [block.stride for block in blocks] == [2, 1, 1]
+    assert [block.attn.position.config.feat_size for block in blocks] == [(14, 14), (7, 7), (7, 7)]
     features = on_meta("botnet50", img_size=(40, 56), features_only=True)
     tables = [module.config.feat_size for module in features.modules() if isinstance(module, PositionEncoding)]
     assert tables == [(3, 4), (2, 2), (2, 2)]
