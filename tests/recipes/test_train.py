@@ -162,14 +162,6 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
         module.train(replace(base, seed=1), log=quiet)
 
 
-def test_the_score_is_the_accuracy_and_the_mean_loss():
-    logits, labels = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0], [0.0, 4.0]]), torch.tensor([0, 1, 1, 1])
-    acc = make_accelerator(Settings(device="cpu"))
-    scores, predicted = module.score(torch.nn.Identity(), [(logits[:3], labels[:3]), (logits[3:], labels[3:])], acc)
-    assert scores == {"loss": pytest.approx(float(F.cross_entropy(logits, labels))), "top1": 75.0}
-    assert predicted.tolist() == [0, 1, 0, 1]
-
-
 def test_of_equal_accuracies_the_epoch_with_the_lower_loss_is_saved():
     rows = [{"eval_top1": top1, "eval_loss": loss} for top1, loss in ((80, 0.5), (90, 0.9), (90, 0.4), (90, 0.4))]
     assert module.best_epoch(rows) is rows[2]

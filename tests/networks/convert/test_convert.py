@@ -513,7 +513,6 @@ def test_dropout_rates_are_converted():
 
 
 REFUSED = [
-    ("bias_k", partial(mha, add_bias_kv=True)),
     ("attn_drop", lambda: with_parts(vit(), attn_drop=nn.AlphaDropout(0.1))),
     ("rel_pos.mlp", partial(maxvit, rel_pos_cls=MLP)),
     (r"group_norm is not .*va\.swap_", partial(diffusers, norm_num_groups=4)),
@@ -527,8 +526,6 @@ DETECTED = {
     "a token before the map": partial(maxvit, rel_pos_cls=partial(BIAS, prefix_tokens=1)),
     "one norm": lambda: with_parts(SOURCES["timm_attention"](), q_norm=nn.Identity()),
     "processor": lambda: with_parts(diffusers(), processor=lambda attn, x, **others: x),
-    "keys and values of other widths": partial(mha, kdim=5, vdim=3),
-    "meta": partial(mha, device="meta"),
 }
 
 
