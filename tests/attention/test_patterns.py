@@ -133,20 +133,9 @@ def test_several_threads_share_the_cache():
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-CODE = [
-    "Window(size=(7, 5), shift=(3, 0))",
-    "Grid(size=7)",
-    "Halo(block_size=8, halo_size=3)",
-    "Neighborhood(kernel_size=3, dilation=1, stride=2, causal=(True, False))",
-    "Pattern('b n d h (w s) -> (b s) n (h w) d', s=2)",
-]
-
-
-@pytest.mark.parametrize("code", CODE)
-def test_patterns_have_a_repr_that_is_code_and_support_equality_hash_and_pickle(code):
-    pattern = eval(f"va.{code}")
-    assert repr(pattern) == code
-    for other in (eval(f"va.{code}"), pickle.loads(pickle.dumps(pattern))):
+@pytest.mark.parametrize("pattern", [pattern for pattern in PATTERNS if not isinstance(pattern, str)], ids=str)
+def test_patterns_have_a_repr_that_is_code_and_support_equality_hash_and_pickle(pattern):
+    for other in (eval(f"va.{pattern!r}"), pickle.loads(pickle.dumps(pattern))):
         assert (other, hash(other), other.expand_to_rank(2)) == (pattern, hash(pattern), pattern.expand_to_rank(2))
     # The order of tokens is irrelevant.
     assert va.Pattern("b n d h w -> b n (w h) d") == va.Pattern("b n d h w -> b n (h w) d")

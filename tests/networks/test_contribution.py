@@ -181,7 +181,6 @@ def test_blocks_are_selected_by_name_and_by_function(model, batch):
     images, outputs = batch[0][:2], []
     model.eval()
     for options in (
-        {"names": "layer3.2"},
         {"names": "layer3.*"},
         {"names": "**.2", "where": lambda name, block: name.startswith("layer3")},
         {"where": lambda name, block: isinstance(block, va.AttentionBlock2d) and block.channels == 64},

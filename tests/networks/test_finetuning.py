@@ -9,7 +9,7 @@ import torch
 from impls import OPTIONS
 from reach import anatomy, as_after_training
 from small_networks import copied, copies
-from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
@@ -342,16 +342,6 @@ def test_only_weights_of_projections_are_decayed_in_every_block(block, options):
     decayed = {f"{path}.weight" for path in layers if not path.startswith(tuple(positions) or ("no position",))}
     assert {key for key, (_, decay) in found.items() if decay} == decayed & found.keys()
     assert found.keys() == dict(model.named_parameters()).keys()
-
-
-def test_timm_optimizers_accept_the_groups_and_their_state_fits_a_rebuilt_model():
-    options, model = {"weight_decay": 0.01, "attention_lr": 0.3, "layer_decay": 0.5}, network()
-    optimizer = create_optimizer_v2(va.parameter_groups(model, 0.1, **options), "lamb")
-    model(images()).sum().backward()
-    optimizer.step()
-    other = create_optimizer_v2(va.parameter_groups(network(), 0.1, **options), "lamb")
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert [group["name"] for group in other.param_groups] == [group["name"] for group in optimizer.param_groups]
 
 
 #: Options of va.parameter_groups, and the message of the error.

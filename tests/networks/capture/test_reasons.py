@@ -124,12 +124,6 @@ def test_layers_that_were_not_selected_are_not_said_to_belong_to_another_library
         captured(net, IMAGES)["blocks.1.attn"]
 
 
-def test_an_explorer_without_maps_has_the_error(tmp_path):
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ValueError, match=r"'proj' has a hook"):
-        va.explore(with_hooks(), IMAGES, tmp_path / "explorer.html")
-
-
 def forward_features(net):
     return Net(lambda wrapper, x: wrapper.net.forward_features(x), net=net)
 

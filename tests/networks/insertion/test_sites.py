@@ -283,18 +283,6 @@ def test_the_used_or_declared_of_several_feature_maps_is_selected(both, element)
             va.insert_(model, names="stage", **options)
 
 
-def test_a_network_inside_another_keeps_its_blocks():
-    backbone, x = DenseNet(8, (2, 2), 16, num_classes=4).eval(), torch.randn(1, 3, 64, 64)
-    before = backbone(x)
-    va.insert_(backbone, names=["features.denseblock1", "features.norm5"], num_heads=4, gate_init=1.0, example_input=x)
-    model, sites = nn.Sequential(backbone, nn.Identity()), ["0.features.denseblock1", "0.features.norm5"]
-    assert [record.site for record in records(model)] == sites
-    assert {key.split(".")[0] for key in inserted_keys(model)} == {"0"}
-    assert not torch.equal(model(x), before)
-    assert [block.site for block in va.remove_(model).blocks] == sites
-    assert torch.equal(model(x), before)
-
-
 #: A network, a module, and the message about its output.
 NO_MAPS = [
     # Tokens of windows, channels in place of tokens, and tokens that are not in raster order.
