@@ -22,6 +22,16 @@ def convolutions(*widths, **options):
     return nn.Sequential(*layers[:-1]).eval()
 
 
+def residual(*branch, output=lambda x: x):
+    """Return a network with a residual branch, which may change its input in place."""
+
+    def run(net, x):
+        x = net.stem(x)
+        return output(x + net.branch(x))
+
+    return Net(run, stem=nn.Conv2d(3, 8, 3, padding=1), branch=nn.Sequential(*branch))
+
+
 def resnet(num_classes=5, **options):
     """Return a narrow ResNet-18 of timm in evaluation mode with reproducible weights."""
     torch.manual_seed(0)

@@ -95,18 +95,6 @@ def test_a_part_that_fails_leaves_no_context_to_a_later_call():
         part[2](torch.randn(2, 8, 64, 64))
 
 
-@pytest.mark.slow
-def test_a_block_with_a_context_is_compiled_and_exported():
-    torch.manual_seed(0)
-    images = IMAGE[..., ::4, ::4]
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()).eval()
-    va.insert_(model, names="3", context="1", num_heads=2, gate_init=0.5, example_input=images)
-    with torch.no_grad():
-        expected = model(images)
-        torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(images), expected)
-        torch.testing.assert_close(torch.export.export(model, (images,)).module()(images), expected)
-
-
 #: Options of va.insert_, and the error.
 REFUSED = [
     ({"names": "layer2", "context": "layer4"}, va.errors.SiteError, "'layer4.1' does not run before 'layer2.1'"),

@@ -19,23 +19,12 @@ IMAGES = (1, 3, 14, 14)
 pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 
 
-#: A block, a network, and the kind of the initialization.
-PAIRS = [
-    ("cbam", "torchvision resnet18", "zeros"), ("SimAM", "torchvision resnet18", "error"),
-    ("SimAM", "a U-Net", "gate"), ("splat", "a U-Net", "gate"), ("nl", "convnext_atto", "identity"),
-    ("OwnSE", "convnext_atto", "zeros"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("block", "network", "initialization"), PAIRS)
-def test_a_block_changes_nothing_learns_at_once_and_comes_out(block, network, initialization):
-    assert any_block.check(block, network) == initialization
+NETWORKS = [pytest.param(name, marks=[pytest.mark.slow] * (name != "a U-Net")) for name in any_block.NETWORKS]
 
 
 @pytest.mark.filterwarnings("ignore:the model pads images")
-@pytest.mark.slow
-@pytest.mark.parametrize("network", any_block.NETWORKS)
-def test_every_block_in_every_network(network):
+@pytest.mark.parametrize("network", NETWORKS)
+def test_every_block_in_every_network_changes_nothing_learns_at_once_and_comes_out(network):
     assert all(any_block.check(block, network) for block in any_block.BLOCKS)
 
 

@@ -15,7 +15,7 @@ import timm
 import torch
 import torchvision
 from reach import anatomy
-from small_networks import NarrowResNet, Net
+from small_networks import NarrowResNet, Net, randomize_, residual
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.fx.experimental.optimization import fuse as fuse_graph
@@ -33,34 +33,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
 IMAGE = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
-def convolution(given, made, size=3):
-    return nn.Conv2d(given, made, size, padding=size // 2)
-
-
-def residual(*branch):
-    """Return a residual block."""
-
-    def run(net, x):
-        x = net.stem(x)
-        return x + net.branch(x)
-
-    return Net(run, stem=convolution(3, 8), branch=nn.Sequential(*branch))
-
-
-def resnet(seed=0):
-    """Return a copy of a ResNet-18, which is created only once."""
-    return copy.deepcopy(create_resnet(seed))
+def resnet():
+    """Return a copy of a narrow ResNet-18 with random values, which is created only once."""
+    return copy.deepcopy(create_resnet())
 
 
 @cache
-def create_resnet(seed):
-    """Create a narrow ResNet-18 in evaluation mode with random running statistics."""
-    torch.manual_seed(seed)
-    model = NarrowResNet().eval()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.running_var, 0.5, 2)
-    return model
+def create_resnet():
+    torch.manual_seed(0)
+    return randomize_(NarrowResNet()).eval()
 
 
 def with_block(names, at="after", **options):
@@ -87,7 +68,7 @@ def aliased(module):
         y += 1
         return x + y
 
-    return Net(run, stem=convolution(3, 8), side=module)
+    return Net(run, stem=nn.Conv2d(3, 8, 3), side=module)
 
 
 def siamese(encoder):
@@ -99,7 +80,7 @@ def sized(*sizes):
 
 
 #: A pre-activation residual block with an in-place ReLU at the start (torchvision's DenseNet, timm's PreAct blocks).
-PRE_ACTIVATION = residual(nn.ReLU(inplace=True), convolution(8, 8))
+PRE_ACTIVATION = residual(nn.ReLU(inplace=True), nn.Conv2d(8, 8, 1))
 TWO_GRIDS = siamese(timm.create_model("test_vit", dynamic_img_size=True))
 AT_GRID = {"names": "encoder.blocks.0", "num_heads": 1, "example_input": sized(64, 96)}
 REFUSED = [
@@ -155,7 +136,7 @@ def test_existing_hooks_receive_the_output_of_the_block(at, names):
 #: A network of timm, its options, and the size of its images.
 FEATURES_ONLY = [
     ("vit_tiny_patch16_224", {"img_size": 32, "depth": 3}, 32),  # FeatureGetterNet
-    ("selecsls42", {}, 64),  # FeatureListNet, which cuts off the last declared module
+    pytest.param("selecsls42", {}, 64, marks=pytest.mark.slow),  # FeatureListNet, cuts off the last declared module
     ("pit_ti_224", {"img_size": 64}, 64),  # FeatureHookNet
     pytest.param("xception41p", {}, 64, marks=pytest.mark.slow),  # FeatureHookNet, which renames blocks.11 to blocks_11
     ("resnet10t", {"feature_cfg": {"feature_cls": "fx"}}, 32),  # FeatureGraphNet
@@ -205,8 +186,14 @@ def test_a_block_at_a_norm_is_kept_when_the_norm_is_converted(convert):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+#: Layers that are wrapped like the layer and the stage in the fast tests.
+WRAPPED = ["layer2.1.conv1", "layer2.1", "conv1"]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
-@pytest.mark.parametrize("path", ["layer2.1.bn2", "layer2.1.conv1", "layer2.1", "layer2", "conv1"])
+@pytest.mark.parametrize(
+    "path", ["layer2.1.bn2", "layer2", *(pytest.param(x, marks=pytest.mark.slow) for x in WRAPPED)]
+)
 @pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), checkpoint_wrapper])
 def test_a_block_at_a_wrapped_layer_has_the_keys_of_the_layer_alone(wrap, path, tmp_path):
     model, plain = NarrowResNet().eval(), NarrowResNet().eval()
@@ -391,11 +378,12 @@ def test_code_that_calls_parts_of_a_network_has_the_documented_effects():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore::torch.jit.TracerWarning")
-def test_blocks_stored_in_the_parent_are_compiled_and_exported():
+@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore::torch.jit.TracerWarning", "ignore:.*side effects happened")
+@pytest.mark.parametrize("options", [{}, {"context": "0.stem"}])
+def test_blocks_stored_in_the_parent_are_compiled_and_exported(options):
     torch.manual_seed(0)
     model = nn.Sequential(residual(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))).eval()
-    va.insert_(model, names="0.branch.1", num_heads=2, gate_init=1.0, example_input=IMAGE)
+    va.insert_(model, names="0.branch.1", num_heads=2, gate_init=1.0, example_input=IMAGE, **options)
     assert "0.inserted_branch_1.gate" in model.state_dict()
     before = model(IMAGE)
     with torch.no_grad():

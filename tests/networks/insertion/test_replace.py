@@ -15,14 +15,14 @@ import vision_attn as va
 from vision_attn.networks.insertion.registry import inserted_keys, records, replaced_modules
 
 resnet18 = torchvision.models.resnet18
-bottlenecks = partial(torchvision.models.ResNet, torchvision.models.resnet.Bottleneck, [1, 1, 1, 2])
+bottlenecks = partial(torchvision.models.ResNet, torchvision.models.resnet.Bottleneck, [1, 1, 1, 2], width_per_group=8)
 dilated = partial(bottlenecks, replace_stride_with_dilation=[False, False, True])
 
 #: Networks, their convolutions, and the channels and strides of the convolutions.
 CONVOLUTIONS = {
-    "bottlenecks, stride 2 in the first": (bottlenecks, "layer4.*.conv2", [(512, 512, 2), (512, 512, 1)]),
+    "bottlenecks, stride 2 in the first": (bottlenecks, "layer4.*.conv2", [(64, 64, 2), (64, 64, 1)]),
     "grouped": (lambda: timm.create_model("convnext_atto"), "stages.3.blocks.*.conv_dw", [(320, 320, 1)] * 2),
-    "dilated": (dilated, "layer4.1.conv2", [(512, 512, 1)]),
+    "dilated": (dilated, "layer4.1.conv2", [(64, 64, 1)]),
 }
 
 

@@ -18,7 +18,7 @@ Pair = collections.namedtuple("Pair", ["skip", "features"])
 
 
 def tiny_vit(**options):
-    return timm.create_model("vit_tiny_patch16_224", **{"depth": 2, "img_size": 96, **options}).eval()
+    return timm.create_model("vit_tiny_patch16_224", **{**SHORT, **options}).eval()
 
 
 def train_(model):
@@ -67,12 +67,13 @@ def test_the_feature_map_is_found_in_any_container_and_other_items_are_kept(form
     assert all(map(torch.equal, tensors(before), tensors(model(x))))
 
 
+SHORT = {"depth": 2, "img_size": 96}
 #: A network of timm, its options, and the layout of its feature maps.
 LAYOUTS = [
     ("swin_tiny_patch4_window7_224", {"embed_dim": 24, "depths": (1, 1, 2, 1), "img_size": 96}, "b h w c"),
-    ("vit_tiny_patch16_224", {"depth": 2, "img_size": 96}, "b (1 + h w) c"),
-    ("deit_tiny_distilled_patch16_224", {"depth": 2, "img_size": 96}, "b (2 + h w) c"),
-    ("cait_xxs24_224", {"depth": 2, "img_size": 96}, "b (h w) c"),  # The class token is added later.
+    ("vit_tiny_patch16_224", SHORT, "b (1 + h w) c"),
+    pytest.param("deit_tiny_distilled_patch16_224", SHORT, "b (2 + h w) c", marks=pytest.mark.slow),
+    ("cait_xxs24_224", SHORT, "b (h w) c"),  # The class token is added later.
     ("densenet121", {"growth_rate": 8, "block_config": (2, 2, 2, 2)}, "b c h w"),
 ]
 

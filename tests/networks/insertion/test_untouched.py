@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from small_networks import Net
+from small_networks import Net, residual
 from timm.layers.attention import Attention as TimmAttention
 from torch import nn
 
@@ -23,16 +23,6 @@ def initialize(layer, x):
             layer.initialized.fill_(1)
     layer.mean.lerp_(x.mean((0, 2, 3)).detach(), 0.1)
     return x + layer.loc - layer.mean[:, None, None]
-
-
-def skip(first, output=lambda x: x):
-    """Return a network whose body may change the tensor of its skip connection in place."""
-
-    def run(net, x):
-        x = net.stem(x)
-        return output(x + net.body(x))
-
-    return Net(run, stem=nn.Conv2d(3, 8, 3, padding=1), body=nn.Sequential(first, nn.Conv2d(8, 8, 3, padding=1)))
 
 
 def test_insertion_does_not_change_parameters_and_buffers_that_forward_writes():
@@ -66,24 +56,28 @@ OUTPUTS = [lambda x: SimpleNamespace(logits=x), lambda x: x.detach().numpy(), la
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_outputs_in_objects_and_arrays_are_compared(output):
     with pytest.raises(va.errors.SiteError, match="changes this tensor in place"):
-        va.insert_(skip(nn.ReLU(inplace=True), output), names="body.0", at="before", example_input=(1, 3, 32, 32))
+        va.insert_(
+            residual(nn.ReLU(inplace=True), output=output), names="branch.0", at="before", example_input=(1, 3, 32, 32)
+        )
 
 
 def test_training_mode_is_verified():
-    model = skip(nn.Dropout(0.5, inplace=True))
+    model = residual(nn.Dropout(0.5, inplace=True))
     with pytest.raises(va.errors.SiteError, match="in place in training mode"):
-        va.insert_(model, names="body.0", at="before", example_input=(1, 3, 32, 32))
-    report = va.insert_(skip(nn.ReLU()), names="body.0", num_heads=2, example_input=(1, 3, 32, 32))
+        va.insert_(model, names="branch.0", at="before", example_input=(1, 3, 32, 32))
+    report = va.insert_(residual(nn.ReLU()), names="branch.0", num_heads=2, example_input=(1, 3, 32, 32))
     assert report.verified == "verified in evaluation and training mode"
     assert report.verified in str(report)
 
 
 def test_a_report_states_that_an_output_was_not_verified():
     generator = np.random.default_rng()
-    model = skip(nn.ReLU(), lambda x: x + float(generator.random()))
-    report = va.insert_(model, names="body.0", num_heads=2, example_input=(1, 3, 32, 32))
+    model = residual(nn.ReLU(), output=lambda x: x + float(generator.random()))
+    report = va.insert_(model, names="branch.0", num_heads=2, example_input=(1, 3, 32, 32))
     assert report.verified == "not verified: the output of the network varies from run to run"
-    report = va.insert_(skip(nn.ReLU(), lambda x: None), names="body.0", num_heads=2, example_input=(1, 3, 32, 32))
+    report = va.insert_(
+        residual(nn.ReLU(), output=lambda x: None), names="branch.0", num_heads=2, example_input=(1, 3, 32, 32)
+    )
     assert report.verified == "not verified: the output of the network contains no tensors"
 
 
