@@ -138,9 +138,9 @@ def test_dropout_keeps_the_mean_and_is_off_in_evaluation(impl):
     with torch.no_grad():
         exact = block.eval()(x)
         assert torch.equal(block(x), exact)
-        dropped = block.train()(x.expand(20_000, -1, -1, -1))
+        dropped = block.train()(x.expand(5_000, -1, -1, -1))
     assert not torch.equal(dropped[0], dropped[1])
-    close(dropped.mean(0, keepdim=True), exact, 0.01)
+    close(dropped.mean(0, keepdim=True), exact, 0.02)
     if impl != "sdpa":  # implementations that store the weights drop the same weights
         q, k, v = heads(*[(2, 2, 16, 8)] * 3)
         outputs = []

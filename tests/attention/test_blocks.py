@@ -250,7 +250,7 @@ GROUPED = [{"kv_stride": 2}, {"qkv_bias": False, "out_channels": 8}, {"key_dim":
 
 
 @pytest.mark.parametrize("options", GROUPED)
-@pytest.mark.parametrize("heads", [2, 4, 1])
+@pytest.mark.parametrize("heads", [2, 4, pytest.param(1, marks=pytest.mark.slow)])
 def test_grouped_projections_equal_block_diagonal_projections(heads, options):
     grouped, dense = (va.Attention2d(16, heads, groups=groups, **options, **DOUBLE) for groups in (4, 1))
     weights = dict(grouped.state_dict())

@@ -52,8 +52,8 @@ def succeed(capsys, *arguments):
     return out
 
 
-def train(capsys, image_folder, tmp_path, *arguments, model="resnet20"):
-    small = ["--model", model, "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
+def train(capsys, image_folder, tmp_path, *arguments):
+    small = ["--model", "tiny", "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
     return run(capsys, "train", "--data", image_folder, *small, "--output", tmp_path / "run", *arguments)
 
 
@@ -288,11 +288,11 @@ def test_help_names_the_file_to_copy(capsys):
 
 
 def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_path):
-    torch.save(create_model("resnet20", num_classes=3).state_dict(), tmp_path / "zoo.pth")
-    given = "--weights", tmp_path / "zoo.pth", "--names", "layer3", "--freeze-backbone"
+    torch.save(create_model("tiny", num_classes=3).state_dict(), tmp_path / "zoo.pth")
+    given = "--weights", tmp_path / "zoo.pth", "--names", "layer2", "--freeze-backbone"
     code, out, err = train(capsys, image_folder, tmp_path, *given)
     assert (code, err) == (0, "")
-    printed = "layer3.2  AttentionBlock2d", "128 tensors loaded", "7 keys newly initialized"
+    printed = "layer2.2  AttentionBlock2d", "14 tensors loaded", "7 keys newly initialized"
     assert all(words in out for words in printed)
     logged = out.splitlines()[out.splitlines().index(f"best epoch, 1, in {tmp_path / 'run' / 'model'}:") + 1]
     assert "\r" not in out
@@ -317,7 +317,7 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
 
 
 def test_predict_prints_class_names_in_the_order_of_the_network(capsys, image_folder, tmp_path):
-    model, names = create_model("resnet20", num_classes=3), ("zebra", "ant", "mule")
+    model, names = create_model("tiny", num_classes=3), ("zebra", "ant", "mule")
     with torch.no_grad():
         model.fc.weight.zero_()
         model.fc.bias.copy_(torch.tensor([0.2, 0.5, 0.3]).log())
@@ -415,7 +415,7 @@ def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, 
     (tmp_path / "my_blocks.py").write_text(f"import vision_attn\n{code.format('Mine')}{code.format('Other')}")
     block, image = ("--block", "my_blocks:Mine"), image_folder / "val" / "red" / "0.png"
     options = "--block-options", "num_heads=4"
-    assert train(capsys, image_folder, tmp_path, "--names", "layer2", *block, *options, model="tiny")[0] == 0
+    assert train(capsys, image_folder, tmp_path, "--names", "layer2", *block, *options)[0] == 0
     commands = {"evaluate": [], "predict": [image], "explore": [image, "-o", tmp_path / "page.html"]}
     for name, more in {**commands, "export": ["-o", tmp_path / "net.pt2"]}.items():
         words = [name, tmp_path / "run", *more]
@@ -435,7 +435,7 @@ def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, 
 @pytest.mark.filterwarnings("default:the run was trained on some")
 def test_all_images_of_another_folder_are_evaluated(capsys, image_folder, tmp_path):
     settings = "--data", image_folder / "train", "--names", "layer2", "--val-fraction", 0.25
-    code, out, _ = train(capsys, image_folder, tmp_path, *settings, model="tiny")
+    code, out, _ = train(capsys, image_folder, tmp_path, *settings)
     assert (code, " and 18 validation images" in out) == (0, True)
     logged = out.splitlines()[-3]
     code, out, _ = run(capsys, "evaluate", tmp_path / "run")

@@ -15,7 +15,6 @@ import pytest
 from scipy import stats
 
 import vision_attn as va
-from vision_attn.errors import TrainingError
 from vision_attn.recipes import compare as module
 from vision_attn.recipes.compare import compare_settings, settings_for_variant, trials
 from vision_attn.recipes.differences import compare_scores, difference_table, report
@@ -177,13 +176,13 @@ def score(variant, seed, **options):
 
 
 def test_a_failed_run_is_named(tmp_path):
-    with pytest.raises(TrainingError, match="broken, seed 0 failed: ValueError: a bug"):
+    with pytest.raises(va.errors.TrainingError, match="broken, seed 0 failed: ValueError: a bug"):
         trials(score, ["small", "broken"], seeds=[0], output=tmp_path, jobs=1)
 
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_one_error(tmp_path):
-    with pytest.raises(TrainingError, match=r"ended by the system, usually because memory ran out. Use fewer --jobs"):
+    with pytest.raises(va.errors.TrainingError, match=r"ended by the system, usually .* memory .*\. Use fewer --jobs"):
         trials(score, ["small", "large"], seeds=[0, 1], output=tmp_path, jobs=2)
 
 

@@ -89,10 +89,13 @@ def command_line(settings):
 
 #: Signals, and settings of the runs that they interrupt.
 INTERRUPTED = {
-    "ctrl-c": (signal.SIGINT, {"attention_lr": 0.01, "layer_decay": 0.7, "model": "test_resnet", "workers": 1}),
+    "ctrl-c": (signal.SIGINT, {"attention_lr": 0.01, "layer_decay": 0.7, "workers": 1}),
     "workers": (signal.SIGTERM, {"opt": "sgd", "grad_accum_steps": 2, "ema": None, "aa": "rand-m9", "workers": 1}),
     "mixed": (signal.SIGHUP, {"img_size": 72, "mixup": 0.2, "cutmix": 1.0, "reprob": 0.5, "opt": "muon"}),
-    "frozen": (signal.SIGTERM, {"weights": "base.pth", "reset_head": True, "freeze_backbone": True}),
+    "frozen": (
+        signal.SIGTERM,
+        {"model": "test_resnet", "weights": "base.pth", "reset_head": True, "freeze_backbone": True},
+    ),
 }
 
 
@@ -100,8 +103,8 @@ INTERRUPTED = {
 def test_an_interrupted_run_is_resumed_bitwise(base, name, tmp_path, monkeypatch):
     number, options = INTERRUPTED[name]
     monkeypatch.chdir(tmp_path)
-    torch.save(create_model(base.model, num_classes=7).state_dict(), "base.pth")
     base = replace(base, **options)
+    torch.save(create_model(base.model, num_classes=7).state_dict(), "base.pth")
     train(base)
     output = tmp_path / "interrupted"
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]

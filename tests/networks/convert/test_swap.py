@@ -425,7 +425,7 @@ WITH_MAPS = [
     (from_timm("twins_svt_small", 64, 96, depths=(2, 1, 1, 1)), "blocks.0.1.attn", (16, 24), (2, 3), 0),
     (from_timm("efficientformer_l1", 224, 224, depths=(1,) * 4), "stages.3.blocks.1.token_mixer", (7, 7), (7, 7), 0),
     (from_timm("crossvit_tiny_240", 240, 240, depth=((1, 1, 0),)), "blocks.0.blocks.1.0.attn", (14, 14), (14, 14), 1),
-    (from_timm("nextvit_small", 64, 96), "stages.3.blocks.2.e_mhsa", (2, 3), None, 0),
+    (from_timm("nextvit_small", 64, 96, depths=(1, 1, 5, 1)), "stages.3.blocks.0.e_mhsa", (2, 3), None, 0),
     (from_timm("tiny_vit_5m_224", 224, 224, depths=(1, 1, 1, 1)), "stages.3.blocks.0.attn", (7, 7), None, 0),
     (from_timm("test_vit", 32, 32, img_size=32, patch_size=(4, 16), depth=1), "blocks.0.attn", (8, 2), None, 1),
     (from_timm("vit_small_patch16_dinov3", 64, 64, img_size=64, depth=1), "blocks.0.attn", (4, 4), None, 5),
