@@ -4,6 +4,7 @@ A pass on meta tensors is recorded operation by operation. ``scaled_dot_product_
 counts one fused kernel, because torch always decomposes it into matrix products on meta tensors.
 """
 
+from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,16 +33,8 @@ class Operation(NamedTuple):
     largest: int  # elements of the largest output
 
 
-class AttentionCall(NamedTuple):
-    """Arguments of one call of ``scaled_dot_product_attention``."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    dropout_p: float
-    is_causal: bool
-    enable_gqa: bool = False
+#: Arguments of one call of ``scaled_dot_product_attention``.
+AttentionCall = namedtuple("AttentionCall", "query key value mask dropout_p is_causal enable_gqa")
 
 
 @dataclass

@@ -12,6 +12,7 @@ from private_names import USES
 from small_networks import NarrowResNet
 from timm.layers.attention2d import Attention2d
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._pytree import tree_leaves
 
 import vision_attn as va
@@ -167,20 +168,6 @@ def test_imports_register_nothing_globally():
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
-class Wrapper(nn.Module):
-    """A wrapper with the attributes of the module inside, such as a layer of PEFT."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name):
-        return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-
 def test_at_most_three_attributes_are_written_on_modules_of_users():
     """Two of them are in one file. The third belongs to the class that a swapped module gets."""
     model = nn.ModuleDict({"attn": Attention2d(8, num_heads=2), "net": NarrowResNet()})
@@ -191,7 +178,7 @@ def test_at_most_three_attributes_are_written_on_modules_of_users():
     va.freeze_backbone_(model["net"])
     blocks = va.inserted_blocks(model["net"])
     before |= {block: {*vars(type(block)(8, 2))} for block in blocks.values()}
-    model["net"].layer3[0].inserted_bn2 = Wrapper(blocks["layer3.0.bn2"])
+    model["net"].layer3[0].inserted_bn2 = checkpoint_wrapper(blocks["layer3.0.bn2"])
     with va.disabled(model["net"]), va.capture(model["net"]):
         model["net"](torch.rand(1, 3, 96, 96))
     written = {name for module, names in before.items() for name in vars(module).keys() - names}

@@ -20,7 +20,6 @@ from small_networks import assert_same
 from timm.utils import ModelEmaV3
 
 import vision_attn as va
-from vision_attn.errors import DataError
 from vision_attn.networks.models import create_model
 from vision_attn.recipes import train as module
 from vision_attn.recipes.runs import read_settings
@@ -107,7 +106,7 @@ INVALID = [
 @pytest.mark.parametrize(("options", "message"), INVALID, ids=str)
 def test_invalid_settings_are_one_line_errors(base, options, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises((ValueError, DataError), match=message) as caught:
+    with pytest.raises((ValueError, va.errors.DataError), match=message) as caught:
         module.train(replace(base, **options))
     assert "\n" not in str(caught.value)
     assert not base.output.exists()
@@ -398,7 +397,7 @@ def test_a_trained_network_is_evaluated_with_its_size_and_classes(base, image_fo
     with pytest.raises(ValueError, match=r"the classes of .*, blue, green, red, got green, red, zebra"):
         score(data=tmp_path / "renamed")
     os.symlink(image_folder / "train", tmp_path / "renamed" / "train")
-    with pytest.raises(DataError, match=r"^classes of training and validation images differ: blue, zebra "):
+    with pytest.raises(va.errors.DataError, match=r"^classes of training and validation images differ: blue, zebra "):
         module.train(Settings(model="tiny", data=tmp_path / "renamed", device="cpu", output=tmp_path / "x"), log=quiet)
 
 

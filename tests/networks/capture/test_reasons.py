@@ -30,14 +30,6 @@ def tuned_with_lora():
         return peft.get_peft_model(net, peft.LoraConfig(target_modules=["qkv"], r=2, init_lora_weights=False)).eval()
 
 
-def with_hooks():
-    net = vit()
-    va.swap_(net)
-    for block in net.blocks:
-        block.attn.proj.register_forward_hook(lambda *given: None)
-    return net
-
-
 def with_training_dropout():
     net = vit(attn_drop_rate=0.1)
     va.swap_(net)
@@ -82,7 +74,6 @@ def called(*calls):
 #: A function that creates a network, and the reason why it has no map.
 WITHOUT_MAPS = [
     (tuned_with_lora, "'qkv' was replaced by Linear"),
-    (with_hooks, "'proj' has a hook"),
     (with_training_dropout, "a dropout has another mode"),
     (eager, "does not support this call.*eager attention"),
     (lambda: called(with_weights), "such as need_weights=True"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from any_block import UNet
 from reach import tensors
+from small_networks import Net
 from torch import nn
 from torchvision.models import detection
 
@@ -13,18 +14,15 @@ import vision_attn as va
 PLAIN = {"weights": None, "weights_backbone": None, "num_classes": 5}
 
 
-class Conditioned(nn.Module):
-    """Network with the inputs of a diffusion model: an image, a time and a context."""
+def conditioned():
+    """Return a network with the inputs of a diffusion model: an image, a time and a context."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.time, self.down = nn.Conv2d(4, 16, 3, 1, 1), nn.Linear(1, 16), nn.Conv2d(16, 32, 3, 1, 1)
-        self.context, self.up, self.out = nn.Linear(7, 32), nn.ConvTranspose2d(32, 16, 2, 2), nn.Conv2d(16, 4, 1)
+    def run(net, x, t, context):
+        vectors = net.time(t.to(x)[:, None]) + net.context(context).mean(1)
+        return net.up(net.down(x) + vectors[:, :, None, None])
 
-    def forward(self, x, t, context):
-        x = self.first(x) + self.time(t.to(x)[:, None])[:, :, None, None]
-        x = self.down(nn.functional.max_pool2d(x, 2)) + self.context(context).mean(1)[:, :, None, None]
-        return self.out(self.up(x))
+    down, up = nn.Conv2d(4, 32, 3, 2, 1), nn.ConvTranspose2d(32, 4, 2, 2)
+    return Net(run, down=down, time=nn.Linear(1, 32), context=nn.Linear(7, 32), up=up)
 
 
 def generator():
@@ -46,7 +44,7 @@ CONDITIONS = {"t": torch.tensor([3]), "context": torch.rand(1, 5, 7), "x": torch
 #: Constructor of a network, example input, shape of its images, sites, and stages (None if it has no stages)
 SMALL = {
     "a U-Net": (UNet, (1, 3, 32, 32), (1, 3, 32, 32), ["encode", "middle.0", "middle"], None),
-    "arguments with names": (Conditioned, CONDITIONS, (1, 4, 16, 16), ["down", "up"], None),
+    "arguments with names": (conditioned, CONDITIONS, (1, 4, 16, 16), ["down", "up"], None),
     "vectors that become images": (generator, (2, 9), (2, 9), ["1", "3"], None),
     "sound": (sound, (1, 1, 4_000), (1, 1, 4_000), ["1", "5"], ["1", "2", "4", "5"]),
     "video": (small_video, (1, 3, 8, 16, 16), (1, 3, 8, 16, 16), ["1", "3"], ["1", "3"]),
@@ -106,7 +104,7 @@ def test_heads_fit_the_channels_unless_they_are_explicit(block):
 
 #: A network, options of va.insert_, and the message of the error.
 WRONG_OPTIONS = [
-    (Conditioned, {"example_input": {"y": CONDITIONS["x"]}}, r"\(y=\(1, 4, 16, 16\)\).*unexpected"),
+    (conditioned, {"example_input": {"y": CONDITIONS["x"]}}, r"\(y=\(1, 4, 16, 16\)\).*unexpected"),
     (UNet, {"example_input": {"x": 3}}, r"example_input must be .* got \{'x': 3\}"),
     (UNet, {"stages": torch.rand(9)}, "stages"),
     (small_video, {"block": va.AttentionBlock2d}, r"\(1, 16, 8, 28, 28\) at '3'; AttentionBlock2d"),
