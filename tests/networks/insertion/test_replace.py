@@ -155,6 +155,18 @@ def test_a_replacement_that_is_wrapped_is_saved_and_removed(wrap, tmp_path):
     assert torch.equal(model(x), before)
 
 
+def test_a_replacement_in_a_wrapper_of_peft_is_restored_there():
+    """The wrapper shows the attributes of the block, so that ``remove_`` deleted the wrapper and left no module."""
+    peft = pytest.importorskip("peft")
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1)).eval(), torch.randn(1, 3, 6, 6)
+    before = model(x)
+    va.replace_(model, names="1", num_heads=2, example_input=x)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=1, modules_to_save=["1"]))
+    assert list(va.inserted_blocks(model)) == ["1.original_module", "1.modules_to_save.default"]
+    va.remove_(model)
+    torch.testing.assert_close(model(x), before)
+
+
 def test_replaced_modules_are_unfrozen_with_the_model():
     model = resnet18()
     va.freeze_backbone_(model, also_train="fc.*")

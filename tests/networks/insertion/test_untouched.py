@@ -70,15 +70,28 @@ def test_training_mode_is_verified():
     assert report.verified in str(report)
 
 
-def test_a_report_states_that_an_output_was_not_verified():
-    generator = np.random.default_rng()
-    model = residual(nn.ReLU(), output=lambda x: x + float(generator.random()))
+INCOMPARABLE = [
+    (lambda x: x + float(np.random.default_rng().random()), "the output of the network varies from run to run"),
+    (lambda x: None, "the output of the network contains no tensors"),
+    (lambda x: x[x > 1e9], "the tensors of the network have no values"),  # a detector that finds nothing
+]
+
+
+@pytest.mark.parametrize(("output", "reason"), INCOMPARABLE)
+def test_a_report_states_that_an_output_was_not_verified(output, reason):
+    model = residual(nn.ReLU(), output=output)
     report = va.insert_(model, names="branch.0", num_heads=2, example_input=(1, 3, 32, 32))
-    assert report.verified == "not verified: the output of the network varies from run to run"
-    report = va.insert_(
-        residual(nn.ReLU(), output=lambda x: None), names="branch.0", num_heads=2, example_input=(1, 3, 32, 32)
-    )
-    assert report.verified == "not verified: the output of the network contains no tensors"
+    assert report.verified == f"not verified: {reason}"
+
+
+def test_an_output_of_zeros_that_becomes_nan_is_changed():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)).eval()
+    nn.init.constant_(model[0].bias, -50.0)
+    for parameter in model[1].parameters():
+        nn.init.zeros_(parameter)
+    root = lambda channels: Net(lambda net, x: x + net.conv((x + 20).sqrt()), conv=nn.Conv2d(8, 8, 1))  # noqa: E731
+    with pytest.raises(va.errors.SiteError, match="makes the network's output NaN or infinite"):
+        va.insert_(model, root, names="0", example_input=(1, 3, 8, 8))
 
 
 def test_a_layer_shared_with_the_network_is_not_set_to_zero():

@@ -156,8 +156,13 @@ def set_record_(block: nn.Module, record: InsertedBlock | None) -> nn.Module:
 
 
 def is_inserted(module: nn.Module) -> bool:
-    """Return True if a module is an inserted block."""
-    return isinstance(getattr(module, RECORD, None), InsertedBlock)
+    """Return True if a module is an inserted block, or a wrapper of one that a hook runs.
+
+    A wrapper may show the attributes of the module inside, but only the block itself can be exchanged for the module
+    that it replaced.
+    """
+    record = getattr(module, RECORD, None)
+    return isinstance(record, InsertedBlock) and (not record.replaced or RECORD in vars(module))
 
 
 def replaced_module(block: nn.Module) -> nn.Module | None:

@@ -153,13 +153,12 @@ def inserted_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def blocks_by_site(network: nn.Module) -> dict[str, nn.Module]:
     """Return the inserted blocks of a network without wrappers, whether they run or not."""
-    found, wrapped = dict[str, nn.Module](), layer_wrappers(network)
+    found = dict[str, nn.Module]()
     for path, module in network.named_modules():
-        if replaced_module(module) is None:
-            if (block := block_at(module)) is not None:
-                found[path] = block
-        elif module not in wrapped:  # a wrapper has the record of the block inside, which is listed once
-            found[path] = module
+        if replaced_module(module) is not None:
+            found[unwrap_key(path)] = module
+        elif (block := block_at(module)) is not None:
+            found[path] = block
     return found
 
 

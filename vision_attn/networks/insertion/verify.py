@@ -100,7 +100,8 @@ def why_incomparable(output: object) -> str:
     tensors = get_tensors(output)
     if not tensors:
         return "the output of the network contains no tensors"
-    return "the tensors of the network have no values" if all(map(has_no_values, tensors)) else ""
+    empty = all(has_no_values(x) or not x.numel() for x in tensors)
+    return "the tensors of the network have no values" if empty else ""
 
 
 def quote_sites(blocks: Iterable[nn.Module]) -> str:
