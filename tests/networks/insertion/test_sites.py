@@ -342,3 +342,37 @@ def test_a_feature_map_used_only_by_a_detector_is_supported():
     model = detection.FasterRCNN(backbone, 5, min_size=64, max_size=96, rpn_anchor_generator=anchors).eval()
     (block,) = va.insert_(model, names="backbone.body", example_input=[torch.rand(3, 48, 64)]).blocks
     assert (block.target.element, block.target.used) == ("0", True)
+
+
+#: Positions of a block, and a network that calls its module ``part`` in another way if its attribute ``how`` is set.
+OTHER_CALLS = [
+    ("before", lambda net, x: net.part(input=x) if net.how else net.part(x), nn.Conv2d(3, 3, 1)),
+    ("before", lambda net, x: net.part(x) if net.how else net.part(input=x), nn.Conv2d(3, 3, 1)),
+    ("after", lambda net, x: net.part(x, net.how), Net(lambda net, x, how: (x,) if how else (x.mean(), x))),
+    ("after", lambda net, x: net.part(x, net.how), Net(lambda net, x, how: x if how else (x.mean(), x))),
+    ("after", lambda net, x: net.part(x, net.how), Net(lambda net, x, how: (x, x) if how else x)),
+]
+
+
+@pytest.mark.parametrize(("at", "run", "part"), OTHER_CALLS)
+def test_a_call_without_the_feature_map_of_the_example_raises_an_error(at, run, part):
+    """Such a call ran without the block in silence, or ended in an error of Python."""
+    net, x = Net(run, part=part, how=False), torch.randn(1, 3, 6, 6)
+    va.insert_(net, names="part", at=at, example_input=x)
+    net(x)
+    net.how = True
+    with pytest.raises(va.errors.SiteError, match=r"'part' does not find its feature map.* Insert the block with an"):
+        net(x)
+
+
+def test_an_output_keeps_its_type_and_attributes():
+    kind = type("Output", (dict,), {})
+
+    def run(net, x):
+        (output := kind(map=x)).size = 6
+        return output
+
+    net, x = nn.Sequential(Net(run)), torch.randn(1, 3, 6, 6)
+    va.insert_(net, names="0", gate_init=1.0, example_input=x)
+    output = net(x)
+    assert (type(output), output.size, torch.equal(output["map"], x)) == (kind, 6, False)

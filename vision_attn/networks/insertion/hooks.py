@@ -20,7 +20,14 @@ from vision_attn.attention.recomputation import backward_pass
 from vision_attn.attention.scopes import scoped_output, scoped_values
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.record import SUBSTITUTE, InsertedBlock, get_record, is_inserted
-from vision_attn.networks.inspection.layout import apply_to_element, count_prefix, from_map, to_map, token_grid
+from vision_attn.networks.inspection.layout import (
+    apply_to_element,
+    count_prefix,
+    from_map,
+    has_element,
+    to_map,
+    token_grid,
+)
 from vision_attn.networks.inspection.network import CONVS, NORMS, hook_dicts
 from vision_attn.networks.inspection.selection import ancestor_paths, find_module, require_module
 from vision_attn.networks.inspection.wrappers import unwrap_model
@@ -64,7 +71,8 @@ def keep_context(module: nn.Module, args: tuple[object, ...], output: object, *,
         CONTEXTS.maps[block, backward_pass()] = to_map(x, second.layout, second.size)
         return x
 
-    apply_to_element(output, second.element, keep)
+    if has_element(output, second.element):
+        apply_to_element(output, second.element, keep)
 
 
 def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
@@ -106,7 +114,12 @@ def run_block(module: nn.Module, value: Any, original: nn.Module, path: str | No
     if (block := find_block(module, original, path)) is None:
         raise missing_block_error(get_record(original), "replaced")
     record, context = get_record(block), find_context(block, original)
-    layout, size = record.target.layout, record.map_size
+    layout, size, element = record.target.layout, record.map_size, record.target.element
+    if not has_element(value, element):
+        what = f"the block at {record.site!r} does not find its feature map: the module there"
+        how = "was called with other arguments" if record.target.at == "before" else "returned another value"
+        remedy = "Insert the block with an example of this call"
+        raise SiteError(f"{what} {how} than for the example_input of the insertion. {remedy}")
 
     def run_on(x: Tensor) -> Tensor:
         if "(" in layout and x.shape[1] != count_prefix(layout) + record.tokens:
@@ -121,7 +134,7 @@ def run_block(module: nn.Module, value: Any, original: nn.Module, path: str | No
         y = block(x_map, **context)
         return from_map(x, y if isinstance(block, GatedResidual) else scoped_output(block, x_map, y), layout)
 
-    return apply_to_element(value, record.target.element, run_on)
+    return apply_to_element(value, element, run_on)
 
 
 def still_runs(module: nn.Module, block: nn.Module, found: nn.Module | None) -> bool:

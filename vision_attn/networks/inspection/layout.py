@@ -5,6 +5,7 @@ Layouts are ``"b c h w"``, ``"b h w c"``, and tokens such as ``"b (1 + h w) c"``
 
 import math
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -99,12 +100,19 @@ def token_grid(tokens: int, rows: int, columns: int) -> tuple[int, int] | None:
     return next((grid for grid in grids if abs(grid[1] - grid[0] * columns / rows) < 1), None)
 
 
+def has_element(value: Any, element: Element) -> bool:
+    """Return True if a value has an element, so that :func:`apply_to_element` calls its function."""
+    if element is None:
+        return not isinstance(value, (tuple, list, Mapping))
+    return not isinstance(value, Tensor) and element in (value if isinstance(element, str) else range(len(value)))
+
+
 def apply_to_element(value: Any, element: Element, function: Callable[[Any], Any]) -> Any:
     """Return a value of the same type with a function applied to one of its elements."""
     if element is None:
         return function(value)
-    if isinstance(element, str):
-        changed = value.copy()
+    if hasattr(value, "__setitem__"):
+        changed = copy(value)  # the method of a dictionary would drop attributes of a subclass
         changed[element] = function(value[element])
         return changed
     items = [function(item) if index == element else item for index, item in enumerate(value)]
