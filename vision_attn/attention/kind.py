@@ -7,7 +7,8 @@ import torch
 
 from vision_attn.attention.kernels import Kernel
 from vision_attn.attention.masks import check_mask
-from vision_attn.attention.patterns import AnyPattern
+from vision_attn.attention.patterns import AnyPattern, Neighborhood
+from vision_attn.checks import check_bool
 
 #: Names of the axes of a feature map in error messages, by the number of axes.
 AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
@@ -78,8 +79,21 @@ def pooled_size(size: Sequence[int], stride: int) -> tuple[int, ...]:
     return tuple(size if stride == 1 else [(length + stride - 1) // stride for length in size])
 
 
+def check_causal(causal: bool, config: AttentionConfig) -> None:
+    """Raise if an option of the block would let a causal block read later positions."""
+    check_bool(causal=causal)
+    for is_broken, rule in (
+        (config.is_cross, "must be False with kv_stride or context"),
+        (isinstance(config.resolved_pattern, Neighborhood), "must be False: use Neighborhood(causal=True)"),
+        (config.qk_norm == "match", "must be False with qk_norm='match': its mean includes later positions"),
+    ):
+        if causal and is_broken:
+            raise ValueError(f"causal {rule}, got causal=True")
+
+
 def check_kind(kind: Kind, config: AttentionConfig) -> None:
-    """Raise for an invalid mask or context."""
+    """Raise for an invalid mask or context, or if the block may not be causal."""
+    check_causal(kind.causal, config)
     context, shape = kind.context, kind.x.shape
     keys_size: Sequence[int] = shape[2:]
     if context is None and config.context_channels is not None:

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from vision_attn.attention.kind import AttentionConfig
-from vision_attn.attention.patterns import AnyPattern, Neighborhood
+from vision_attn.attention.kind import AttentionConfig, check_causal
+from vision_attn.attention.patterns import AnyPattern
 from vision_attn.checks import check_above, check_bool, check_divides
 
 
@@ -15,7 +15,7 @@ def check_arguments(a: Any, pattern: AnyPattern) -> AttentionConfig:
     names = ["channels", "num_heads", "num_kv_heads", "key_dim", "value_dim", "groups", "kv_stride"]
     names += ["out_channels", "context_channels"]
     check_above(0, Integral, **{name: getattr(a, name) for name in names})
-    check_bool(causal=a.causal, qkv_bias=a.qkv_bias, proj_bias=a.proj_bias, output_gate=a.output_gate)
+    check_bool(qkv_bias=a.qkv_bias, proj_bias=a.proj_bias, output_gate=a.output_gate)
     if a.key_dim is None or a.value_dim is None:
         check_divides("num_heads", a.num_heads, "channels", a.channels)
     n, width, context = a.num_heads, a.channels // a.num_heads, a.context_channels
@@ -35,10 +35,9 @@ def check_arguments(a: Any, pattern: AnyPattern) -> AttentionConfig:
     reject("qk_norm", not (layer_norm or match or a.qk_norm == "cosine"), "must be False, True, 'cosine' or 'match'")
     same = "must be 1 with num_kv_heads, context_channels, or different key_dim and value_dim"
     reject("groups", a.groups > 1 and ((m, e) != (n, d) or context is not None), same)
-    reject("causal", a.causal and (a.kv_stride > 1 or context is not None), "must be False with kv_stride or context")
-    reject("causal", a.causal and isinstance(pattern, Neighborhood), "must be False: use Neighborhood(causal=True)")
-    reject("qk_norm", match and a.causal, "must not be 'match' with causal=True: the mean includes later positions")
     tied = f"must not be 'match' with context_channels={context}: queries and keys need inputs of equal width"
     reject("qk_norm", match and context not in (None, a.channels), tied)
     reject("pattern", a.kv_stride > 1 and not pattern.is_global, f"must be 'full' with kv_stride={a.kv_stride}")
-    return AttentionConfig(a.channels, n, m, d, e, out_channels, context, a.groups, a.qk_norm, a.kv_stride, pattern)
+    config = AttentionConfig(a.channels, n, m, d, e, out_channels, context, a.groups, a.qk_norm, a.kv_stride, pattern)
+    check_causal(a.causal, config)
+    return config
