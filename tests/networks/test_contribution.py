@@ -164,6 +164,20 @@ def test_scores_can_be_feature_maps():
     assert found.predictions == 2 * 64 * 64
 
 
+def test_a_single_score_is_the_logit_of_the_second_class():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1)).eval()
+    va.insert_(model, names="0", num_heads=2, gate_init=5.0, example_input=(1, 3, 16, 16))
+    images, labels, bce = torch.randn(8, 3, 16, 16), torch.arange(8) % 2, nn.functional.binary_cross_entropy_with_logits
+    with torch.no_grad():
+        model[3].bias -= model(images).mean()
+        scores, found = model(images), va.contribution(model, (images, labels))
+        with va.disabled(model):
+            others = model(images)
+    assert found.all_blocks.predictions_changed == int(((scores > 0) != (others > 0)).sum()) > 0
+    rise = bce(others[:, 0], labels.float()) - bce(scores[:, 0], labels.float())
+    assert found.all_blocks.loss == pytest.approx(rise.item(), rel=1e-3)
+
+
 def test_a_list_of_images_is_not_a_pair_and_missing_scores_are_reported():
     detector = nn.Sequential(nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2, gate_init=1.0))
     body = nn.Sequential(*detector)
@@ -193,6 +207,18 @@ def test_blocks_are_selected_by_name_and_by_function(model, batch):
         va.disabled(model, where=lambda name, block: False)
 
 
+def test_a_block_may_have_an_attribute_that_is_named_original(batch):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    expected = model(batch[0])
+    va.insert_(model, lambda channels: nn.Tanh(), names="0", exact=False, example_input=batch[0])
+    va.inserted_blocks(model)["0"].original = False
+    with va.disabled(model):
+        assert torch.equal(model(batch[0]), expected)
+
+
 def test_wrong_sites_and_batches_are_rejected(model):
     with pytest.raises(ValueError, match=r"names: no module matches 'layer1'. Available: layer2\.2, layer3\.2"):
         va.disabled(model, ["layer1"])
+    for batch in ({"images": torch.zeros(1)}, (torch.zeros(1, 3, 8, 8),), [[0]]):
+        with pytest.raises(ValueError, match="batch must be images, or a pair of images and labels, as tensors, got"):
+            va.contribution(model, batch)

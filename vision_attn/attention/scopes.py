@@ -23,7 +23,7 @@ from vision_attn.attention.recomputation import backward_pass, running_segments
 from vision_attn.checks import get_version
 
 #: If a copy runs in place of a module, this attribute of the copy holds the module.
-ORIGINAL = "original"
+ORIGINAL = "original_of_copy"
 
 #: Kinds of values that may change gradients; the recording of ``va.capture`` and the choice of eager mode do not.
 WITH_EFFECT = {"valid", "context", "output", "impl"}

@@ -100,8 +100,9 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
         model: a network with inserted blocks, or with :class:`vision_attn.AttentionBlock2d` as part of the network.
             Modules from :func:`vision_attn.replace_` have no residual branch and are not measured.
         batch: images, or a pair of images and labels; for detection models, a list of images ``(c, h, w)``. The output
-            of the model is a tensor of scores ``(b, classes, …)``, or contains the scores as ``logits`` or ``out``. For
-            other outputs, only *residual ratio* is measured.
+            of the model is a tensor of scores ``(b, classes, …)``, or contains the scores as ``logits`` or ``out``. A
+            single score is the logit of the second of two classes. For other outputs, only *residual ratio* is
+            measured.
 
     Returns:
         A report with a record for each block and one for all blocks; prints as a table. It contains a note if the loss
@@ -196,10 +197,14 @@ def split_batch(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor]
     """Return the images, and the labels or None."""
     if isinstance(batch, Tensor):
         return batch, None
-    if all(part.dim() == 3 and part.is_floating_point() for part in batch):
-        return list(batch), None
-    images, labels = batch
-    return images, labels
+    parts: list[Any] = [*batch] if isinstance(batch, list | tuple) else [batch]
+    are_tensors = all(isinstance(part, Tensor) for part in parts)
+    if are_tensors and all(part.dim() == 3 and part.is_floating_point() for part in parts):
+        return parts, None
+    if not are_tensors or len(parts) != 2:
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(f"batch must be images, or a pair of images and labels, as tensors, got {got}")
+    return parts[0], parts[1]
 
 
 def compute_scores(model: nn.Module, images: Tensor | list[Tensor], off: Collection[str] = ()) -> Tensor | None:
@@ -208,7 +213,10 @@ def compute_scores(model: nn.Module, images: Tensor | list[Tensor], off: Collect
         output = unwrap_model(model)(images)
     output = output.get("out", output) if isinstance(output, Mapping) else output  # torchvision's segmentation models
     output = getattr(output, "logits", output)
-    return output.float() if isinstance(output, Tensor) and output.dim() > 1 else None
+    if not isinstance(output, Tensor) or output.dim() < 2:
+        return None
+    scores = output.float()
+    return scores if scores.shape[1] > 1 else torch.cat([torch.zeros_like(scores), scores], 1)
 
 
 def branches(model: nn.Module) -> dict[str, nn.Module]:
