@@ -30,8 +30,6 @@ def test_reports_display_their_text_in_a_notebook(tmp_path):
         va.load_checkpoint_(model, tmp_path / "net.pth"),
         va.remove_(model),
         va.load_adapter_(model, file),
-        va.remove_(model),
-        va.insert_(model, stages=-1, num_heads=4, example_input=images),
         LoadReport(name, "", (), newly_initialized=(), missing=(name,), unexpected=(), mismatched={}),
         va.insert_(nn.Sequential(OrderedDict({name: nn.Conv2d(3, 8, 1)})), names=name, example_input=(1, 3, 8, 8)),
     ]

@@ -123,6 +123,7 @@ def test_the_readme_repeats_numbers_of_the_results():
     assert set(re.findall(INTERVAL, claims)) <= set(re.findall(INTERVAL, RESULTS)), "with its sign"
 
 
+@pytest.mark.slow
 def test_one_command_reproduces_files_and_page(tmp_path, monkeypatch):
     """``test_compare.py`` tests the intervals, p-values and verdicts against SciPy."""
     monkeypatch.syspath_prepend(ROOT / "docs")

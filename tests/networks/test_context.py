@@ -23,7 +23,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "convnext")) for x in NETWORKS])
 def test_blocks_read_another_module_of_the_same_forward_pass(name):
     torch.manual_seed(0)
     make, names, context = NETWORKS[name]

@@ -261,7 +261,7 @@ def test_a_context_in_a_compiled_function_is_refused(model, others):
     assert SCOPES.get() == ()
 
 
-@pytest.mark.parametrize("name", ["disabled", "use_impl"])
+@pytest.mark.parametrize("name", ["disabled", pytest.param("use_impl", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")  # of torch.jit
 def test_an_export_inside_keeps_the_context(model, name):
     with CONTEXTS[name](model):

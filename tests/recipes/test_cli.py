@@ -222,19 +222,19 @@ def test_a_closed_pipe_ends_the_program_without_a_message_and_a_full_output_is_a
 
 
 UNWRITABLE = [
-    (["predict", RUN, "IMAGE", "-o"], "/nothing/here"),
+    (["predict", "SAVED", "IMAGE", "-o"], "/nothing/here"),
     (["explore", RUN, "IMAGE", "-o"], "/nothing/here"),
-    (["export", RUN, "-o"], "/proc/net.onnx"),
+    (["export", "SAVED", "-o"], "/proc/net.onnx"),
 ]
 
 
 @pytest.mark.parametrize(("words", "output"), UNWRITABLE, ids=label)
-def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, monkeypatch, words, output):
-    model = folder.load_model(RUN)
+def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, saved, monkeypatch, words, output):
+    paths = {"IMAGE": image_folder / "val" / "red" / "0.png", "SAVED": saved}
+    model = folder.load_model(paths.get(words[1], RUN))
     model.register_forward_pre_hook(lambda *given: pytest.fail("the network runs before the output is checked"))
     monkeypatch.setattr(va, "load_model", lambda path, **options: model)
-    images = {"IMAGE": image_folder / "val" / "red" / "0.png"}
-    code, out, err = run(capsys, *(images.get(word, word) for word in words), output)
+    code, out, err = run(capsys, *(paths.get(word, word) for word in words), output)
     assert (code, err.count("\n")) == (1, 1), err
     assert f": '{output}" in err
     assert "red" not in out
@@ -330,22 +330,22 @@ def test_predict_prints_class_names_in_the_order_of_the_network(capsys, image_fo
     assert [float(row[f"probability_{rank}"]) for rank in (1, 2, 3)] == pytest.approx([0.5, 0.3, 0.2], abs=1e-5)
 
 
-def test_all_damaged_images_are_listed_before_the_network_runs(capsys, image_folder, tmp_path):
+def test_all_damaged_images_are_listed_before_the_network_runs(capsys, image_folder, saved, tmp_path):
     good, broken = image_folder / "val" / "red", tmp_path / "broken.png"
     broken.write_bytes(b"no image")
-    for command in (["predict", RUN], ["explore", RUN, "-o", tmp_path / "page.html"]):
+    for command in (["predict", saved], ["explore", RUN, "-o", tmp_path / "page.html"]):
         code, out, err = run(capsys, *command, broken, good)
         assert (code, out, err.count("\n")) == (1, "", 1)
         assert err.startswith(f"vision-attn: error: 1 images cannot be read: {broken} (")
     assert not (tmp_path / "page.html").exists()
 
 
-def test_predictions_do_not_depend_on_the_batch_and_each_image_is_classified_once(capsys, image_folder, tmp_path):
+def test_predictions_do_not_depend_on_the_batch_and_each_image_is_read_once(capsys, image_folder, saved, tmp_path):
     images, tables = image_folder / "val" / "red", []
     for size in (1, 3):
         file = tmp_path / f"{size}.csv"
         words = images, images / "0.png", "--batch-size", size, "-o", file
-        assert succeed(capsys, "predict", RUN, *words).count("\n") == 8
+        assert succeed(capsys, "predict", saved, *words).count("\n") == 8
         tables.append(list(csv.DictReader(file.read_text().splitlines())))
     for one, other in zip(*tables, strict=True):
         assert (one["image"], one["class_1"]) == (other["image"], other["class_1"])

@@ -229,7 +229,8 @@ def test_attention_that_an_implementation_does_not_reach_is_named():
     assert va.set_impl_(timm.create_model("resnet10t"), "bmm") == 0  # no attention
 
 
-@pytest.mark.parametrize("block", [pytest.param("0", marks=pytest.mark.slow), "1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("block", ["0", "1"])
 def test_windows_of_volumes_are_captured_at_their_positions(block):
     """The second block shifts its windows; both pad a volume of 16×8×8 to 18×9×9."""
     unetr = pytest.importorskip("monai.networks.nets.swin_unetr")
@@ -341,6 +342,7 @@ def test_maps_of_windows_and_grids_of_torchvision():
     assert grid == [[row, column] for row in (0, 4, 8) for column in (3, 7, 11)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # warnings of diffusers
 def test_a_swapped_network_runs_with_layerwise_casting():
     """diffusers stores the weights as float8, and casts them in a forward that it assigns to each layer."""

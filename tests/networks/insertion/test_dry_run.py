@@ -123,7 +123,7 @@ PROPOSALS = [
     ("resnet18", 224, ["stages=[3, 4]", "stages=[1], pattern=va.Window(7)"]),
     pytest.param("resnet18", 320, ["stages=[3, 4]", "stages=[2], pattern=va.Window(8)"], marks=pytest.mark.slow),
     # The network ignores the tokens after the last block.
-    ("vit_tiny_patch16_224", None, ["stages=[9, 10]"]),
+    pytest.param("vit_tiny_patch16_224", None, ["stages=[9, 10]"], marks=pytest.mark.slow),
 ]
 
 

@@ -70,7 +70,8 @@ def prune_channels(model, *ignored):
 OPTIONS = [
     {"stages": [-2, -1], "impl": "bmm", "position": va.RelPosDecomposed(8)},
     {"stages": -2, "output_gate": True, "kv_stride": 2, "num_kv_heads": 2},
-    *({"names": names} for names in ("layer3.*.bn2", "layer3.1.conv1")),
+    {"names": "layer3.*.bn2"},
+    pytest.param({"names": "layer3.1.conv1"}, marks=pytest.mark.slow),
 ]
 
 
@@ -110,6 +111,7 @@ def test_blocks_are_inserted_for_the_channels_of_a_pruned_network(change, option
     assert torch.equal(model(images), expected)
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs():
     pytest.importorskip("torch_pruning")
     codes, page = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.M | re.S), {}
