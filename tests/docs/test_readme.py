@@ -45,12 +45,8 @@ QUIET |= dict.fromkeys(("YOLO_AUTOINSTALL", "YOLO_VERBOSE"), "0")
 FAMILIES = ["mobilenetv3_small_050"]
 SLOW = ["convnext_atto", "densenet121", "dla46_c", "efficientnet_b0", "edgenext_xx_small", "ghostnet_050", "resnet18"]
 SLOW += ["nf_regnet_b0", "poolformerv2_s12", "regnety_002", "repghostnet_050", "swin_tiny_patch4_window7_224"]
-SLOW += [
-    "torchvision.models.mobilenet_v3_small",
-    "tf_efficientnet_lite0",
-    "vit_tiny_patch16_224",
-    "torchvision.models.resnet18",
-]
+SLOW += ["tf_efficientnet_lite0", "vit_tiny_patch16_224"]
+SLOW += ["torchvision.models.mobilenet_v3_small", "torchvision.models.resnet18"]
 FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 
 

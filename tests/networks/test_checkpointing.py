@@ -76,6 +76,7 @@ def loss(y):
 
 
 def two_sizes(net, other, enter):
+    """Multi-scale training: one ``with`` block for batches of two sizes."""
     with enter(net, 0):
         y, z = net(image(1)), net(image(2, 64))
     (loss(y) + loss(z)).backward()
@@ -129,15 +130,8 @@ def teacher_inside(net, other, enter):
 
 SITUATIONS = (two_sizes, two_models, nested, twice, in_a_thread)
 WITH_ORDINARY_PASS = (ordinary_pass_inside, ordinary_pass_afterwards, teacher_inside)
-CELLS = [(kind, run) for kind in KINDS for run in SITUATIONS if not (kind == "padded" and run is two_sizes)]
+CELLS = [(kind, run) for kind in KINDS for run in SITUATIONS]
 CELLS += [(kind, run) for kind in sorted(OPTIONAL) for run in WITH_ORDINARY_PASS]
-
-
-def two_padded_sizes(net, other, enter):
-    """Multi-scale training: one ``va.padded`` for batches of two sizes."""
-    with va.padded(net, [(32, 32), (20, 12)]):
-        y, z = net(image(1)), net(image(2, 64))
-    (loss(y) + loss(z)).backward()
 
 
 def gradients(kind, run, use_reentrant):
@@ -156,9 +150,7 @@ def float64():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("kind", "run"), [*CELLS, ("padded", two_padded_sizes)], ids=lambda x: getattr(x, "__name__", x)
-)
+@pytest.mark.parametrize(("kind", "run"), CELLS, ids=lambda x: getattr(x, "__name__", x))
 def test_gradients_equal_those_without_checkpointing(kind, run):
     expected = gradients(kind, run, None)
     for use_reentrant in (False, True):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_networks import captured
+from small_networks import Net, captured
 from timm.models import create_model
 from torch import nn
 
@@ -23,13 +23,8 @@ from vision_attn.networks.capture.maps import AttentionMap
 CLASSES = ("cat", "dog </script><script>alert(1)</script>", "bird")
 
 
-def with_forward(module, forward):
-    module.forward = forward
-    return module
-
-
 #: Classifier with clearly different scores of three classes.
-CLASSIFIER = with_forward(nn.Identity(), lambda x: 5 * x.mean((2, 3))[:, :3])
+CLASSIFIER = Net(lambda net, x: 5 * x.mean((2, 3))[:, :3])
 
 
 def network():

@@ -148,22 +148,20 @@ def test_a_block_is_an_identity_on_the_feature_maps_of_the_network(block, seed, 
     assert (report.output_change, report.blocks[0].identity[1].get("gated", False)) == (0, gated)
 
 
-class ChannelsLast(nn.Module):
-    """A block that returns another memory format, and that is an identity at initialization."""
+def channels_last(channels):
+    """Return a block whose output has another memory format, and that is an identity at initialization."""
 
-    def __init__(self, channels):
-        super().__init__()
-        self.factor = nn.Parameter(torch.zeros(channels))
+    def run(block, x):
+        return x.movedim(1, -1).contiguous().movedim(-1, 1) * (1 + block.factor[:, None, None])
 
-    def forward(self, x):
-        return x.movedim(1, -1).contiguous().movedim(-1, 1) * (1 + self.factor[:, None, None])
+    return Net(run, factor=nn.Parameter(torch.zeros(channels)))
 
 
 def test_a_block_that_is_an_identity_learns_in_a_network_that_depends_on_its_memory_format():
     last = Net(lambda net, x: x + x.is_contiguous())  # as the rounding of a convolution depends on it
     model, x = nn.Sequential(nn.Conv2d(3, 8, 1), last), torch.randn(2, 3, 4, 4)
     before = model(x)
-    assert va.insert_(model, ChannelsLast, names="0", example_input=x).blocks[0].identity == ("", {"scale": 1.0})
+    assert va.insert_(model, channels_last, names="0", example_input=x).blocks[0].identity == ("", {"scale": 1.0})
     assert torch.equal(model(x), before)
     model(x).square().sum().backward()
     assert all(p.grad.all() for p in va.inserted_blocks(model)["0"].parameters())

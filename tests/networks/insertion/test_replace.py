@@ -7,7 +7,7 @@ import timm
 import torch
 import torchvision
 from reach import as_after_training
-from small_networks import assert_same
+from small_networks import Net, assert_same
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -101,11 +101,6 @@ def test_blocks_are_inserted_after_replaced_modules():
     assert torch.equal(model(x), plain)
 
 
-class Scale(nn.Module):
-    def forward(self, x, scale):
-        return x * scale
-
-
 class Scaled(nn.Sequential):
     """A network whose first module is called with a tensor, or with a number by name."""
 
@@ -114,14 +109,15 @@ class Scaled(nn.Sequential):
         return self[0](x, x.mean()) if len(self) > 1 else self[0](x, scale=2)
 
 
+SCALE = Net(lambda net, x, scale: x * scale)
 WRAPPED = checkpoint_wrapper(nn.Conv2d(3, 3, 3, padding=1, device="meta"))
 #: A network, names of modules, and the message of the error.
 NOT_REPLACED = [
     (resnet18, "layer2", r"Sequential returns \(1, 128, 28, 28\)"),
     (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a feature map"),
     (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' cannot be replaced: .* another selected module"),
-    (lambda: Scaled(Scale()), "0", "'0' cannot be replaced: .*unexpected keyword argument 'scale'"),
-    (lambda: Scaled(Scale(), nn.Identity()), "0", "'0' .*: it receives 2 tensors"),
+    (lambda: Scaled(SCALE), "0", "'0' cannot be replaced: .*unexpected keyword argument 'scale'"),
+    (lambda: Scaled(SCALE, nn.Identity()), "0", "'0' .*: it receives 2 tensors"),
     (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # The feature map is in a list.
     (lambda: nn.Sequential(WRAPPED), "0", "'0' .*wraps this layer. Call va.replace_ before"),
     (lambda: nn.Sequential(WRAPPED), "0._checkpoint_wrapped_module", "wraps this layer. Call va.replace_ before"),
