@@ -1,4 +1,4 @@
-"""The NumPy definition compared with torch, and the blocks compared with the definition."""
+"""The blocks compared with a definition in NumPy, forward and backward; one implementation is the kernel of torch."""
 
 import itertools
 
