@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.fx.experimental.optimization import fuse as fuse_graph
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import vision_attn as va
@@ -499,11 +500,15 @@ AXES = [
 @pytest.mark.parametrize(("run", "conv", "shape", "layout"), AXES)
 def test_layout_determines_the_axes_of_a_feature_map(run, conv, shape, layout):
     model, x = Net(run, conv=conv).eval(), torch.randn(shape)
-    before = model(x)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        before = model(x)
     with pytest.raises(va.errors.SiteError, match="layout="):
         va.insert_(model, names="conv", example_input=x)
-    assert va.insert_(model, names="conv", layout=layout, example_input=x).blocks[0].target.layout == layout
-    assert torch.equal(model(x), before)
+    (block,) = va.insert_(model, names="conv", layout=layout, impl="bmm", example_input=x).blocks
+    assert block.target.layout == layout
+    with FlopCounterMode(display=False) as with_block, torch.no_grad():
+        assert torch.equal(model(x), before)
+    assert block.cost.macs == (with_block.get_total_flops() - counter.get_total_flops()) // 2 // len(x)
     nn.init.normal_(only_block(model).attn.proj.weight)
     assert not torch.equal(model(x), before)
     va.remove_(model)

@@ -332,6 +332,9 @@ def test_the_user_declares_a_layout_and_excludes_sites():
     ):
         with pytest.raises(va.errors.SiteError, match=message):
             va.insert_(model, names="1", exclude=exclude, layout=layout, **options)
+    for at, inside in (("after", "0.1"), ("before", "0.0")):  # the block would run there
+        with pytest.raises(va.errors.SiteError, match="exclude matches all selected modules"):
+            va.insert_(nn.Sequential(model), names="0", exclude=inside, at=at, **options)
 
 
 @pytest.mark.filterwarnings("ignore:the model pads images")

@@ -87,8 +87,9 @@ def new_block(
     replaced = (run.model.get_submodule(x.target),) if at == "replace" else ()
     record = InsertedBlock(site, name, options, path, second_map, identity, replaced=replaced)
     dtype, shape = like_parameters(new, run.model).dtype, record.context_shape
-    parameters, macs = measure_cost(new, x, y or x, shape)
-    saved = count_saved_bytes(new, (1, channels, *x.size), dtype, shape) if dry_run else 0
+    images = run.example.shape[0]
+    parameters, macs = measure_cost(new, x, y or x, shape, images)
+    saved = count_saved_bytes(new, (1, channels, *x.size), dtype, shape) * x.shape[0] // images if dry_run else 0
     cost = Measured(parameters, macs, count_attention_pairs(new, x.size), saved)
     return set_record_(new, replace(record, cost=cost))
 

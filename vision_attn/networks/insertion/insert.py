@@ -115,7 +115,7 @@ def insert_(
         raise TypeError(f"block must be a class, a function or the name of one, got {block!r}. {remedy}")
     run = DryRun(model, example_input, layout)
     overview = dry_run and stages is None and names is None and where is None
-    sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude, block_options)
+    sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude, block_options, at)
     maps = run.select_maps(find_targets(run, sites, at), at)
     second_map = None if context is None else select_context(run, context, maps)
 
@@ -199,7 +199,7 @@ def replace_(
     """
     model = require_modifiable(model, "va.replace_")
     run = DryRun(model, example_input)
-    sites = select_sites(run, stages, names, where, exclude, block_options)
+    sites = select_sites(run, stages, names, where, exclude, block_options, "replace")
     inputs, outputs = run.select_maps(sites, "before"), run.select_maps(sites, "after")
     blocks: list[nn.Module] = []
     wrapped = {module for pair in layer_wrappers(model).items() for module in pair}

@@ -29,9 +29,12 @@ Stages = int | str | Iterable[int | str] | None
 
 
 def select_sites(
-    dry_run: DryRun, stages: Stages, names: Globs, where: Where, exclude: Globs, options: Iterable[str]
+    dry_run: DryRun, stages: Stages, names: Globs, where: Where, exclude: Globs, options: Iterable[str], at: str
 ) -> list[str]:
-    """Return the paths of the modules that are selected by stage, name or function, and not excluded."""
+    """Return the paths of the modules that are selected by stage, name or function, and not excluded.
+
+    ``exclude`` matches a selected module, or the module at its end, at which the block would run.
+    """
     selections = [name for name, x in (("stages", stages), ("names", names), ("where", where)) if x is not None]
     if len(selections) != 1:
         guesses = (did_you_mean(name, ("stages", "names", "where")) for name in options)
@@ -54,7 +57,7 @@ def select_sites(
         chosen = [name for name, module in modules.items() if where is not None and where(name, module)]
     if exclude is not None:
         excluded = set(match_names(modules, exclude, "exclude"))
-        chosen = [name for name in chosen if name not in excluded]
+        chosen = [name for name in chosen if excluded.isdisjoint({name, end_at(dry_run.model, name, at)})]
     if not chosen:
         why = "where returns True for no module" if where is not None else "exclude matches all selected modules"
         raise SiteError(f"no module is selected: {why}. See model.named_modules() for the modules")
@@ -88,8 +91,12 @@ def match_stages(dry_run: DryRun, wanted: Iterable[int | str]) -> list[str]:
 def find_targets(dry_run: DryRun, sites: Iterable[str], at: str) -> list[str]:
     """Return the paths of the modules at which the blocks for the sites run."""
     check_choice("at", at, ("after", "before"))
-    index = 0 if at == "before" else -1
-    return first_names(dry_run.model, [end_of_sequential(dry_run.model, site, index) for site in sites])
+    return first_names(dry_run.model, [end_at(dry_run.model, site, at) for site in sites])
+
+
+def end_at(model: nn.Module, site: str, at: str) -> str:
+    """Return the path of the module at which the block for a site runs: its first or last part, or the site itself."""
+    return site if at == "replace" else end_of_sequential(model, site, 0 if at == "before" else -1)
 
 
 def first_names(model: nn.Module, names: Iterable[str]) -> list[str]:

@@ -120,10 +120,13 @@ def run_on_meta(module: nn.Module, shape: Sequence[int], context: Sequence[int] 
     return output, counter.get_total_flops() // 2
 
 
-def measure_cost(block: nn.Module, x: FeatureMap, y: FeatureMap, context: Sequence[int] | None) -> Cost:
-    """Return the cost of a block in all calls of its module; raise unless it returns feature maps like ``y``."""
+def measure_cost(block: nn.Module, x: FeatureMap, y: FeatureMap, context: Sequence[int] | None, images: int) -> Cost:
+    """Return the cost of a block for one image, in all calls of its module; raise unless it returns maps like ``y``.
+
+    The batch of a call may differ from the number of images, for example if frames are folded into it.
+    """
     macs = 0
-    for (_, *shape), (_, *expected) in zip(x.shapes, y.shapes, strict=True):
+    for (batch, *shape), (_, *expected) in zip(x.shapes, y.shapes, strict=True):
         try:
             output, count = run_on_meta(block, shape, context)
         except Exception as error:
@@ -131,7 +134,7 @@ def measure_cost(block: nn.Module, x: FeatureMap, y: FeatureMap, context: Sequen
         if [*output.shape[1:]] != expected:
             got = f"{type(block).__name__} returns {tuple(output.shape)} for {(1, *shape)}"
             raise ValueError(f"block must return a feature map of shape {(1, *expected)} at {x.target!r}; {got}")
-        macs += count
+        macs += count * batch // images
     return Cost(sum(p.numel() for p in block.parameters()), macs)
 
 
