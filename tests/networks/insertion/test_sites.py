@@ -379,3 +379,15 @@ def test_an_output_keeps_its_type_and_attributes():
     va.insert_(net, names="0", gate_init=1.0, example_input=x)
     output = net(x)
     assert (type(output), output.size, torch.equal(output["map"], x)) == (kind, 6, False)
+
+
+@pytest.mark.parametrize(("channels_last", "block"), [(False, "LinearAttention2d"), (True, None)])
+def test_a_block_runs_on_a_single_feature_map(channels_last, block):
+    net = Net(lambda net, x: net.part(net.conv(x).movedim(-3, -1) if channels_last else net.conv(x)))
+    net.conv, net.part = nn.Conv2d(3, 8, 1), nn.Identity()
+    x = torch.randn(1, 3, 8, 6)  # as many rows as channels
+    layout = "b h w c" if channels_last else "b c h w"
+    va.insert_(net, block, names="part", num_heads=2, layout=layout, example_input=x)
+    for parameter in va.inserted_blocks(net)["part"].parameters():
+        nn.init.normal_(parameter)
+    torch.testing.assert_close(net(x[0]), net(x)[0])

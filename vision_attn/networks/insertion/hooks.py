@@ -122,6 +122,8 @@ def run_block(module: nn.Module, value: Any, original: nn.Module, path: str | No
         raise SiteError(f"{what} {how} than for the example_input of the insertion. {remedy}")
 
     def run_on(x: Tensor) -> Tensor:
+        if not isinstance(x, Proxy) and x.dim() == layout.count(" ") and "(" not in layout:  # without a batch axis
+            return run_on(x[None])[0]
         if "(" in layout and x.shape[1] != count_prefix(layout) + record.tokens:
             raise grid_error(record, f"{x.shape[1] - count_prefix(layout)} tokens")
         x_map = to_map(x, layout, size)
