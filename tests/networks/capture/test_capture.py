@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from launches import Operations
+from small_networks import Net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -138,6 +139,10 @@ def test_wrong_arguments_are_rejected():
     for query in ((-1, 0), (0, 32)):
         with pytest.raises(ValueError, match=r"in pixels of an image of \(32, 32\)"), va.capture(model, [query]):
             model(x)
+    detector = Net(lambda net, images: [net.body(image[None]) for image in images], body=model)
+    images = [torch.rand(3, 32, 32), torch.rand(3, 32, 64)]
+    with pytest.raises(ValueError, match="images of one size"), va.capture(detector):
+        detector(images)
     with pytest.raises(RuntimeError, match="model itself"), va.capture(model):
         model.forward_features(x)
     for arguments, message in (

@@ -23,7 +23,7 @@ from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 from vision_attn.networks.capture.token_positions import TokenPositions, locate_tokens
 from vision_attn.networks.convert.swap import Swapped, chosen_attention, outer_paths
 from vision_attn.networks.convert.window_layers import PaddedAttention
-from vision_attn.networks.inspection.example import Example
+from vision_attn.networks.inspection.example import Example, float_tensors
 from vision_attn.networks.inspection.network import CONVS, Call, running_calls
 from vision_attn.networks.inspection.selection import Globs, Where, select_inside
 from vision_attn.networks.inspection.wrappers import unwrap_model
@@ -146,6 +146,10 @@ class Recording:
         self.maps.reasons = dict(self.others)
         self.used, self.kwargs, example = 0, kwargs, Example(args, kwargs)
         self.images = example.shape[0]
+        shapes = [tuple(x.shape) for x in float_tensors((args, kwargs)) if x.dim() == example.image.dim()]
+        if example.count and len({*shapes}) > 1:  # the network pads them, so that a map shows more than its image
+            what = f"model must be called with images of one size inside va.capture, got {shorten(map(str, shapes))}"
+            raise ValueError(f"{what}. Call it with one image at a time")
         self.image_size = tuple(example.image.shape[-self.axes :]) if self.axes else example.size
         for point in self.points or ():
             inside = (0 <= at < length for at, length in zip(point, self.image_size, strict=False))
