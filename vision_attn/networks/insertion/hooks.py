@@ -21,6 +21,7 @@ from vision_attn.attention.scopes import scoped_output, scoped_values
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.record import SUBSTITUTE, InsertedBlock, get_record, is_inserted
 from vision_attn.networks.inspection.layout import (
+    apply_to_call,
     apply_to_element,
     count_prefix,
     from_map,
@@ -47,18 +48,6 @@ class Contexts(threading.local):
 
 
 CONTEXTS = Contexts()
-
-
-def run_after(module: nn.Module, args: object, output: object, *, block: nn.Module, path: str | None) -> object:
-    """Run a block on the output of its target, in a forward hook."""
-    return run_block(module, output, block, path)
-
-
-def run_before(module: nn.Module, args: Any, kwargs: dict[str, Any], *, block: nn.Module, path: str | None) -> Any:
-    """Run a block on the input of its target, in a forward pre-hook."""
-    if isinstance(get_record(block).target.element, str):
-        return args, run_block(module, kwargs, block, path)
-    return run_block(module, args, block, path), kwargs
 
 
 def keep_context(module: nn.Module, args: tuple[object, ...], output: object, *, block: nn.Module) -> None:
@@ -109,15 +98,19 @@ def find_block(module: nn.Module, block: nn.Module, path: str | None) -> nn.Modu
     return getattr(module, SUBSTITUTE, (block,))[0]
 
 
-def run_block(module: nn.Module, value: Any, original: nn.Module, path: str | None) -> Any:
-    """Return the value with the block applied to the feature map in it. A replica has the hooks of the original."""
-    if (block := find_block(module, original, path)) is None:
-        raise missing_block_error(get_record(original), "replaced")
-    record, context = get_record(block), find_context(block, original)
+def run_block(module: nn.Module, args: Any, value: Any, *, block: nn.Module, path: str | None) -> Any:
+    """Run a block on the output of its target in a forward hook, or on an argument of the target in a pre-hook.
+
+    ``value`` is the output, or the keyword arguments. A replica has the hooks of the original.
+    """
+    if (running := find_block(module, block, path)) is None:
+        raise missing_block_error(get_record(block), "replaced")
+    record, context = get_record(running), find_context(running, block)
     layout, size, element = record.target.layout, record.map_size, record.target.element
-    if not has_element(value, element):
+    before = record.target.at == "before"
+    if not has_element(args if before and not isinstance(element, str) else value, element):
         what = f"the block at {record.site!r} does not find its feature map: the module there"
-        how = "was called with other arguments" if record.target.at == "before" else "returned another value"
+        how = "was called with other arguments" if before else "returned another value"
         remedy = "Insert the block with an example of this call"
         raise SiteError(f"{what} {how} than for the example_input of the insertion. {remedy}")
 
@@ -128,15 +121,15 @@ def run_block(module: nn.Module, value: Any, original: nn.Module, path: str | No
             raise grid_error(record, f"{x.shape[1] - count_prefix(layout)} tokens")
         x_map = to_map(x, layout, size)
         if isinstance(x_map, Proxy):  # A traced graph contains the block as one node.
-            path = x_map.tracer.path_of_module(block)
-            return from_map(x, x_map.tracer.create_proxy("call_module", path, (x_map,), context), layout)
+            node = x_map.tracer.path_of_module(running)
+            return from_map(x, x_map.tracer.create_proxy("call_module", node, (x_map,), context), layout)
         if x.is_quantized:
             what = f"the block at {record.site!r} cannot process a quantized tensor ({x.dtype})"
             raise SiteError(f"{what}. Quantize before va.insert_, and dequantize the feature map in front of the block")
-        y = block(x_map, **context)
-        return from_map(x, y if isinstance(block, GatedResidual) else scoped_output(block, x_map, y), layout)
+        y = running(x_map, **context)
+        return from_map(x, y if isinstance(running, GatedResidual) else scoped_output(running, x_map, y), layout)
 
-    return apply_to_element(value, element, run_on)
+    return apply_to_call(args, value, () if before else (value,), element, run_on)
 
 
 def still_runs(module: nn.Module, block: nn.Module, found: nn.Module | None) -> bool:
@@ -148,7 +141,7 @@ def still_runs(module: nn.Module, block: nn.Module, found: nn.Module | None) -> 
         found: the module at the path of the block.
     """
     for part in module.modules():
-        for hook in our_hooks(part, RUNNERS):
+        for hook in our_hooks(part, (run_block,)):
             path = hook.keywords["path"]
             runs = found if path is None or part is module else find_module(part, path)
             if hook.keywords["block"] is block and runs is not None:
@@ -222,10 +215,8 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, NORMS) or "Norm" in type(module).__name__
 
 
-#: Hooks that run a block.
-RUNNERS = (run_after, run_before)
 #: Hooks of a block.
-HOOKS = (*RUNNERS, keep_context, drop_context, check_block, check_grid)
+HOOKS = (run_block, keep_context, drop_context, check_block, check_grid)
 
 # --- hooks of a module ------------------------------------------------------------------------------------------------
 
@@ -282,28 +273,29 @@ def hook_(model: nn.Module, block: nn.Module) -> None:
 
 def run_at_(module: nn.Module, block: nn.Module, path: str | None) -> None:
     """Register the hook that runs a block, before older hooks, so that feature taps receive the block's output."""
+    hook = partial(run_block, block=block, path=path)
     if get_record(block).target.at == "before":
-        module.register_forward_pre_hook(partial(run_before, block=block, path=path), with_kwargs=True, prepend=True)
+        module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
     else:
-        module.register_forward_hook(partial(run_after, block=block, path=path), prepend=True)
+        module.register_forward_hook(hook, prepend=True)
 
 
 def unhook_(module: nn.Module, blocks: Collection[nn.Module]) -> None:
     """Remove the hooks of some blocks from a module."""
-    if any(hook.keywords["block"] in blocks for hook in our_hooks(module, RUNNERS)):
+    if any(hook.keywords["block"] in blocks for hook in our_hooks(module, (run_block,))):
         vars(module).pop(SUBSTITUTE, None)
     remove_hooks_(module, lambda hook: hook.func in HOOKS and hook.keywords["block"] in blocks)
 
 
 def block_at(module: nn.Module) -> nn.Module | None:
     """Return the block that runs at a module, or None."""
-    hook = next(our_hooks(module, RUNNERS), None)
+    hook = next(our_hooks(module, (run_block,)), None)
     return None if hook is None else find_block(module, **hook.keywords)
 
 
 def context_path(network: nn.Module, site: str) -> str | None:
     """Return the path of the module that gives the second feature map of the block at a site; None if there is none."""
-    blocks = {hook.keywords["block"] for hook in our_hooks(network.get_submodule(site), RUNNERS)}
+    blocks = {hook.keywords["block"] for hook in our_hooks(network.get_submodule(site), (run_block,))}
     for path, module in network.named_modules():
         if any(hook.keywords["block"] in blocks for hook in our_hooks(module, (keep_context,))):
             return path

@@ -122,7 +122,7 @@ def run_with(
     If ``copies`` is given, these blocks return a copy of their input, and the other blocks return the input.
 
     Returns:
-        The output of the network, and the inputs of the blocks with their versions.
+        The output of the network and, in training mode, the inputs of the blocks with their versions.
 
     Raises:
         SiteError: the network does not run, or does not call a block as often as the module at its site.
@@ -131,7 +131,8 @@ def run_with(
 
     def replace_output(block: nn.Module, args: tuple[Tensor, ...], kwargs: Any, output: Tensor) -> Tensor:
         calls.append(block)
-        maps.append((args[0], get_version(args[0])))
+        if training:
+            maps.append((args[0], get_version(args[0])))
         if copies is None:
             return output
         return args[0].clone() if block in copies else args[0]

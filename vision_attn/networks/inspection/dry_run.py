@@ -26,7 +26,7 @@ from vision_attn.networks.inspection.layout import (
     Element,
     FeatureMap,
     TensorSpec,
-    apply_to_element,
+    apply_to_call,
     count_prefix,
     map_shape,
     token_grid,
@@ -263,11 +263,7 @@ def track_gradient(
         tensors.append(x * 1 if x.requires_grad else x.detach().clone().requires_grad_())
         return tensors[-1] * 1  # The network may change this copy in place.
 
-    if output:
-        return apply_to_element(output[0], element, keep)
-    if isinstance(element, str):
-        return args, apply_to_element(kwargs, element, keep)
-    return apply_to_element(args, element, keep), kwargs
+    return apply_to_call(args, kwargs, output, element, keep)
 
 
 def is_used(feature_map: FeatureMap, gradient: Tensor | None) -> bool:

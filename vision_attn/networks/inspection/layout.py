@@ -4,7 +4,7 @@ Layouts are ``"b c h w"``, ``"b h w c"``, and tokens such as ``"b (1 + h w) c"``
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple, Self
 
@@ -117,3 +117,12 @@ def apply_to_element(value: Any, element: Element, function: Callable[[Any], Any
         return changed
     items = [function(item) if index == element else item for index, item in enumerate(value)]
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def apply_to_call(args: Any, kwargs: Any, output: Sequence[Any], element: Element, function: Callable[..., Any]) -> Any:
+    """Apply a function to an element of the output of a module, or, without an output, of its arguments, for a hook."""
+    if output:
+        return apply_to_element(output[0], element, function)
+    if isinstance(element, str):
+        return args, apply_to_element(kwargs, element, function)
+    return apply_to_element(args, element, function), kwargs

@@ -93,8 +93,9 @@ class CifarResNet(StagedNetwork):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    def stem(self, x: Tensor) -> Tensor:
-        return self.relu(self.bn1(self.conv1(x)))
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Return features ``(b, 64, h / 4, w / 4)`` of images ``(b, in_chans, h, w)``."""
+        return super().forward_features(self.relu(self.bn1(self.conv1(x))))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
         """Return regular expressions on parameter names, which timm uses to group layers."""

@@ -19,8 +19,8 @@ Model = TypeVar("Model", bound=nn.Module)
 class StagedNetwork(nn.Module):
     """Stages, global pooling and a linear classifier, with the interface of timm's networks.
 
-    A subclass creates the stages that ``feature_info`` names, and then the head with :meth:`add_head`. It can override
-    :meth:`stem` for layers before the stages.
+    A subclass creates the stages that ``feature_info`` names, and then the head with :meth:`add_head`. It overrides
+    :meth:`forward_features` if it has layers before the stages.
     """
 
     #: name of the classifier, which must match the checkpoints of the network
@@ -49,10 +49,6 @@ class StagedNetwork(nn.Module):
         self.head_drop: nn.Dropout = nn.Dropout(drop_rate)
         self.reset_classifier(num_classes, global_pool)
 
-    def stem(self, x: Tensor) -> Tensor:
-        """Run the layers before the stages."""
-        return x
-
     def get_classifier(self) -> nn.Module:
         """Return the classifier; an identity if there is none."""
         return self.get_submodule(self.classifier_name)
@@ -74,7 +70,6 @@ class StagedNetwork(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Return features ``(b, num_features, h, w)`` of images ``(b, in_chans, h, w)``."""
-        x = self.stem(x)
         for entry in self.feature_info:
             stage = self.get_submodule(entry["module"])
             x = checkpoint_seq([stage], x) if self.grad_checkpointing else stage(x)
