@@ -53,6 +53,8 @@ def test_a_missing_map_from_outside_is_named():
     with pytest.raises(va.errors.SiteError, match=r"'layer3.1' requires a context\. .*va\.context"):
         model(IMAGE)
     va.remove_(model)
+    with pytest.raises(TypeError, match=r"features must be a tensor .* got list"):
+        va.context(model, [IMAGE])
     with pytest.raises(ValueError, match="no block that requires a context"):
         va.context(model, torch.randn(2, 16, 7, 1))
 

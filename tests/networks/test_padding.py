@@ -247,6 +247,8 @@ def test_wrong_arguments_are_rejected():
         ([(64, 97), (64, 96)], r"at most image_size=\(64, 96\)"),
         ([(64, -1), (64, 96)], r"one size for each image, .*got \[\(64, -1\)"),
         ([(64,), (64,)], "one size for each image"),
+        ([64, 96], "valid must be a list of sizes, got int"),
+        (torch.tensor([(64, 96), (64, 64)]), r"sizes with valid\.tolist\(\)"),
         ([(64, 96)], "got 1 for a batch of 2"),
         (torch.ones(2, 1, 64, 96) > 0, r"\(4, 6\) is not one of images of \(1, 64, 96\)"),
         (torch.ones(2, 96, 64) > 0, r"\(4, 6\) is not one of images of \(96, 64\)"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.scopes import DependsOnPass, scope
+from vision_attn.checks import as_list
 from vision_attn.networks.insertion.second_map import blocks_with_context
 from vision_attn.networks.inspection.example import Example
 from vision_attn.networks.inspection.network import running_calls
@@ -58,9 +59,10 @@ def padded(
         what = "blocks on feature maps, and no swapped attention. Pass the part with these blocks, such as the backbone"
         raise ValueError(f"model must have {what}")
     if isinstance(valid, Tensor) and valid.dtype != torch.bool:
-        got = f"{valid.dtype}. Convert it with valid.bool()"
+        got = f"{valid.dtype}. Convert a mask with valid.bool(), and sizes with valid.tolist()"
         raise ValueError(f"valid must be bool (True = pixel of an image), got {got}")
-    pixels = ValidPixels(network, valid if isinstance(valid, Tensor) else [*map(tuple, valid)], image_size)
+    sizes = valid if isinstance(valid, Tensor) else [tuple(as_list("valid", size, "a list of sizes")) for size in valid]
+    pixels = ValidPixels(network, sizes, image_size)
     values: dict[nn.Module, ValidPixels] = dict.fromkeys(blocks, pixels)
     for block in blocks_with_context(network):  # features from outside are not part of the images
         values |= dict.fromkeys(block.modules(), replace(pixels, in_context=False))

@@ -127,6 +127,7 @@ WRONG_OPTIONS = [
     ({"names": ["layer1", "layer2"], "num_heads": 128}, r"'layer1\.1' cannot be built for 8 channels: num_heads"),
     ({"block": lambda channels, **_: nn.Conv2d(8, 5, 1), "stages": 1}, r"\(1, 8.* at 'layer1.1'; Conv2d .*\(1, 5, 16"),
     ({"stages": 1, "block": lambda channels, **_: None}, "block"),
+    ({"stages": 1, "block": lambda _: Net(lambda net, x: (x, x))}, "return a feature map at .*got tuple from Net"),
     ({"stages": 1, "names": "fc"}, "exactly one of stages, names and where, got stages and names"),
     ({"names": []}, "names"),
     ({"names": 5}, "names"),

@@ -71,7 +71,6 @@ class Attention(ConfigurableImpl):
     ) -> None:
         arguments = SimpleNamespace(**locals())
         super().__init__()
-        self.check_impl(impl)
         config = check_arguments(arguments, resolve_pattern(pattern).expand_to_rank(self.rank))
         for name in OPTIONS:
             setattr(self, name, getattr(config, name))

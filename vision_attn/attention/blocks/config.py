@@ -51,6 +51,7 @@ class ConfigurableImpl(Configurable):
 
     @impl.setter
     def impl(self, impl: str) -> None:
+        self.check_impl(impl)
         self._impl = impl
 
     def check_impl(self, impl: str) -> None:

@@ -151,7 +151,6 @@ class LinearAttention2d(ConfigurableImpl):
     ) -> None:
         super().__init__()
         check_divides("num_heads", num_heads, "channels", channels)
-        self.check_impl(impl)
         check_bool(qkv_bias=qkv_bias)
         check_choice("feature_map", feature_map, FEATURE_MAPS)
         self.channels = channels

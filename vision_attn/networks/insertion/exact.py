@@ -103,7 +103,7 @@ def init_identity_(
 
     Raises:
         SiteError: the output contains NaN or infinity.
-        ValueError: the block does not run on the feature map.
+        ValueError: the block does not run on the feature map, or returns no tensor.
     """
     with quiet_eval(block), fixed_seed(block):
         # The values span several orders of magnitude, because halving is not always exact in half precision.
@@ -114,6 +114,9 @@ def init_identity_(
             run = IdentityInitRun(block, x)
         except Exception as error:
             raise feature_map_error(block, site, shape[1:], error) from error
+        if not isinstance(run.y, Tensor):
+            what = f"block must return a feature map at {site!r}"
+            raise ValueError(f"{what}, got {type(run.y).__name__} from {type(block).__name__}")
         if not run.y.isfinite().all():
             what = f"{type(block).__name__} returns NaN or infinity for the {'×'.join(map(str, shape[2:]))} feature map"
             raise SiteError(f"{what} at {site!r}. Choose a site with a larger feature map")

@@ -28,6 +28,7 @@ def context(model: nn.Module, features: Tensor) -> AbstractContextManager[None]:
 
     Raises:
         ValueError: no block requires a context from outside.
+        TypeError: the features are no tensor.
 
     >>> import torch
     >>> from vision_attn.networks.insertion import insert_
@@ -37,6 +38,8 @@ def context(model: nn.Module, features: Tensor) -> AbstractContextManager[None]:
     ...     model(torch.randn(1, 3, 16, 16)).shape
     torch.Size([1, 8, 14, 14])
     """
+    if not isinstance(features, Tensor):
+        raise TypeError(f"features must be a tensor (b, c, h, w), got {type(features).__name__}")
     blocks = blocks_with_context(model)
     if not blocks:
         remedy = "Insert one with va.insert_(…, context_channels=…)"
