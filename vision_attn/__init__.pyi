@@ -2,8 +2,6 @@ from . import blocks as blocks, convert as convert, errors as errors, implementa
 from .attention.blocks import (
     Attention2d as Attention2d,
     AttentionBlock2d as AttentionBlock2d,
-    set_impl_ as set_impl_,
-    use_impl as use_impl,
 )
 from .attention.patterns import (
     Grid as Grid,
@@ -40,6 +38,7 @@ from .networks.finetuning import (
     parameter_groups as parameter_groups,
     unfreeze_backbone_ as unfreeze_backbone_,
 )
+from .networks.impl_choice import set_impl_ as set_impl_, use_impl as use_impl
 from .networks.insertion import (
     insert_ as insert_,
     inserted_blocks as inserted_blocks,

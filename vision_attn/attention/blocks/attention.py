@@ -1,9 +1,6 @@
 """``Attention1d``, ``Attention2d`` and ``Attention3d``: multi-head attention on feature maps."""
 
-from torch import nn
-
 from vision_attn.attention.blocks.attention_nd import Attention
-from vision_attn.attention.blocks.config import blocks_with_impl
 
 
 class Attention1d(Attention):
@@ -102,12 +99,3 @@ class Attention3d(Attention):
     """
 
     rank = 3
-
-
-def attention_modules(model: nn.Module) -> dict[str, Attention]:
-    """Return all :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` modules of a model by path.
-
-    >>> list(attention_modules(nn.ModuleDict({"a": Attention2d(8), "b": nn.ReLU()})))
-    ['a']
-    """
-    return {name: block for name, block in blocks_with_impl(model).items() if isinstance(block, Attention)}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks import Attention, attention_modules
+from vision_attn.attention.blocks import Attention
 from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.padding import can_show
@@ -23,6 +23,7 @@ from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 from vision_attn.networks.capture.token_positions import TokenPositions, locate_tokens
 from vision_attn.networks.convert.swap import Swapped, chosen_attention, outer_paths
 from vision_attn.networks.convert.window_layers import PaddedAttention
+from vision_attn.networks.impl_choice import attention_modules
 from vision_attn.networks.inspection.example import Example, float_tensors
 from vision_attn.networks.inspection.network import CONVS, Call, running_calls
 from vision_attn.networks.inspection.selection import Globs, Where, select_inside

@@ -28,8 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks import use_impl
-from vision_attn.attention.blocks.config import blocks_with_impl
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.block_factories import BLOCKS, TIMM_BLOCKS, BlockFactory, get_block_factory, make_block
 from vision_attn.networks.checkpoints.option_code import (
@@ -42,6 +40,7 @@ from vision_attn.networks.checkpoints.option_code import (
     from_code,
     to_code,
 )
+from vision_attn.networks.impl_choice import blocks_with_impl, use_impl
 from vision_attn.networks.insertion import registry
 from vision_attn.networks.insertion.build import replacement_options
 from vision_attn.networks.insertion.exact import ExactBlock

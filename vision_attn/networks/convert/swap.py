@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.attention.blocks import Attention
-from vision_attn.attention.blocks.config import is_attention
 from vision_attn.attention.scopes import ORIGINAL, scoped_values
 from vision_attn.errors import SiteError
 from vision_attn.networks.convert.conversion import (
@@ -33,6 +32,7 @@ from vision_attn.networks.convert.conversion import (
     to_parameters,
 )
 from vision_attn.networks.convert.equivalence import check_equivalence, check_source, class_path, is_hooked
+from vision_attn.networks.impl_choice import is_attention
 from vision_attn.networks.insertion.registry import replaced_modules
 from vision_attn.networks.inspection.network import hook_dicts
 from vision_attn.networks.inspection.selection import Globs, Where, ancestor_paths, select_inside

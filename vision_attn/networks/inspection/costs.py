@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
-from vision_attn.attention.blocks import attention_modules
-from vision_attn.attention.blocks.config import blocks_for_impl
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
 from vision_attn.networks.block_factories import describe_error
+from vision_attn.networks.impl_choice import attention_modules, blocks_for_impl
 from vision_attn.networks.inspection.layout import FeatureMap
 from vision_attn.networks.inspection.network import quiet_eval
 

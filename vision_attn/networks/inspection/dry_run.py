@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks.config import blocks_with_impl
 from vision_attn.attention.graphs import is_symbolic
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
+from vision_attn.networks.impl_choice import blocks_with_impl
 from vision_attn.networks.inspection.costs import Cost, count_flops
 from vision_attn.networks.inspection.example import make_example, tree_leaves, tree_map_only
 from vision_attn.networks.inspection.layout import (
