@@ -55,16 +55,16 @@ def capture(
     reduction: str | None = None,
     allow_large: bool = False,
 ) -> Iterator[AttentionMaps]:
-    """Record the attention maps of every forward pass inside a ``with`` block.
+    """Record the attention maps of the last forward pass inside a ``with`` block.
 
     The weights of the selected queries are computed in at least float32 from the inputs of the attention kernel:
     queries and keys, position encodings, masks and windows. The output of the network does not change, and every
     implementation is supported, including fused kernels. Memory grows with ``heads · queries · tokens`` per image and
     module.
 
-    Only forward passes in the thread or task that entered the ``with`` block are recorded, not those of threads that
-    are started inside it. Until it ends, the model has forward hooks, which have no effect in other threads and copies:
-    other threads can run the model at the same time. A compiled model runs in eager mode inside the ``with`` block.
+    Each forward pass replaces the maps of the pass before. Only forward passes in the thread or task that entered the
+    ``with`` block are recorded, not those of threads that are started inside it. Nothing is stored on the model: other
+    threads can run it at the same time. A compiled model runs in eager mode inside the ``with`` block.
 
     Args:
         model: a network with :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d` modules.
