@@ -29,7 +29,7 @@ def check_above(limit: float, kind: Any = Real, **values: Any) -> None:
     """
     word = "an integer" if kind is Integral else "a number"
     for name, value in values.items():
-        if value is not None and not (isinstance(value, kind) and value > limit):
+        if value is not None and not (isinstance(value, kind) and value > limit and not isinstance(value, bool)):
             raise ValueError(f"{name} must be {word} above {limit:g}, got {value!r}")
 
 

@@ -451,6 +451,7 @@ INVALID = [
     (va.blocks.AugmentedConv2d, {"num_heads": 0}, "num_heads must be an integer above 0, got 0"),
     (va.blocks.StridedAttention2d, {"stride": 1.5}, "stride must be an integer above 0, got 1.5"),
     (va.blocks.LinearAttention2d, {"num_heads": 2.0}, "num_heads must be an integer above 0, got 2.0"),
+    (va.Attention2d, {"num_heads": True}, "num_heads must be an integer above 0, got True"),
     (va.blocks.LinearAttention2d, {"qkv_bias": "no"}, "qkv_bias must be True or False, got 'no'"),
     (va.blocks.TransformerBlock2d, {"mlp_ratio": 0}, "mlp_ratio must be a number above 0, got 0"),
     (va.blocks.TransformerBlock2d, {"norm_first": "no"}, "norm_first must be True or False, got 'no'"),

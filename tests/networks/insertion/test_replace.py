@@ -113,12 +113,13 @@ SCALE = Net(lambda net, x, scale: x * scale)
 WRAPPED = checkpoint_wrapper(nn.Conv2d(3, 3, 3, padding=1, device="meta"))
 #: A network, names of modules, and the message of the error.
 NOT_REPLACED = [
-    (resnet18, "layer2", r"Sequential returns \(1, 128, 28, 28\)"),
+    (resnet18, "layer2", r"Sequential returns 'b c h w' of shape \(1, 128, 28, 28\)"),
     (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a feature map"),
     (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' cannot be replaced: .* another selected module"),
     (lambda: Scaled(SCALE), "0", "'0' cannot be replaced: .*unexpected keyword argument 'scale'"),
     (lambda: Scaled(SCALE, nn.Identity()), "0", "'0' .*: it receives 2 tensors"),
     (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # The feature map is in a list.
+    (lambda: timm.create_model("test_vit"), "blocks.3.attn", r"Attention returns 'b \(1 \+ h w\) c' of shape"),
     (lambda: nn.Sequential(WRAPPED), "0", "'0' .*wraps this layer. Call va.replace_ before"),
     (lambda: nn.Sequential(WRAPPED), "0._checkpoint_wrapped_module", "wraps this layer. Call va.replace_ before"),
 ]

@@ -210,8 +210,9 @@ def replace_(
             raise SiteError(f"{what}. Call va.replace_ before wrapping it")
         plain = x.element == 0 and y.element is None and x.layout.startswith("b c") and y.layout.startswith("b c")
         if not plain or not (isinstance(old, nn.Conv2d) or x.shape == y.shape):
-            what = f"{site!r} cannot be replaced: {type(old).__name__} returns {y.shape} for {x.shape}"
-            raise SiteError(f"{what}. Choose a Conv2d, or a module whose output has the shape of its input")
+            got = f"{type(old).__name__} returns {y.layout!r} of shape {y.shape} for {x.layout!r} of shape {x.shape}"
+            remedy = "Choose a Conv2d, or a module with one input and output 'b c h w' of the same shape"
+            raise SiteError(f"{site!r} cannot be replaced: {got}. {remedy}")
         if block is None and (count := len(run.calls[site][0]["before"])) > 1:
             what = f"{site!r} cannot be replaced: it receives {count} tensors, and the block only a feature map"
             raise SiteError(f"{what}. Pass a block that accepts them, or choose another module")
