@@ -377,6 +377,7 @@ NOT_SAVED = [
     ({"num_heads": 2}, lambda model: model.to("meta"), "model has tensors without values"),
     ({"block": lambda channels, **how: va.AttentionBlock2d(channels, 4)}, nn.Module.eval, "Block2d at .*function"),
     ({"block": AttentionBlock2d, "num_heads": 3}, nn.Module.eval, "^the AttentionBlock2d at .* built by a function"),
+    ({"block": type("AttentionBlock2d", (va.AttentionBlock2d,), {})}, nn.Module.eval, "another class of this name"),
     ({"block": "cbam"}, normalized(NORMS[0], "fc1"), "cbam at 'layer3.0' .*parametrization"),
     *(({}, normalized(norm, "proj"), r"'layer3.0' .*attn\.proj\..* remove parametrizations") for norm in NORMS),
 ]
@@ -393,6 +394,32 @@ def test_blocks_that_cannot_be_saved_are_rejected_by_name(options, change, messa
     with pytest.raises(ValueError, match=message):
         va.save_adapter(model, tmp_path / "adapter.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+class Attend(nn.Module):
+    """A custom block with an option that the shapes of its weights do not reveal."""
+
+    def __init__(self, channels, heads=1):
+        super().__init__()
+        self.attn = va.Attention2d(channels, heads)
+
+    def forward(self, x):
+        return x + self.attn(x)
+
+
+def test_custom_blocks_with_another_configuration_are_rejected(tmp_path):
+    model, other, make = small_network(), small_network(), partial(Attend, heads=4)
+    va.insert_(model, make, names="layer3.0", example_input=IMAGES)
+    train(model)
+    path = va.save_adapter(model, tmp_path / "adapter.safetensors")
+    assert_rejected(
+        r"layer3\.0\.inserted.*: num_heads=4 in the checkpoint, 1 in the model.* block=", path, block=Attend
+    )
+    va.load_adapter_(other, path, block=make)
+    assert torch.equal(other(x := torch.randn(IMAGES)), model(x))
+    va.insert_(model, Attend, names="layer2.0", example_input=IMAGES)
+    with pytest.raises(ValueError, match=r"Attend at 'layer3\.0' cannot be saved: .* configured differently"):
+        va.save_adapter(model, path)
 
 
 def checkpoint_layer(model):

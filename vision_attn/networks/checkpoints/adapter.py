@@ -13,6 +13,7 @@ from vision_attn.networks.checkpoints import file_format
 from vision_attn.networks.checkpoints.file_format import BlockClasses, Saved, fingerprint, gather
 from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import copy_all_, refuse_read_only, refuse_without_values
+from vision_attn.networks.checkpoints.option_code import compare_arguments, get_arguments
 from vision_attn.networks.insertion import InsertionReport, remove_
 from vision_attn.networks.insertion.registry import graph_blocks, inserted_blocks, inserted_keys, records
 from vision_attn.networks.inspection.example import tree_leaves
@@ -94,7 +95,8 @@ def save_adapter(
     extra = select_keys("also", also, model, [key for key in state if key not in block_keys])
     tensors = {key: gather(state[key]) for key in state if key in block_keys or key in extra}
     base = fingerprint_network(state, exclude=block_keys | extra)
-    saved = Saved(tensors, blocks, base, tuple(sorted(extra)), metadata=dict(metadata or {}))
+    arguments = get_arguments(model.state_dict())
+    saved = Saved(tensors, blocks, base, tuple(sorted(extra)), arguments, metadata=dict(metadata or {}))
     file_format.write_saved(Path(file), saved)
     return Path(file)
 
@@ -150,6 +152,9 @@ def load_adapter_(
         shapes = {(key, state[key].shape) for key in inserted_keys(model)}
         if wrong := shapes ^ {(key, value.shape) for key, value in adapter.tensors.items() if key not in adapter.also}:
             raise CheckpointError(f"created and saved blocks differ in {shorten(sorted(dict(wrong)))}")
+        if different := compare_arguments(get_arguments(model.state_dict()), adapter.arguments):
+            remedy = "Pass the class or function that built custom blocks as block="
+            raise CheckpointError(f"blocks are configured differently: {'; '.join(different)}. {remedy}")
         refuse_read_only({key: state[key] for key in adapter.tensors})
         report = InsertionReport(records(model), "loaded")
     except BaseException as error:

@@ -6,7 +6,7 @@ A network or adapter is one ``.safetensors`` file. Its metadata has one entry, `
 format     version of the format
 library    version of the library that wrote the file
 blocks     a record of each inserted block: its site, its class, and its options as code
-arguments  for a network, the arguments of all attention blocks, inserted or not: ``{path: {argument: code}}``
+arguments  the arguments of all attention blocks of the network, inserted or not: ``{path: {argument: code}}``
 base       for an adapter, the fingerprint of its network: ``{name: [shape, dtype, hash]}``; for a network, null
 also       for an adapter, the names of tensors that replace tensors of the network
 metadata   additional plain values
@@ -38,6 +38,7 @@ from vision_attn.networks.checkpoints.option_code import (
     check_saved_arguments,
     class_names,
     from_code,
+    get_arguments,
     to_code,
 )
 from vision_attn.networks.impl_choice import blocks_with_impl, use_impl
@@ -210,8 +211,14 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
         ValueError: a block differs from a block that is built from its class and options.
     """
     blocks, records = registry.inserted_blocks(model), registry.records(model)
+    built = dict[object, Arguments]()  # arguments of attention in custom blocks, by the arguments of their class
     for record in records:
-        reason = explain_change(record, blocks[record.site]) if record.block in (*BLOCKS, *TIMM_BLOCKS) else ""
+        block = blocks[record.site]
+        given = record.block, record.channels, repr([record.options, replacement_options(original_module(block))])
+        arguments = get_arguments(unwrap_block(block).state_dict())
+        same = built.setdefault(given, arguments) == arguments
+        reason = "" if same else "is configured differently from another block of this class with these options"
+        reason = explain_change(record, block) if record.block in (*BLOCKS, *TIMM_BLOCKS) else reason
         if record.second and context_path(model, record.site) is None:
             reason = "reads a module outside this part of the network. Save the network that contains both"
         if reason:
@@ -233,7 +240,7 @@ def explain_change(record: InsertedBlock, block: nn.Module) -> str:
         return ""
     keys = f" (keys: {shorten(added)})" if added else ""
     remedy = "Pass the class of the block and its options to va.insert_, and remove parametrizations and adapters first"
-    return f"was built by a function, or changed after it was built{keys}. {remedy}"
+    return f"was built by a function or another class of this name, or changed after it was built{keys}. {remedy}"
 
 
 def unwrap_block(block: nn.Module) -> nn.Module:
@@ -242,11 +249,12 @@ def unwrap_block(block: nn.Module) -> nn.Module:
     return inner.block if isinstance(inner, ExactBlock) else inner
 
 
-def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:
+def describe_modules(block: nn.Module) -> dict[str, tuple[type, str]]:
     """Return class and options of each module of a block, independent of compilation and sharding."""
     with use_impl(block, "bmm") if blocks_with_impl(block) else nullcontext():
         modules = [(unwrap_key(path), module) for path, module in block.named_modules()]
-        return {path: (type(x).__name__.removeprefix("FSDP"), x.extra_repr()) for path, x in modules}
+        kinds = [next(kind for kind in type(x).__mro__ if not kind.__name__.startswith("FSDP")) for _, x in modules]
+        return {path: (kind, x.extra_repr()) for kind, (path, x) in zip(kinds, modules, strict=True)}
 
 
 def foreign_classes(model: nn.Module) -> dict[str, Callable[..., Any]]:

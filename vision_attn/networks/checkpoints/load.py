@@ -162,9 +162,7 @@ class Target:
     def __init__(self, model: nn.Module, skip: str | Iterable[str] = ()) -> None:
         model = self.model = checked_network(model)
         state_dict, removed = model.state_dict(), replaced_tensors(model)
-        self.arguments: dict[str, Mapping[str, str]] = {
-            unwrap_key(path): arguments for path, arguments in get_arguments(state_dict).items()
-        }
+        self.arguments: Arguments = get_arguments(state_dict)
         #: tensors of the model
         self.state: dict[str, Any] = {unwrap_key(key): value for key, value in state_dict.items()}
         #: tensors of the model, and of the modules that were replaced by ``replace_``

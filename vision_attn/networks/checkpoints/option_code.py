@@ -13,6 +13,7 @@ from typing import Any
 from vision_attn.attention.blocks.config import CONFIG_KEY
 from vision_attn.attention.patterns import Grid, Halo, Neighborhood, Pattern, Window
 from vision_attn.attention.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope, SinCos
+from vision_attn.networks.inspection.wrappers import unwrap_key
 from vision_attn.networks.safe.pickled import METADATA
 
 PATTERNS = (Window, Grid, Halo, Neighborhood, Pattern)
@@ -93,14 +94,15 @@ def eval_node(node: ast.expr, classes: Classes) -> Any:
 
 
 def get_arguments(state: object) -> Arguments:
-    """Return the arguments of the attention blocks in a state dict, by path.
+    """Return the arguments of the attention blocks in a state dict, by path in the network without wrappers.
 
     >>> from vision_attn.attention.blocks import Attention2d
     >>> get_arguments(Attention2d(8, 2, pattern=Window(7)).state_dict())
     {'': {'num_heads': '2', 'pattern': 'Window(size=7, shift=0)'}}
     """
     metadata = getattr(state, METADATA, None) or {}
-    return check_saved_arguments({path: entry[CONFIG_KEY] for path, entry in metadata.items() if CONFIG_KEY in entry})
+    found = {unwrap_key(path): entry[CONFIG_KEY] for path, entry in metadata.items() if CONFIG_KEY in entry}
+    return check_saved_arguments(found)
 
 
 def check_saved_arguments(arguments: Any) -> Arguments:
