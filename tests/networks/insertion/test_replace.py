@@ -1,5 +1,6 @@
 """Attention in place of modules of a backbone: shapes, state-dict keys, and restoring the modules."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -83,6 +84,18 @@ def test_restored_modules_have_the_dtype_and_mode_of_the_model():
     va.remove_(model.eval())
     assert not model.layer3[2].conv2.training
     assert model(x).dtype == torch.float64
+
+
+def test_a_restored_module_that_was_not_saved_is_reported_until_its_weights_are_loaded(tmp_path):
+    model = timm.create_model("test_resnet", num_classes=5)
+    torch.save(model.state_dict(), tmp_path / "net.pth")
+    va.replace_(model, names="layer3.0.conv2", num_heads=2)
+    loaded = va.load_model(va.save_model(model, tmp_path / "net", model_args={"num_classes": 5}))
+    with pytest.warns(UserWarning, match=r"save 'layer3\.0\.conv2', so .* random weights"):
+        va.remove_(copy.deepcopy(loaded))
+    va.load_checkpoint_(loaded, tmp_path / "net.pth")
+    va.remove_(loaded)
+    assert_same(loaded.state_dict(), torch.load(tmp_path / "net.pth"))
 
 
 def test_blocks_are_inserted_after_replaced_modules():

@@ -37,7 +37,8 @@ from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import Target, load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.insertion import remove_
-from vision_attn.networks.insertion.registry import inserted_blocks, records
+from vision_attn.networks.insertion.record import RANDOM
+from vision_attn.networks.insertion.registry import inserted_blocks, records, replaced_modules
 from vision_attn.networks.insertion.second_map import random_contexts
 from vision_attn.networks.inspection.example import float_tensors, make_example, tree_leaves
 from vision_attn.networks.inspection.network import quiet_eval
@@ -82,7 +83,7 @@ def save_model(
     ``model.safetensors`` and ``config.json`` are replaced, each atomically, and ``README.md`` is added if it does not
     exist. Other files do not change. If the process is killed, or several processes save to the same folder,
     :func:`load_model` returns one of the saved networks. Modules that were replaced by ``replace_`` are not saved, so
-    ``remove_`` cannot restore them in a loaded network.
+    ``remove_`` cannot restore their weights in a loaded network, and issues a warning.
 
     A network whose output is not finite cannot be compared and is saved with a warning.
 
@@ -253,6 +254,8 @@ def load_model(
         if tensor.is_floating_point() and weights[key].is_floating_point():
             tensor.data = tensor.data.to(weights[key].dtype)
     load_file_(Target(model), file)
+    for old in replaced_modules(model).values():
+        vars(old)[RANDOM] = True
     classes = config.get("label_names")
     transform = create_eval_transform(model) if getattr(model, "pretrained_cfg", None) else None
     for name, value in {"classes": tuple(classes) if classes else None, "transform": transform}.items():

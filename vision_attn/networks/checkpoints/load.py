@@ -22,6 +22,7 @@ from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, fin
 from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
 from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
 from vision_attn.networks.insertion.hooks import checked_network
+from vision_attn.networks.insertion.record import RANDOM
 from vision_attn.networks.insertion.registry import keys_by_site, replaced_modules
 from vision_attn.networks.inspection.selection import match_keys
 from vision_attn.networks.inspection.wrappers import unwrap_key, unwrap_model
@@ -124,6 +125,8 @@ def load_file_(
     # The only references to the tensors of the file are in the list.
     del file, tensors, saved, converted, attempts
     copy_all_(values)
+    for old in replaced_modules(target.model).values() if report.replaced else ():
+        vars(old).pop(RANDOM, None)
     return report
 
 

@@ -19,8 +19,15 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.block_factories import BlockFactory, describe_error
 from vision_attn.networks.insertion.build import new_block
 from vision_attn.networks.insertion.exact import GATE, WRAPPED, ZEROS
-from vision_attn.networks.insertion.record import InsertionReport, get_record, is_inserted, set_record_
-from vision_attn.networks.insertion.registry import all_blocks, attach_blocks_, detach_, inserted_blocks, iter_records
+from vision_attn.networks.insertion.record import RANDOM, InsertionReport, get_record, is_inserted, set_record_
+from vision_attn.networks.insertion.registry import (
+    all_blocks,
+    attach_blocks_,
+    detach_,
+    inserted_blocks,
+    iter_records,
+    replaced_modules,
+)
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChangedOutputError, ChildError, attach_verified
 from vision_attn.networks.inspection.costs import Cost, propose
@@ -267,7 +274,12 @@ def remove_(model: nn.Module) -> InsertionReport:
     if not blocks:
         raise ValueError("model has no inserted block to remove")
     report = InsertionReport(tuple(iter_records(model)), verb="removed")
+    if random := {site: old for site, old in replaced_modules(model).items() if hasattr(old, RANDOM)}:
+        what = f"va.save_model did not save {shorten(map(repr, random))}, so va.remove_ restores random weights"
+        warnings.warn(f"{what}. Load the original checkpoint with va.load_checkpoint_", stacklevel=2)
     detach_(model, blocks)
+    for old in random.values():
+        delattr(old, RANDOM)
     for block in blocks:
         set_record_(block, None)
     return report

@@ -143,6 +143,9 @@ RECORD = "insertion"
 #: wrapper or, in a replica of ``nn.DataParallel``, the replica of the block.
 SUBSTITUTE = "substitute_of_block"
 
+#: The attribute of a replaced module with random weights, because the file of its network does not contain them.
+RANDOM = "weights_not_loaded"
+
 
 def get_record(block: nn.Module) -> InsertedBlock:
     """Return the record of an inserted block."""
