@@ -8,7 +8,7 @@ import timm
 import torch
 from impls import OPTIONS
 from reach import anatomy, as_after_training
-from small_networks import copied, copies
+from small_networks import Net, copied, copies
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -97,6 +97,8 @@ NORMS = [
     lambda: nn.InstanceNorm2d(8, track_running_stats=True),
     lambda: timm.layers.BatchNormAct2d(8, drop_layer=nn.Dropout),
     lambda: nn.BatchNorm2d(8, momentum=None),
+    lambda: timm.layers.EvoNorm2dB0(8),
+    lambda: nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 8, 1)),
 ]
 
 
@@ -109,7 +111,32 @@ def test_every_norm_with_running_statistics_is_frozen(make):
     learn(model, epochs=1)
     assert changed(model, before) == set()
     model.train()(images())
-    assert (model[1].training, getattr(model[1], "drop", model[0]).training) == (False, True)
+    assert getattr(model[1], "drop", model[0]).training
+
+
+def test_names_of_shared_norms_and_statistics_that_are_no_norms():
+    run = lambda net, x: net.again(nn.functional.dropout(net.norm(net.conv(x - net.running_mean)), 0.5, net.training))  # noqa: E731
+    norm = nn.BatchNorm2d(8)
+    model = Net(run, conv=nn.Conv2d(3, 8, 3), norm=norm, again=norm)
+    model.register_buffer("running_mean", torch.zeros(1))
+    va.insert_(model, names="conv", **SMALL)
+    for glob in ("norm.*", "again.*"):
+        va.freeze_backbone_(model, also_train=glob)
+        assert model.norm.training
+        assert not torch.equal(model(images()), model(images()))  # dropout
+
+
+def test_parameters_that_were_frozen_before_are_not_reported_as_trained():
+    model = network().requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        va.freeze_backbone_(model)
+    for block in va.inserted_blocks(model).values():
+        block.requires_grad_()
+    with pytest.raises(ValueError, match=r"also_train='head' matches only .* omit model\.requires_grad_\(False\)"):
+        va.freeze_backbone_(model, also_train="head")
+    model.fc.requires_grad_()
+    va.freeze_backbone_(model, also_train="head")
+    assert model.fc.weight.requires_grad
 
 
 def test_replaced_modules_are_frozen_when_they_are_restored():
@@ -127,8 +154,10 @@ def test_replaced_modules_are_frozen_when_they_are_restored():
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_update_bn_of_torch_is_refused_because_it_resets_frozen_statistics():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_update_bn_of_torch_is_refused_because_it_resets_frozen_statistics(momentum):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=momentum))
+    model(images())
     va.insert_(model, names="0", **SMALL)
     va.freeze_backbone_(model)
     with pytest.raises(RuntimeError, match="update_bn"):

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from fnmatch import fnmatchcase
 from functools import partial
 from numbers import Real
@@ -24,14 +24,17 @@ from vision_attn.networks.inspection.wrappers import synchronizer, unwrap_key, u
 #: Keys of parameters without weight decay, in addition to all parameters with one axis.
 NO_DECAY = re.compile(r"(.*\.)?(bias|gate|logit_scale|(gamma|layer_scale)[^.]*)")
 
+#: Buffers of norms, and of torch's two spectral norms, that a forward pass in training mode updates.
+STATISTICS = {"running_var", "_u", "weight_u"}
+
 
 def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) -> int:
     """Freeze a model except its inserted blocks, in place: parameters and running statistics keep their values.
 
     A frozen batch norm normalizes with its running statistics and does not update them, even after ``model.train()``.
-    The function ``update_bn`` of torch, which resets running statistics, raises an error. Dropout and stochastic depth
-    follow the mode of the model. A second call replaces the settings of the first. :func:`unfreeze_backbone_` restores
-    every parameter and every norm.
+    The same holds for the vectors of spectral norms. The function ``update_bn`` of torch, which resets running
+    statistics, raises an error. Dropout and stochastic depth follow the mode of the model. A second call replaces the
+    settings of the first. :func:`unfreeze_backbone_` restores every parameter and every norm.
 
     Args:
         model: a model with inserted blocks. Copies and pickles of a frozen model are frozen, also with batch norms that
@@ -43,8 +46,9 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
         The number of trainable parameters (scalars).
 
     Raises:
-        ValueError: the model would have no trainable parameter, a glob matches no key, or frozen parameters would be
-            trained in a model that is already wrapped in ``DistributedDataParallel``.
+        ValueError: the model would have no trainable parameter, a glob matches no key, all parameters that match have
+            ``requires_grad=False``, or frozen parameters would be trained in a model that is already wrapped in
+            ``DistributedDataParallel``.
 
     >>> from torchvision.models import resnet18
     >>> from vision_attn.networks.insertion import insert_
@@ -57,29 +61,37 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     roots = {"": network, **replaced_modules(network)}  # va.remove_ restores replaced modules
     keys = [f"{site}.{key}".lstrip(".") for site, root in roots.items() for key in root.state_dict()]
     # Wrappers of activation checkpointing leave their part of a path out of the keys of a state dict.
-    live = inserted_keys(network) | set(map(unwrap_key, select_keys("also_train", also_train, network, keys)))
-    if not live:
-        raise ValueError('model has nothing to train when frozen. Insert a block, or pass also_train="head"')
-    # A tensor that is shared with a block is trained under each of its names.
+    also = set(map(unwrap_key, select_keys("also_train", also_train, network, keys)))
+    # A tensor with several names, for example because a block shares it, is trained under each of them.
     named = [pair for site, root in roots.items() for pair in root.named_parameters(site, remove_duplicate=False)]
-    trained = {id(p) for key, p in named if unwrap_key(key) in live}
+    buffers = [pair for site, root in roots.items() for pair in root.named_buffers(site, remove_duplicate=False)]
+    chosen = {id(p) for key, p in named if unwrap_key(key) in also}
+    live = also | inserted_keys(network)
+    trained = {id(x) for key, x in named + buffers if unwrap_key(key) in live}
+    trainable = {id(p) for p in (*frozen_parameters(network), *(p for _, p in named if p.requires_grad))}
+    if chosen and chosen.isdisjoint(trainable):
+        what = f"also_train={also_train!r} matches only parameters with requires_grad=False"
+        raise ValueError(f"{what}. Call requires_grad_() on them first, or omit model.requires_grad_(False)")
+    if trained.isdisjoint(trainable):
+        what = "model has nothing to train when frozen. Insert a block"
+        raise ValueError(f'{what} with parameters that require gradients, or pass also_train="head"')
     refuse_in_wrapper(model, (p for p in frozen_parameters(network) if id(p) in trained), "va.freeze_backbone_")
     unfreeze_(network)
     for site, root in roots.items():
-        freeze_(dict(root.named_modules(prefix=site)), site, trained, live)
+        freeze_(dict(root.named_modules(prefix=site)), site, trained)
     return sum(p.numel() for p in network.parameters() if p.requires_grad)
 
 
-def freeze_(modules: Mapping[str, nn.Module], root: str, trained: Container[int], live: Set[str]) -> None:
+def freeze_(modules: Mapping[str, nn.Module], root: str, trained: Set[int]) -> None:
     """Freeze parameters and norms of a module, and register the hooks that store their paths.
 
     Args:
         modules: the module and all modules inside it, by path.
         root: path of the module.
-        trained: identities of parameters that stay trainable.
-        live: keys whose statistics are updated.
+        trained: identities of parameters that stay trainable, and of buffers that are updated.
     """
-    #: keys of parameters, and paths of norms with their momentum, by the path of the module whose hook stores them
+    #: keys of parameters, and paths of norms with their momentum, by the path of the module whose hook stores them; a
+    #: norm without momentum is stored with True if it has counted batches
     parameters, norms = defaultdict[str, list[str]](list), defaultdict[str, dict[str, Any]](dict)
     for path, module in modules.items():
         around = [x for x in ancestor_paths(path) if x in modules and not isinstance(modules[x], CONTAINERS)]
@@ -89,12 +101,12 @@ def freeze_(modules: Mapping[str, nn.Module], root: str, trained: Container[int]
             if p.requires_grad and id(p) not in trained:
                 p.requires_grad_(False)
                 parameters[owner].append(f"{path}.{name}"[start:].lstrip("."))
-        # Batch and instance norms of torch and timm have running_mean and running_var.
-        statistics = [name for name, _ in module.named_buffers(recurse=False) if name.startswith("running_")]
-        if statistics and live.isdisjoint(unwrap_key(f"{path}.{name}") for name in statistics):
+        own = dict(module.named_buffers(recurse=False))
+        if own.keys() & STATISTICS and trained.isdisjoint(map(id, own.values())):
             module.training = False
-            norms[owner][path[start:]] = momentum = getattr(module, "momentum", None)
-            norms[path] |= {"": momentum} if owner != path else {}  # Code calls a norm in a list without its owner.
+            momentum = getattr(module, "momentum", None)
+            norms[owner][path[start:]] = before = momentum, momentum is None and bool(own.get("num_batches_tracked"))
+            norms[path] |= {"": before} if owner != path else {}  # Code calls a norm in a list without its owner.
     for owner in parameters.keys() | norms.keys():
         hook = partial(keep_frozen, parameters=tuple(parameters[owner]), norms=norms[owner])
         modules[owner].register_forward_pre_hook(hook)
@@ -133,10 +145,11 @@ def keep_frozen(module: nn.Module, args: object, *, parameters: Iterable[str], n
 
     The norms are found by path, because other code converts them. The hook also stores the keys of frozen parameters.
     """
-    for path, momentum in norms.items():
+    for path, (momentum, counted) in norms.items():
         norm = find_module(module, path)
-        if norm is not None and hasattr(norm, "running_mean") and norm.training:
-            if momentum is not None and getattr(norm, "momentum", momentum) is None:
+        if norm is not None and norm.training and any(hasattr(norm, name) for name in STATISTICS):
+            now = getattr(norm, "momentum", momentum)
+            if (counted and not norm.num_batches_tracked) or (momentum is not None and now is None):
                 what = "update_bn has reset the running statistics of frozen norms, which are therefore lost"
                 remedy = "Load them again, and skip update_bn or call va.unfreeze_backbone_ before it"
                 raise RuntimeError(f"{what}. {remedy}")
