@@ -297,6 +297,22 @@ def test_if_a_tensor_cannot_be_written_the_model_is_unchanged(make, tmp_path):
     assert torch.equal(model.weight, before["weight"])
 
 
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return {"factor": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_extra_state_is_refused_by_name_unless_it_is_skipped(tmp_path):
+    model = nn.Sequential(Extra(2, 2))
+    path = save(model.state_dict(), tmp_path)
+    with pytest.raises(ValueError, match=r"0\._extra_state cannot be loaded.* Pass skip=\"\*_extra_state\""):
+        va.load_checkpoint_(model, path)
+    assert len(va.load_checkpoint_(model, path, skip="*_extra_state").loaded) == 2
+
+
 def test_each_shard_is_released_after_its_last_copy(state, tmp_path, monkeypatch):
     """Loading needs memory for one shard in addition to the model."""
     index, copy, references, alive = shards(tmp_path, "model.safetensors", state), torch.Tensor.copy_, [], []

@@ -53,7 +53,8 @@ def load_checkpoint_(
     ``checkpoint_filter_fn`` for its family converts them: keys of the authors or of an earlier timm, and position
     tables for another image size. The report names it.
 
-    If the model is sharded by FSDP2 (``fully_shard``), call this function on every process.
+    If the model is sharded by FSDP2 (``fully_shard``), call this function on every process. Hooks of
+    ``load_state_dict`` do not run.
 
     Args:
         model: the network; it changes only if the checkpoint fits.
@@ -78,8 +79,8 @@ def load_checkpoint_(
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: a tensor of the model is on the meta device, lazy, expanded or sparse, ``skip`` matches no key, or
-            ``rename`` is invalid.
+        ValueError: a tensor of the model is on the meta device, lazy, expanded or sparse, a module has the method
+            ``set_extra_state``, ``skip`` matches no key, or ``rename`` is invalid.
         CheckpointError: the file is damaged, requires code, contains no weights, or does not fit the model, or the Hub
             cannot be read. The message lists the keys and a remedy.
 
@@ -184,6 +185,9 @@ class Target:
         self.groups: list[set[str]] = [*blocks, *(part.keys() - self.state.keys() for part in removed), *counters]
         self.skip: list[str] = [unwrap_key(glob) for glob in as_list("skip", skip, "globs on keys", single=str)]
         self.skipped: set[str] = match_keys("skip", self.skip, self.tensors)
+        if extra := [key for key in self.state.keys() - self.skipped if key.endswith("_extra_state")]:
+            what = f"model: {shorten(sorted(extra))} cannot be loaded, because set_extra_state is not called"
+            raise ValueError(f'{what}. Pass skip="*_extra_state", and load it with load_state_dict(…, strict=False)')
         optional = self.skipped.union(*self.groups)
         #: tensors that every checkpoint of the network must contain
         self.required: dict[str, Any] = {key: value for key, value in self.tensors.items() if key not in optional}
