@@ -500,6 +500,16 @@ def test_dtype_mode_and_requires_grad_are_kept_and_the_layer_does_not_change(nam
     assert not any(p.requires_grad for p in convert.from_layer(source.requires_grad_(False)).parameters())
 
 
+def test_a_layer_with_a_frozen_part_of_a_projection_is_refused():
+    layer = nn.MultiheadAttention(16, 2, kdim=8, vdim=8)
+    layer.q_proj_weight.requires_grad_(False)
+    frozen = {key for key, p in convert.from_layer(layer).named_parameters() if not p.requires_grad}
+    assert frozen == {"q.weight"}
+    layer.k_proj_weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"^kv\.weight of the block would consist of frozen and trainable"):
+        convert.from_layer(layer)
+
+
 def test_dropout_rates_are_converted():
     both = {"attn_drop": 0.1, "proj_drop": 0.2}
     for layer, expected in (

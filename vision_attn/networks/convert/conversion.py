@@ -226,6 +226,14 @@ class LayerConversion:
         weights = self.weights(layer)
         block = self.empty_block(layer, weights, **options)
         tensors = to_parameters(weights, block.rank)
+        if len({p.requires_grad for p in layer.parameters() if p.is_floating_point()}) > 1:
+            inverse = deepcopy(layer)
+            for p in filter(Tensor.is_floating_point, inverse.parameters()):
+                p.requires_grad_(not p.requires_grad)
+            frozen = to_parameters(self.weights(inverse), block.rank)
+            if mixed := [name for name, x in tensors.items() if x.requires_grad and frozen[name].requires_grad]:
+                what = f"{', '.join(mixed)} of the block would consist of frozen and trainable parameters of the layer"
+                raise ValueError(f"{what}. Freeze all of these parameters or none, and then parameters of the block")
         copies = {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
         block.load_state_dict(copies, assign=True)
         for name, parameter in block.named_parameters():

@@ -40,7 +40,8 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
         A block: :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d`.
 
     Raises:
-        ValueError: the layer or one of its options is not supported.
+        ValueError: the layer or one of its options is not supported, or a parameter of the block would consist of
+            frozen and trainable parameters of the layer.
         ConversionError: the outputs of block and layer differ. They are compared on random weights and inputs, in
             float64, or in float32 if the library has no float64 kernel.
 
