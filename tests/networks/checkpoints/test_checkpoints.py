@@ -297,6 +297,14 @@ def test_if_a_tensor_cannot_be_written_the_model_is_unchanged(make, tmp_path):
     assert torch.equal(model.weight, before["weight"])
 
 
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 1e6), (torch.int8, 300)])
+def test_values_out_of_range_of_the_model_are_rejected_by_key(dtype, value, tmp_path):
+    model = nn.Module()
+    model.x = nn.Buffer(torch.zeros(2, dtype=dtype))
+    message = rf"x has values that {dtype} cannot represent"
+    assert_rejected(message, model, save({"x": torch.tensor([1, value])}, tmp_path))
+
+
 class Extra(nn.Linear):
     def get_extra_state(self):
         return {"factor": 3}

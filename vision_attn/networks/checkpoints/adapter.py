@@ -12,7 +12,7 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import file_format
 from vision_attn.networks.checkpoints.file_format import BlockClasses, Saved, fingerprint, gather
 from vision_attn.networks.checkpoints.hub import resolve_source
-from vision_attn.networks.checkpoints.load import copy_all_, refuse_read_only, refuse_without_values
+from vision_attn.networks.checkpoints.load import copy_all_, refuse_overflow, refuse_read_only, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import compare_arguments, get_arguments
 from vision_attn.networks.insertion import InsertionReport, remove_
 from vision_attn.networks.insertion.registry import graph_blocks, inserted_blocks, inserted_keys, records
@@ -156,6 +156,8 @@ def load_adapter_(
             remedy = "Pass the class or function that built custom blocks as block="
             raise CheckpointError(f"blocks are configured differently: {'; '.join(different)}. {remedy}")
         refuse_read_only({key: state[key] for key in adapter.tensors})
+        values = [(state[key], value) for key, value in adapter.tensors.items()]
+        refuse_overflow(adapter.tensors, values)
         report = InsertionReport(records(model), "loaded")
     except BaseException as error:
         if inserted_blocks(model):
@@ -163,7 +165,7 @@ def load_adapter_(
         if isinstance(error, Exception):
             raise CheckpointError(f"{path}: the blocks cannot be inserted into the model ({error})") from error
         raise
-    copy_all_([(state[key], value) for key, value in adapter.tensors.items()])
+    copy_all_(values)
     return AdapterReport(str(path), report, tuple(adapter.tensors), len(adapter.base or ()), changed_tensors)
 
 

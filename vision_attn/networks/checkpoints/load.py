@@ -123,6 +123,7 @@ def load_file_(
         raise explain_refusal(report, target, tensors)
     refuse_read_only({key: target.tensors[key] for key in fitting})
     values = [(target.tensors[key], converted.get(key, saved[key])) for key in fitting]
+    refuse_overflow(fitting, values)
     # The only references to the tensors of the file are in the list.
     del file, tensors, saved, converted, attempts
     copy_all_(values)
@@ -303,3 +304,13 @@ def refuse_read_only(tensors: Mapping[str, Any]) -> None:
         if refused or any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)):
             kinds = "expanded, sparse, nested, or was created in inference mode"
             raise ValueError(f"model: {key} cannot be written, because it is {kinds}. Replace it by a dense copy")
+
+
+def refuse_overflow(keys: Iterable[str], values: Iterable[tuple[Any, Tensor]]) -> None:
+    """Raise an error if a value of a checkpoint is out of range of the dtype in the model."""
+    for key, (tensor, value) in zip(keys, values, strict=True):
+        if value.dtype != tensor.dtype and 1 < value.dtype.itemsize >= tensor.dtype.itemsize:
+            copied, integer = value.to(tensor.dtype).to(value.dtype), get_kind(value) == "integer"
+            if not (copied == value if integer else copied.isfinite() == value.isfinite()).all():
+                what = f"{key} has values that {tensor.dtype} cannot represent, in the checkpoint as {value.dtype}"
+                raise CheckpointError(f"{what}. Load it into a model of that dtype")
