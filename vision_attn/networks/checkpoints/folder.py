@@ -75,6 +75,7 @@ def save_model(
     architecture: str | None = None,
     model_args: Mapping[str, Any] | None = None,
     network: Callable[..., nn.Module] | None = None,
+    block: BlockClasses | None = None,
     example_input: Any = None,
 ) -> Path:
     """Save a network and its blocks to a folder that :func:`load_model` reads.
@@ -95,6 +96,7 @@ def save_model(
         model_args: other arguments with which the network was created, if timm did not record them: values of JSON.
         network: class or function that creates the network as ``network(**model_args)``, if timm cannot create it. The
             folder contains its name, but not its code.
+        block: the function that builds a custom block, as for :func:`load_model`; by default, the class of the block.
         example_input: arguments of the forward pass whose output is compared, or the shape of images; by default, one
             image of the size in the model's metadata.
 
@@ -156,7 +158,7 @@ def save_model(
             config = json.loads((new / "config.json").read_text())
             saved = file_format.Saved(state, blocks, arguments=arguments, metadata=config)
             file_format.write_saved(new / "model.safetensors", saved)
-            verify(model, new, architecture, network, example_input)
+            verify(model, new, architecture, network, block, example_input)
             target.mkdir(exist_ok=True)
             for name in ("model.safetensors", "config.json"):
                 write_atomically(target / name, (new / name).read_bytes())
@@ -315,14 +317,19 @@ def create(config: Mapping[str, Any]) -> nn.Module:
 
 
 def verify(
-    model: nn.Module, folder: Path, architecture: object, network: Callable[..., nn.Module] | None, example_input: Any
+    model: nn.Module,
+    folder: Path,
+    architecture: object,
+    network: Callable[..., nn.Module] | None,
+    block: BlockClasses | None,
+    example_input: Any,
 ) -> None:
     """Raise an error unless the network in a folder and the model have the same output."""
     if example_input is None:  # Blocks for tokens require the image size with which they were inserted.
         example_input = next(((1, *block.target.input_shape[1:]) for block in records(model)), None)
     example = make_example(model, example_input)
     try:
-        copy = load_model(folder, block=file_format.foreign_classes(model), network=network)
+        copy = load_model(folder, block=block or file_format.foreign_classes(model), network=network)
         copy = copy.to(example.image.device)
 
         def run(network: nn.Module) -> list[Tensor]:
@@ -347,4 +354,5 @@ def verify(
     except CheckpointError as error:
         reason = str(error).partition(": ")[2]
     what = f"network {network!r}" if network else f"architecture: timm's {architecture!r}"
-    raise ValueError(f"{what} is not this network ({reason}). Pass the arguments that create it as model_args")
+    remedy = "Pass the arguments that create it as model_args, and the function that builds custom blocks as block"
+    raise ValueError(f"{what} is not this network ({reason}). {remedy}")
