@@ -24,8 +24,8 @@ from vision_attn.networks.inspection.wrappers import synchronizer, unwrap_key, u
 #: Keys of parameters without weight decay, in addition to all parameters with one axis.
 NO_DECAY = re.compile(r"(.*\.)?(bias|gate|logit_scale|(gamma|layer_scale)[^.]*)")
 
-#: Buffers of norms, and of torch's two spectral norms, that a forward pass in training mode updates.
-STATISTICS = {"running_var", "_u", "weight_u"}
+#: Names of buffers of norms, and of torch's two spectral norms, that a forward pass in training mode updates.
+STATISTICS = re.compile(r"running_var|(weight)?_u")
 
 
 def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) -> int:
@@ -102,7 +102,7 @@ def freeze_(modules: Mapping[str, nn.Module], root: str, trained: Set[int]) -> N
                 p.requires_grad_(False)
                 parameters[owner].append(f"{path}.{name}"[start:].lstrip("."))
         own = dict(module.named_buffers(recurse=False))
-        if own.keys() & STATISTICS and trained.isdisjoint(map(id, own.values())):
+        if any(map(STATISTICS.fullmatch, own)) and trained.isdisjoint(map(id, own.values())):
             module.training = False
             momentum = getattr(module, "momentum", None)
             norms[owner][path[start:]] = before = momentum, momentum is None and bool(own.get("num_batches_tracked"))
@@ -147,7 +147,11 @@ def keep_frozen(module: nn.Module, args: object, *, parameters: Iterable[str], n
     """
     for path, (momentum, counted) in norms.items():
         norm = find_module(module, path)
-        if norm is not None and norm.training and any(hasattr(norm, name) for name in STATISTICS):
+        if (
+            norm is not None
+            and norm.training
+            and any(map(STATISTICS.fullmatch, dict(norm.named_buffers(recurse=False))))
+        ):
             now = getattr(norm, "momentum", momentum)
             if (counted and not norm.num_batches_tracked) or (momentum is not None and now is None):
                 what = "update_bn has reset the running statistics of frozen norms, which are therefore lost"

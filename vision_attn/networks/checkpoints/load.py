@@ -29,6 +29,9 @@ from vision_attn.networks.inspection.wrappers import unwrap_key, unwrap_model
 from vision_attn.networks.safe import CheckpointFile, read_file
 from vision_attn.text import shorten
 
+#: Glob on the keys of the extra state of modules.
+EXTRA_STATE = "*_extra_state"
+
 
 def load_checkpoint_(
     model: nn.Module,
@@ -186,9 +189,9 @@ class Target:
         self.groups: list[set[str]] = [*blocks, *(part.keys() - self.state.keys() for part in removed), *counters]
         self.skip: list[str] = [unwrap_key(glob) for glob in as_list("skip", skip, "globs on keys", single=str)]
         self.skipped: set[str] = match_keys("skip", self.skip, self.tensors)
-        if extra := [key for key in self.state.keys() - self.skipped if key.endswith("_extra_state")]:
+        if extra := [key for key in self.state.keys() - self.skipped if fnmatchcase(key, EXTRA_STATE)]:
             what = f"model: {shorten(sorted(extra))} cannot be loaded, because set_extra_state is not called"
-            raise ValueError(f'{what}. Pass skip="*_extra_state", and load it with load_state_dict(…, strict=False)')
+            raise ValueError(f'{what}. Pass skip="{EXTRA_STATE}", and load it with load_state_dict(…, strict=False)')
         optional = self.skipped.union(*self.groups)
         #: tensors that every checkpoint of the network must contain
         self.required: dict[str, Any] = {key: value for key, value in self.tensors.items() if key not in optional}
