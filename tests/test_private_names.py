@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils._pytree import tree_leaves
 
 import vision_attn as va
-from vision_attn.networks.convert.swap import Swapped
+from vision_attn.networks.convert.swapped import Swapped
 from vision_attn.networks.insertion import record
 from vision_attn.networks.inspection.costs import count_flops
 from vision_attn.networks.inspection.network import hook_dicts

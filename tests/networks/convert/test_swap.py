@@ -23,7 +23,7 @@ from torch import nn
 from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
 import vision_attn as va
-from vision_attn.networks.convert.swap import Swapped
+from vision_attn.networks.convert.swapped import Swapped
 from vision_attn.networks.inspection.costs import count_macs
 
 

@@ -21,7 +21,8 @@ from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list, check_choice, product
 from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
 from vision_attn.networks.capture.token_positions import TokenPositions, locate_tokens
-from vision_attn.networks.convert.swap import Swapped, chosen_attention, outer_paths
+from vision_attn.networks.convert.swap import chosen_attention, outer_paths
+from vision_attn.networks.convert.swapped import Swapped
 from vision_attn.networks.convert.window_layers import PaddedAttention
 from vision_attn.networks.impl_choice import attention_modules
 from vision_attn.networks.inspection.example import Example, float_tensors

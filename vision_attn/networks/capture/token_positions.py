@@ -18,7 +18,7 @@ from torch import Tensor
 from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, resolve_pattern
 from vision_attn.checks import product
-from vision_attn.networks.convert.swap import MAP_SIZES
+from vision_attn.networks.convert.swapped import MAP_SIZES
 from vision_attn.networks.inspection.example import tree_leaves
 from vision_attn.networks.inspection.layout import token_grid
 from vision_attn.networks.inspection.network import Call
