@@ -53,14 +53,13 @@ from torchvision.transforms.functional import pil_to_tensor
 
 import vision_attn as va
 from vision_attn import cli
-from vision_attn.networks.models.cifar_resnet import CifarResNet, cifar_cfg
+from vision_attn.networks.models.cifar_resnet import CIFAR10, CifarResNet
 from vision_attn.recipes.compare import compare_settings, settings_for_variant
 from vision_attn.recipes.data import Folder
 from vision_attn.recipes.settings import Settings
 
 #: The settings of runs refer to the block below by the name of this module, which worker processes import too.
 sys.modules.setdefault("evidence", sys.modules[__name__])
-CIFAR10 = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.201)}
 #: controls that the best way to insert attention is compared with
 CONTROLS = {
     "plain": "plain",
@@ -219,7 +218,7 @@ class CachedResNet(CifarResNet):
         return self.features(maps[indices].to(x.device, memory_format=torch.channels_last))
 
 
-default_cfgs = generate_default_cfgs({"cached_resnet20.cifar10": cifar_cfg(10, **CIFAR10)})
+default_cfgs = generate_default_cfgs({"cached_resnet20.cifar10": CIFAR10})
 if "cached_resnet20" not in timm.list_models("cached_*"):
 
     @register_model

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torchvision.transforms import Compose
 from torchvision.transforms.v2 import RGB, Grayscale
 
+import vision_attn.networks.models  # noqa: F401 (registers networks that folders refer to)
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import file_format
 from vision_attn.networks.checkpoints.file_format import BlockClasses, gather
