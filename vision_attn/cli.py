@@ -111,7 +111,8 @@ def parse(kind: Any, words: Sequence[str], name: str, about: str = "", default: 
         raise ValueError(f"unknown {'flag' if word[0] == '-' else 'argument'} {word}.{other or f' See {prog} --help'}")
     other_run = getattr(found, "config", None) or getattr(found, "resume", None)
     if default is None and other_run not in (None, "auto"):  # again, with the settings of that run as defaults
-        return parse(kind, words, name, about, runs.read_settings(Path(other_run), words, kind))
+        typed = [word.partition("=")[0] for word in words]
+        return parse(kind, words, name, about, runs.read_settings(Path(other_run), typed, kind))
     return found
 
 

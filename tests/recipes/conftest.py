@@ -1,6 +1,8 @@
 """Several runs in one process: Accelerate keeps the device and the precision of the first one."""
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,12 @@ def base(image_folder, tmp_path):
         data=image_folder, model="tiny", img_size=16, names=("layer1",), epochs=3, batch_size=16, lr=0.05,
         clip_grad=5.0, device="cpu", workers=0, output=tmp_path / "run",
     )  # fmt: skip
+
+
+@pytest.fixture
+def photos(image_folder, tmp_path):
+    """Return a copy of the training images, which a test may change."""
+    return Path(shutil.copytree(image_folder / "train", tmp_path / "photos"))
 
 
 @pytest.fixture(autouse=True)

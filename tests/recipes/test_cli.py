@@ -109,6 +109,7 @@ INVALID = [
     (["evaluate"], 2, "error: RUN is required"),
     (["predict", "images", "SAVED"], 2, "not the folder of a run. The order is predict RUN IMAGE"),
     (["predict", "SAVED"], 2, "error: IMAGE is required"),
+    (["predict", "SAVED", "IMAGE", "-o", "IMAGE"], 2, "error: --output must not be one of the images"),
     (["export", "IMAGE"], 2, "error: --output is required"),
     (["export", "IMAGE", "-o", "net.onnx"], 2, "is a file, not the folder of a run. The order is export RUN"),
     (["export", "SAVED", "-o", "net.pth"], 2, "output must end in .onnx or .pt2, got 'net.pth'"),

@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 from scipy import stats
 
 import vision_attn as va
+from vision_attn.errors import TrainingError
 from vision_attn.recipes import compare as module
 from vision_attn.recipes.compare import compare_settings, settings_for_variant, trials
 from vision_attn.recipes.differences import compare_scores, difference_table, report
@@ -86,7 +89,8 @@ def test_block_settings_apply_to_the_variants_that_accept_them():
     options = ("gate_init=1", "position=Rope()", "num_heads=2")
     common = Settings(weights="net.pth", attention_lr=0.1, freeze_backbone=True, at="before", lr=0.2)
     common = replace(common, names=("layer3",), block_options=options)
-    found = dict(settings_for_variant(name, common) for name in module.VARIANTS)
+    with pytest.warns(UserWarning, match="plain has no block and no new classifier to train, so all its weights are"):
+        found = dict(settings_for_variant(name, common) for name in module.VARIANTS)
     assert found.pop("plain") == Settings(weights="net.pth", lr=0.2)
     assert {(one.attention_lr, one.at, one.names) for one in found.values()} == {(0.1, "before", ("layer3",))}
     assert {name: (one.block.rpartition(":")[2], one.block_options) for name, one in found.items()} == {
@@ -102,8 +106,12 @@ def test_block_settings_apply_to_the_variants_that_accept_them():
     name, custom = settings_for_variant("wide=attention --block-options num_heads=4 --lr 0.1 --stages -2", common)
     assert (name, custom.lr, custom.stages, custom.names) == ("wide", 0.1, (-2,), ())
     assert custom.block_options == ("gate_init=1", "position=Rope()", "num_heads=4")
+    assert settings_for_variant("other=averaging --block=attention", common)[1].block_options == ()
     with pytest.raises(ValueError, match=r"plain, convolution.*'convolutoin'\. Did you mean 'convolution'"):
         settings_for_variant("convolutoin", Settings())
+    for word in ("x=attention --seed 5", "x=plain --config=runs/other"):
+        with pytest.raises(ValueError, match=r"--variants: .* must not contain --(seed|config), which is the same"):
+            settings_for_variant(word, Settings())
 
 
 def test_the_precision_and_the_device_are_the_same_for_all_variants(base, tmp_path):
@@ -165,6 +173,16 @@ def test_an_aborted_comparison_with_other_settings_names_its_folder(base, tmp_pa
         compare_settings(variants, seeds=[0], output=tmp_path / "c", command="", jobs=1)
     with pytest.raises(ValueError, match=r"--output: .*c has a comparison with other settings \(--lr\)"):
         compare_settings(variants, seeds=[0], output=tmp_path / "c", command="", jobs=1)
+
+
+def test_runs_on_other_images_are_not_compared(base, photos, tmp_path):
+    base = replace(base, data=photos, epochs=1, batch_size=12)
+    variants = {"one": base, "other": replace(base, lr=0.01)}
+    compare = partial(compare_settings, seeds=[0], output=tmp_path / "c", command="", jobs=1)
+    assert list(compare(variants)) == ["one", "other"]
+    shutil.copy(photos / "red" / "0.png", photos / "red" / "another.png")
+    with pytest.raises(TrainingError, match=r"with seed 0 have different classes or images. Restore the images of --d"):
+        compare({**variants, "third": replace(base, lr=0.02)})
 
 
 def score(variant, seed, **options):

@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 from vision_attn import cli
 from vision_attn.errors import DataError
 from vision_attn.recipes import data as inputs, train as recipe
-from vision_attn.recipes.data import Folder, Images, make_loader, open_data, open_image, seed_all
+from vision_attn.recipes.data import Folder, Images, find_images, make_loader, open_data, open_image, seed_all
 from vision_attn.recipes.settings import Settings
 from vision_attn.recipes.train import make_accelerator, make_transforms
 
@@ -296,3 +296,12 @@ def test_an_error_for_a_damaged_file_lists_at_most_twenty(tmp_path):
     source = Folder(tmp_path)
     with pytest.raises(DataError, match=r"^30 images cannot be read: .* and 10 more. Replace or remove them$"):
         inputs.require_readable(Images(source, range(len(source))).files)
+
+
+def test_images_of_a_folder_are_those_that_are_trained(image_folder, tmp_path):
+    for name in ("a", "b"):
+        shutil.copytree(image_folder / "val" / "red", tmp_path / name / ".thumbnails")
+        (tmp_path / name / "linked").symlink_to(image_folder / "val" / "blue")
+        Image.new("RGB", (9, 9)).save(tmp_path / name / "animated.gif")
+    assert find_images([tmp_path]) == sorted(Path(file) for file, _ in Folder(tmp_path).samples)
+    assert len(find_images([tmp_path])) == 2 * 9

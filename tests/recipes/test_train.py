@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
@@ -20,10 +21,11 @@ from small_networks import assert_same
 from timm.utils import ModelEmaV3
 
 import vision_attn as va
+from vision_attn import cli
 from vision_attn.networks.models import create_model
-from vision_attn.recipes import train as module
+from vision_attn.recipes import compare, train as module
 from vision_attn.recipes.runs import read_settings
-from vision_attn.recipes.settings import Evaluation, Settings, check
+from vision_attn.recipes.settings import Comparison, Evaluation, Settings, check
 from vision_attn.recipes.train import build_network, evaluate, make_accelerator, make_transforms
 
 ROOT = Path(__file__).parents[2]
@@ -48,12 +50,19 @@ def test_settings_are_restored_from_their_file_except_call_settings(base, tmp_pa
     file.write_text(json.dumps({"block": OURS, "names": ["layer3"], "download": True}))
     found = read_settings(tmp_path, ("--block", OURS))  # code only if the caller passes it too
     assert (found.block, found.download) == (OURS, False)
+    file.write_text(json.dumps({"block": OURS, "block_options": ["heads=4"], "names": ["layer3"], "seed": 3}))
+    assert read_settings(file, (), Comparison) == Comparison(names=("layer3",))  # has its own blocks and seeds
 
 
 INVALID_FILES = [
     ('{"epoch": 3}', "unknown settings epoch"),
     ("lr", "does not contain settings"),
     ("[1]", "does not contain settings"),
+    ('{"lr": "0.1"}', "lr must be float . None, got '0.1'"),
+    ('{"freeze_backbone": "false"}', "freeze_backbone must be bool, got 'false'"),
+    ('{"epochs": 2.5}', "epochs must be int, got 2.5"),
+    ('{"epochs": true}', "epochs must be int, got True"),
+    ('{"names": "layer2"}', "names must be tuple.*, got 'layer2'"),
     ('{"dataset": "hfds/someone/photos"}', "--dataset hfds/someone/photos"),
     ('{"block": "os:system"}', "--block os:system"),
 ]
@@ -70,6 +79,8 @@ INVALID = [
     ({"warmup_epochs": 3}, "--warmup-epochs must be less than --epochs 3, got 3"),
     ({"weights": "a.pth", "pretrained": True}, "--weights cannot be combined with --pretrained"),
     ({"stages": (1,)}, "--stages cannot be combined with --names"),
+    ({"config": Path("a"), "resume": "b"}, "--config cannot be combined with --resume RUN"),
+    ({"output": None, "resume": "auto"}, "--resume auto requires --output"),
     ({"lr": math.nan}, "--lr must be at least 1e-12, got nan"),
     ({"lr": 1e9}, r"--lr must be at most 1000, got 1e\+?09|--lr must be at most 1000, got 1000000000.0"),
     ({"seed": 2**32}, r"--seed must be at most 4294967295, got 4294967296"),
@@ -161,6 +172,18 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
         module.train(replace(base, seed=1), log=quiet)
 
 
+def test_the_command_of_a_comparison_compares_the_block_of_the_run(base, tmp_path):
+    lines, output = [], tmp_path / "a run"
+    other = replace(base, output=output, block="se", block_options=("rd_ratio=0.5",), seed=3, epochs=1)
+    module.train(other, log=lines.append)
+    words = shlex.split(lines[-1].splitlines()[1])[2:]
+    with mock.patch.object(compare, "trials") as trials:
+        compare.compare(cli.parse(Comparison, words, "compare"))
+    plain, trained = trials.call_args.args[1].values()
+    assert (plain["names"], plain["lr"]) == ((), base.lr)
+    assert (trained["names"], trained["block"], trained["block_options"]) == (base.names, "se", ("rd_ratio=0.5",))
+
+
 def test_of_equal_accuracies_the_epoch_with_the_lower_loss_is_saved():
     rows = [{"eval_top1": top1, "eval_loss": loss} for top1, loss in ((80, 0.5), (90, 0.9), (90, 0.4), (90, 0.4))]
     assert module.best_epoch(rows) is rows[2]
@@ -191,8 +214,10 @@ def test_the_optimizer_has_the_name_and_numbers_of_the_settings(base, monkeypatc
     module.train(replace(base, opt="adamw", lr=0.003, weight_decay=0.02, epochs=1), log=quiet)
     assert isinstance(made[0], torch.optim.AdamW)
     assert {group["weight_decay"] for group in made[0].param_groups} == {0.02, 0.0}
-    module.train(replace(base, output=base.output.with_name("sgd"), epochs=1), log=quiet)
+    module.train(replace(base, output=base.output.with_name("sgd"), lr=None, epochs=1), log=quiet)
     assert {(group["momentum"], group["nesterov"]) for group in made[1].param_groups} == {(0.9, True)}
+    before = read_settings(base.output.with_name("sgd"), ())  # defaults follow from the settings of the next run
+    assert [(s.opt, s.lr) for s in (before, check(before))] == [(None, None), ("sgd", 0.1)]
     plain = Settings(data=Path("x"), model="tiny")
     found = [check(replace(plain, **of)).lr for of in ({}, {"weights": "a.pth"}, {"opt": "adamw"}, {"lr": 3.0})]
     assert found == [0.1, 0.01, 0.001, 3.0]
@@ -396,6 +421,9 @@ def test_a_trained_network_is_evaluated_with_its_size_and_classes(base, image_fo
         os.symlink(image_folder / "val" / old, tmp_path / "renamed" / "val" / new)
     with pytest.raises(ValueError, match=r"the classes of .*, blue, green, red, got green, red, zebra"):
         score(data=tmp_path / "renamed")
+    other = va.save_model(create_model("tiny", num_classes=2), tmp_path / "other")
+    with pytest.raises(ValueError, match=r"the classes of .*, 0, 1, got blue, green, red"):
+        score(other, data=image_folder)
     os.symlink(image_folder / "train", tmp_path / "renamed" / "train")
     with pytest.raises(va.errors.DataError, match=r"^classes of training and validation images differ: blue, zebra "):
         module.train(Settings(model="tiny", data=tmp_path / "renamed", device="cpu", output=tmp_path / "x"), log=quiet)

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import vision_attn as va
 from vision_attn import cli
-from vision_attn.errors import TrainingError
+from vision_attn.errors import DataError, TrainingError
 from vision_attn.recipes import runs
 from vision_attn.recipes.differences import Metrics, format_values, plot, report
 from vision_attn.recipes.settings import CALL, Comparison, Settings, check, flag
@@ -153,6 +153,10 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
             print(f"{variant}, seed {seed}: {line}", flush=True)
 
     history = train(s, log)
+    states = filter(None, map(runs.newest_state, output.glob(f"*-{seed}")))
+    if len({json.dumps(runs.read_progress(state)["data"], sort_keys=True) for state in states}) > 1:
+        what = f"the runs in {output} with seed {seed} have different classes or images"
+        raise DataError(f"{what}. Restore the images of --data, or choose another --output")
     model: Any = va.load_model(folder, block=runs.import_block(s.block) if ":" in s.block else None)
     with warnings.catch_warnings(action="ignore"):  # a network can have attention of another library only
         va.set_impl_(model, "bmm")
@@ -174,13 +178,19 @@ def settings_for_variant(word: str, common: Settings) -> tuple[str, Settings]:
     if base not in VARIANTS or not name or "/" in name:
         expected = f"{', '.join(VARIANTS)} or NAME=VARIANT FLAGS"
         raise ValueError(f"--variants: expected {expected}, got {word!r}.{cli.did_you_mean(base, VARIANTS)}")
+    if fixed := {flag(name) for name in (*CALL, "seed")}.intersection(word.partition("=")[0] for word in flags):
+        raise ValueError(f"--variants: {word!r} must not contain {min(fixed)}, which is the same for all variants")
     if (given := VARIANTS[base]) is None:
         frozen = common.freeze_backbone and (common.reset_head or common.pretrained)  # a new classifier is trained
+        if common.freeze_backbone and not frozen:  # nothing of the network would be trained
+            warnings.warn(
+                f"{name} has no block and no new classifier to train, so all its weights are trained", stacklevel=2
+            )
         s = replace(common, **{name: getattr(Settings(), name) for name in BLOCK_SETTINGS}, freeze_backbone=frozen)
         return name, cli.parse(Settings, flags, "compare", default=s)
     s = common if common.stages or common.names else replace(common, stages=(-1,))
     for words in (shlex.split(given), flags):
-        if "--block" in words:  # the common options belong to another block
+        if any(word.partition("=")[0] == "--block" for word in words):  # the common options belong to another block
             s = replace(s, block_options=(), pattern=None)
         before, s = s, cli.parse(Settings, words, "compare", default=s)
         options = {word.partition("=")[0]: word for word in (*before.block_options, *s.block_options)}

@@ -54,12 +54,19 @@ def find_images(names: Sequence[Path]) -> list[Path]:
     """Return the given image files and all images in the given folders, each once; raise an error for damaged files."""
     if not names:
         raise ValueError("IMAGE is required: expected image files or folders of images, got none")
-    found = {name: sorted(filter(is_image, name.rglob("*"))) if name.is_dir() else [name] for name in names}
+    found = {name: list_images(name) if name.is_dir() else [name] for name in names}
     if wrong := [name for name, files in found.items() if not (files and name.exists())]:
         raise DataError(f"{wrong[0]} {'contains no images' if wrong[0].exists() else 'does not exist'}")
     files = list(dict.fromkeys(file for files in found.values() for file in files))
     require_readable(files)
     return files
+
+
+def list_images(root: Path) -> list[Path]:
+    """Return the images in a folder and its subfolders, without hidden ones; links are followed, as in training."""
+    inside = ((folder, names) for folder, _, names in os.walk(root, followlinks=True))
+    visible = ((folder, names) for folder, names in inside if "/." not in folder.removeprefix(str(root)))
+    return sorted(Path(folder, name) for folder, names in visible for name in names if is_image(name))
 
 
 class Folder(ImageFolder):
@@ -125,8 +132,9 @@ class Images:
         return self.transform(image.convert("RGB")), label
 
     def digest(self) -> str:
-        """Return a hash of the names of the images, or of their classes in a data set without files."""
-        names = [Path(file).parts[-2:] for file in self.files] or self.labels
+        """Return a hash of the names and sizes of the images, or of their classes in a data set without files."""
+        sizes = (os.path.exists(file) and os.path.getsize(file) for file in self.files)  # a link may be broken
+        names = [(*Path(file).parts[-2:], size) for file, size in zip(self.files, sizes, strict=True)] or self.labels
         return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
     def start_worker(self, worker: int) -> None:

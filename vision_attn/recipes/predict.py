@@ -23,6 +23,8 @@ def predict(p: Prediction) -> list[list[Any]]:
         check_writable(p.output)
     names = model.classes or tuple(map(str, range(model.num_classes)))
     files, top = find_images(p.images), min(p.top, len(names))
+    if p.output and any(p.output.exists() and p.output.samefile(file) for file in files):
+        raise ValueError(f"--output must not be one of the images, got {p.output}")
     rows: list[list[Any]] = []
     for first in tqdm(range(0, len(files), p.batch_size), "predict", leave=False, disable=None):
         batch = files[first : first + p.batch_size]

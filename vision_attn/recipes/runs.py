@@ -7,6 +7,7 @@ import json
 import os
 import pkgutil
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -27,7 +28,16 @@ from vision_attn.recipes.settings import CALL, MACHINE, Settings, check, flag
 #: Seconds to wait for the lock on a folder, which worker processes of a killed run hold for a moment.
 LOCK_TIMEOUT = 5.0
 #: Extensions of image files.
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".jp2", ".png", ".gif", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+#: Types of values in JSON by the names in annotations. A number may be an integer, and a path is text.
+JSON_TYPES: dict[str, Any] = {
+    "bool": bool,
+    "int": int,
+    "float": (int, float),
+    "str": str,
+    "Path": str,
+    "None": type(None),
+}
 #: Files of folders that the recipes write.
 MARKS = {"settings.json": "a run", "runs.json": "a comparison", "demo.json": "a demo", "config.json": "a network"}
 
@@ -71,6 +81,9 @@ def read_settings(path: Path, words: Sequence[str], kind: type[Any] = Settings) 
     file = require_run(path, "--config RUN, --resume RUN") / "settings.json" if not path.is_file() else path
     try:
         values = {name: x for name, x in json.loads(file.read_bytes()).items() if name not in CALL | {"download"}}
+        if kind is not Settings:  # a comparison has its own seeds and blocks
+            other = {"block_options", "pattern"} if values.get("block", "attention") != "attention" else set()
+            values = {name: x for name, x in values.items() if name not in {"seed", "block", *other}}
         if unknown := values.keys() - kind.__dataclass_fields__.keys():
             raise ValueError(f"unknown settings {', '.join(sorted(unknown))}")
         found = from_json(values, kind)
@@ -84,7 +97,14 @@ def read_settings(path: Path, words: Sequence[str], kind: type[Any] = Settings) 
 
 
 def from_json(values: dict[str, Any], kind: type[Any] = Settings, **others: Any) -> Any:
-    """Return settings from values of JSON, in which tuples are lists and paths are text."""
+    """Return settings from values of JSON, in which tuples are lists and paths are text; raise for other types."""
+    for name, x in values.items():
+        expected = str(kind.__dataclass_fields__[name].type)
+        kinds = tuple(JSON_TYPES[word] for word in re.findall(r"\w+", expected) if word in JSON_TYPES)
+        items = x if isinstance(x, list | tuple) else [x]
+        is_right = all(isinstance(one, kinds) and isinstance(one, bool) <= (bool in kinds) for one in items)
+        if not is_right or ("tuple" in expected) != isinstance(x, list | tuple):
+            raise ValueError(f"{name} must be {expected}, got {x!r}")
     kept = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
     return kind(**{**kept, "data": values.get("data") and Path(values["data"]), **others})
 
@@ -104,6 +124,8 @@ def refuse_other_folder(folder: Path, mark: str) -> None:
 def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None, dict[str, Any]]:
     """Lock the folder of the run; return it, the state from which to resume or None, and the progress of the run."""
     resumed = None if s.resume in (None, "auto") else Path(str(s.resume))
+    if s.resume == "auto" and s.output is None:
+        raise ValueError("--resume auto requires --output: the folder of the run to resume or to start")
     if resumed and s.output not in (None, resumed):
         raise ValueError(f"--output must be the folder of --resume {resumed}, got {s.output}")
     taken = [int(path.name[6:]) for path in Path("runs").glob("train-*") if path.name[6:].isdecimal()]

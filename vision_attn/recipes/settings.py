@@ -211,6 +211,8 @@ def check(s: Settings) -> Settings:
             raise ValueError(f"{flag(one)} requires {' or '.join(map(flag, others))}")
     if "context_channels" in parse_options(s.block_options):
         raise ValueError("--block-options must not contain context_channels: a training run has no second feature map")
+    if s.config and s.resume not in (None, "auto"):
+        raise ValueError("--config cannot be combined with --resume RUN, which continues with the settings of that run")
     if s.epochs <= s.warmup_epochs:
         raise ValueError(f"--warmup-epochs must be less than --epochs {s.epochs}, got {s.warmup_epochs:g}")
     opt = s.opt or ("adamw" if s.freeze_backbone else "sgd")  # with sgd, a new block on a frozen backbone trains slowly

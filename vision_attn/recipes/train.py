@@ -13,6 +13,7 @@ bitwise identical to an uninterrupted run.
 import copy
 import json
 import math
+import shlex
 import signal
 import time
 import warnings
@@ -162,7 +163,7 @@ def best_epoch(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
     """Train a network, save the run in a folder, and return the rows of ``metrics.csv``."""
-    s = check(s)
+    given, s = s, check(s)
     if s.opt not in list_optimizers():
         raise ValueError(f"--opt: timm has no optimizer {s.opt!r}.{cli.did_you_mean(str(s.opt), list_optimizers())}")
     if s.lr is None:
@@ -220,7 +221,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         mix = Mixup(s.mixup, s.cutmix, label_smoothing=0.0, num_classes=len(classes)) if s.mixup or s.cutmix else None
 
         if main:
-            runs.write_file(folder / "settings.json", json.dumps(asdict(s), indent=1, default=str))
+            runs.write_file(folder / "settings.json", json.dumps(asdict(given), indent=1, default=str))
         path = state or runs.save_state(acc, folder, progress)
         if not all(gather_object([path.exists()])):
             what = f"the state in {folder} does not exist on every machine"  # the same message on all machines
@@ -306,7 +307,12 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         log(f"best epoch, {best_epoch(progress['history'])['epoch']}, in {folder / 'model'}:")
         score_blocks(plain.to(device, memory_format=layout), val_loader, acc, log)
         if s.stages or s.names:
-            command = f"vision-attn compare --config {folder} --output {folder / 'compare'}"
+            command = shlex.join(
+                ["vision-attn", "compare", "--config", f"{folder}", "--output", f"{folder / 'compare'}"]
+            )
+            if s.block != "attention":
+                options = shlex.join(["--block-options", *s.block_options]) if s.block_options else ""
+                command += f" --variants plain {shlex.quote(f'trained=--block {s.block} {options}'.strip())}"
             log(f"Do the blocks help? Train with and without them:\n{command}")
     return progress["history"]
 
@@ -329,8 +335,9 @@ def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
         if val_set.digest() == trained or (same and train_set.digest() != trained):
             warnings.warn(f"the run was trained on some of the images of {s.data}: scores are too high", stacklevel=2)
     model = runs.load_run(e.run, e.block, "evaluate RUN")
-    if model.classes and list(model.classes) != classes:
-        expected, got = (", ".join(names[:6]) for names in (model.classes, classes))
+    known = model.classes or [*map(str, range(model.num_classes))]
+    if list(known) != classes and (model.classes or len(known) != len(classes)):
+        expected, got = (", ".join(names[:6]) for names in (known, classes))
         raise ValueError(f"--data: expected the classes of {run}, {expected}, got {got}. Rename the folders")
     val_set.transform = make_transforms(s, model.pretrained_cfg)[1]
     log(f"{len(val_set):,} images of {len(classes)} classes on {acc.device}")
