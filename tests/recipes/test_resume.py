@@ -90,7 +90,7 @@ def command_line(settings):
 
 #: Signals, and settings of the runs that they interrupt.
 INTERRUPTED = {
-    "ctrl-c": (signal.SIGINT, {"attention_lr": 0.01, "layer_decay": 0.7, "workers": 1}),
+    "ctrl-c": (signal.SIGINT, {"attention_lr": 0.01, "layer_decay": 0.7}),
     "workers": (signal.SIGTERM, {"opt": "sgd", "grad_accum_steps": 2, "ema": None, "aa": "rand-m9", "workers": 1}),
     "mixed": (signal.SIGHUP, {"img_size": 72, "mixup": 0.2, "cutmix": 1.0, "reprob": 0.5, "opt": "muon"}),
     "frozen": (

@@ -108,7 +108,7 @@ def swap_(model: nn.Module, *, names: Globs = None, where: Where = None, dry_run
     Raises:
         SiteError: ``names`` or ``where`` matches no attention, or the model is wrapped or a TorchScript program.
 
-    >>> import timm
+    >>> import timm, torch
     >>> model = timm.create_model("test_vit").eval()
     >>> image = torch.randn(1, 3, 160, 160)
     >>> before = model(image)
