@@ -153,7 +153,8 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
             print(f"{variant}, seed {seed}: {line}", flush=True)
 
     history = train(s, log)
-    states = filter(None, map(runs.newest_state, output.glob(f"*-{seed}")))
+    complete = [file.parent for file in output.glob(f"*-{seed}/run.json")]  # the states of other runs may change
+    states = filter(None, map(runs.newest_state, [folder, *complete]))
     if len({json.dumps(runs.read_progress(state)["data"], sort_keys=True) for state in states}) > 1:
         what = f"the runs in {output} with seed {seed} have different classes or images"
         raise DataError(f"{what}. Restore the images of --data, or choose another --output")

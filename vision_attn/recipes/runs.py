@@ -102,7 +102,7 @@ def from_json(values: dict[str, Any], kind: type[Any] = Settings, **others: Any)
         expected = str(kind.__dataclass_fields__[name].type)
         kinds = tuple(JSON_TYPES[word] for word in re.findall(r"\w+", expected) if word in JSON_TYPES)
         items = x if isinstance(x, list | tuple) else [x]
-        is_right = all(isinstance(one, kinds) and isinstance(one, bool) <= (bool in kinds) for one in items)
+        is_right = all(isinstance(one, kinds) and (bool in kinds or not isinstance(one, bool)) for one in items)
         if not is_right or ("tuple" in expected) != isinstance(x, list | tuple):
             raise ValueError(f"{name} must be {expected}, got {x!r}")
     kept = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
