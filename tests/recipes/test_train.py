@@ -399,6 +399,16 @@ def test_a_frozen_backbone_is_unchanged_and_its_adapter_restores_the_network(bas
         module.train(replace(settings, names=(), reset_head=False, output=tmp_path / "none"), log=quiet)
 
 
+def test_weights_for_classes_of_other_names_require_a_new_head(base, tmp_path):
+    folder = va.save_model(create_model(base.model, num_classes=3), tmp_path / "net", classes=["red", "green", "blue"])
+    settings = replace(base, weights=str(folder))
+    with pytest.raises(
+        ValueError, match=r"--weights are for the classes red, green, blue, got blue, green, red. Pass -"
+    ):
+        build(settings)
+    build(replace(settings, reset_head=True))
+
+
 def test_pretrained_weights_for_other_classes_have_a_new_head(base, monkeypatch):
     monkeypatch.setattr(module, "create_model", lambda name, pretrained, **how: create_model(name, **how))
     settings = replace(base, model="resnet20", pretrained=True, freeze_backbone=True, names=("layer3",))

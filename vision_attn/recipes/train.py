@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,7 +77,13 @@ def build_network(s: Settings, classes: list[str], side: int | None, log: Log, r
         except TypeError as error:  # an argument that the block does not accept
             raise ValueError(f"--block-options do not match --block {s.block}: {error}") from error
     if s.weights and not resumed:  # after the insertion, because the file may contain weights of the blocks
-        log(str(va.load_checkpoint_(model, s.weights, skip=new, rename=s.rename or ())))
+        report = va.load_checkpoint_(model, s.weights, skip=new, rename=s.rename or ())
+        log(str(report))
+        file = Path(report.file).with_name("config.json")  # of va.save_model
+        known = json.loads(file.read_bytes()).get("label_names") if file.is_file() and not new else None
+        if known and known != classes:
+            expected, got = (", ".join(names[:6]) for names in (known, classes))
+            raise ValueError(f"--weights are for the classes {expected}, got {got}. Pass --reset-head")
     for layer in (model.get_submodule(glob.removesuffix(".*")) for glob in new):
         # All classes are equally probable at first: https://arxiv.org/abs/2010.11929, section 3.2.
         for parameter in layer.parameters() if isinstance(layer, nn.Linear | nn.Conv2d) else ():
