@@ -102,7 +102,7 @@ def freeze_(modules: Mapping[str, nn.Module], root: str, trained: Set[int]) -> N
                 p.requires_grad_(False)
                 parameters[owner].append(f"{path}.{name}"[start:].lstrip("."))
         own = dict(module.named_buffers(recurse=False))
-        if any(map(STATISTICS.fullmatch, own)) and trained.isdisjoint(map(id, own.values())):
+        if has_statistics(module) and trained.isdisjoint(map(id, own.values())):
             module.training = False
             momentum = getattr(module, "momentum", None)
             norms[owner][path[start:]] = before = momentum, momentum is None and bool(own.get("num_batches_tracked"))
@@ -140,6 +140,11 @@ def unfreeze_backbone_(model: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters() if p.requires_grad)
 
 
+def has_statistics(module: nn.Module) -> bool:
+    """Return True for a norm with statistics that a forward pass in training mode updates."""
+    return any(STATISTICS.fullmatch(name) for name, _ in module.named_buffers(recurse=False))
+
+
 def keep_frozen(module: nn.Module, args: object, *, parameters: Iterable[str], norms: Mapping[str, Any]) -> None:
     """Set frozen norms to evaluation mode before a module runs, whatever the mode of the network, in a pre-hook.
 
@@ -147,11 +152,7 @@ def keep_frozen(module: nn.Module, args: object, *, parameters: Iterable[str], n
     """
     for path, (momentum, counted) in norms.items():
         norm = find_module(module, path)
-        if (
-            norm is not None
-            and norm.training
-            and any(map(STATISTICS.fullmatch, dict(norm.named_buffers(recurse=False))))
-        ):
+        if norm is not None and norm.training and has_statistics(norm):
             now = getattr(norm, "momentum", momentum)
             if (counted and not norm.num_batches_tracked) or (momentum is not None and now is None):
                 what = "update_bn has reset the running statistics of frozen norms, which are therefore lost"

@@ -178,7 +178,7 @@ def read_progress(state: Path) -> dict[str, Any]:
 
 
 def compare_data(before: dict[str, Any], data: dict[str, Any]) -> None:
-    """Raise an error if the classes differ from those of the run, and warn if the images differ."""
+    """Raise an error if the run had other classes, and warn if it had other images."""
     if before["classes"] != data["classes"]:
         old, new = (", ".join(one["classes"][:6]) for one in (before, data))
         raise DataError(f"the classes differ from those of the run: expected {old}, got {new}. Restore --data")

@@ -1,10 +1,9 @@
 """Figures of attention maps. Importing this module loads matplotlib."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -45,7 +44,13 @@ class Figure(matplotlib_figure.Figure):
 
 
 def draw_maps(
-    attention: AttentionMap, images: Tensor, query: Any, reduction: str, vmax: Any, titles: Sequence[str], width: float
+    attention: AttentionMap,
+    images: Tensor,
+    query: int | Iterable[int],
+    reduction: str,
+    vmax: float | None,
+    titles: Sequence[str],
+    width: float,
 ) -> Figure:
     """Draw a row for each image and query; :meth:`AttentionMap.figure` documents arguments and errors."""
     axes = len(attention.map_size)

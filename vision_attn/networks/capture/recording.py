@@ -63,8 +63,8 @@ def capture(
     implementation is supported, including fused kernels. Memory grows with ``heads · queries · tokens`` per image and
     module.
 
-    Each forward pass replaces the maps of the pass before. Only forward passes in the thread or task that entered the
-    ``with`` block are recorded, not those of threads that are started inside it. Nothing is stored on the model: other
+    Each forward pass replaces the maps of the pass before. Forward passes are recorded only in the thread or task that
+    entered the ``with`` block, and not in threads that are started inside it. Nothing is stored on the model: other
     threads can run it at the same time. A compiled model runs in eager mode inside the ``with`` block.
 
     Args:

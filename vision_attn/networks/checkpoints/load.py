@@ -22,7 +22,7 @@ from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, fin
 from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
 from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
 from vision_attn.networks.insertion.hooks import checked_network
-from vision_attn.networks.insertion.record import RANDOM
+from vision_attn.networks.insertion.record import set_random_
 from vision_attn.networks.insertion.registry import keys_by_site, replaced_modules
 from vision_attn.networks.inspection.selection import match_keys
 from vision_attn.networks.inspection.wrappers import unwrap_key, unwrap_model
@@ -104,7 +104,7 @@ def load_checkpoint_(
 def load_file_(
     target: "Target", file: CheckpointFile, strict: bool = True, adapt_input_conv: bool = False, **source_options: Any
 ) -> LoadReport:
-    """Load the content of a file into a model; the arguments are those of :func:`load_checkpoint_`."""
+    """Load the content of a file into a model, with the arguments of :func:`load_checkpoint_`."""
     tensors, arguments, source = find_weights(file, target.required, **source_options)
 
     def prepare(loaded: Tensors, timm_filter: str = "") -> tuple[LoadReport, Tensors, Tensors]:
@@ -131,7 +131,7 @@ def load_file_(
     del file, tensors, saved, converted, attempts
     copy_all_(values)
     for old in replaced_modules(target.model).values() if report.replaced else ():
-        vars(old).pop(RANDOM, None)
+        set_random_(old, False)
     return report
 
 

@@ -71,10 +71,12 @@ def class_names(code: str) -> set[str]:
     >>> sorted(class_names("{'pattern': Window(7), 'position': Distance(0.5)}"))
     ['Distance', 'Window']
     """
-    calls: list[ast.expr] = []
-    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        tree = ast.parse(code if len(code) <= MAX_LENGTH else "", mode="eval")
-        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if len(code) > MAX_LENGTH:
+        return set()
+    try:
+        calls = [node.func for node in ast.walk(ast.parse(code, mode="eval")) if isinstance(node, ast.Call)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
     return {name.id for name in calls if isinstance(name, ast.Name)}
 
 

@@ -143,7 +143,12 @@ def other_tensor(value: object) -> str | None:
 
 
 def choose_entry(
-    file: CheckpointFile, entries: Mapping[str, Any], converted: Mapping[str, Any], required: Tensors, *, ema: bool
+    file: CheckpointFile,
+    entries: Mapping[str, Mapping[str, Any]],
+    converted: Mapping[str, Mapping[str, str]],
+    required: Tensors,
+    *,
+    ema: bool,
 ) -> str:
     """Return the entry with the most keys and shapes of the model; raise an error if there is none, or several."""
     known = EMA_ENTRIES if ema else (*WEIGHT_ENTRIES, *EMA_ENTRIES, "")

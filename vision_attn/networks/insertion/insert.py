@@ -19,7 +19,14 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.block_factories import BlockFactory, describe_error
 from vision_attn.networks.insertion.build import new_block
 from vision_attn.networks.insertion.exact import GATE, WRAPPED, ZEROS
-from vision_attn.networks.insertion.record import RANDOM, InsertionReport, get_record, is_inserted, set_record_
+from vision_attn.networks.insertion.record import (
+    InsertionReport,
+    get_record,
+    has_random_weights,
+    is_inserted,
+    set_random_,
+    set_record_,
+)
 from vision_attn.networks.insertion.registry import (
     all_blocks,
     attach_blocks_,
@@ -274,12 +281,12 @@ def remove_(model: nn.Module) -> InsertionReport:
     if not blocks:
         raise ValueError("model has no inserted block to remove")
     report = InsertionReport(tuple(iter_records(model)), verb="removed")
-    if random := {site: old for site, old in replaced_modules(model).items() if hasattr(old, RANDOM)}:
+    if random := {site: old for site, old in replaced_modules(model).items() if has_random_weights(old)}:
         what = f"va.save_model did not save {shorten(map(repr, random))}, so va.remove_ restores random weights"
         warnings.warn(f"{what}. Load the original checkpoint with va.load_checkpoint_", stacklevel=2)
     detach_(model, blocks)
     for old in random.values():
-        delattr(old, RANDOM)
+        set_random_(old, False)
     for block in blocks:
         set_record_(block, None)
     return report

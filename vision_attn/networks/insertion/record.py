@@ -143,7 +143,7 @@ RECORD = "insertion"
 #: wrapper or, in a replica of ``nn.DataParallel``, the replica of the block.
 SUBSTITUTE = "substitute_of_block"
 
-#: The attribute of a replaced module with random weights, because the file of its network does not contain them.
+#: The attribute of a replaced module with random weights.
 RANDOM = "weights_not_loaded"
 
 
@@ -156,6 +156,16 @@ def set_record_(block: nn.Module, record: InsertedBlock | None) -> nn.Module:
     """Store the record of a block in it, or remove it, and return the block."""
     vars(block).pop(RECORD, None) if record is None else setattr(block, RECORD, record)  # wrappers have no own record
     return block
+
+
+def set_random_(module: nn.Module, random: bool) -> None:
+    """Record whether a replaced module has random weights, because no file contained them."""
+    setattr(module, RANDOM, True) if random else vars(module).pop(RANDOM, None)
+
+
+def has_random_weights(module: nn.Module) -> bool:
+    """Return True if :func:`set_random_` has recorded random weights."""
+    return getattr(module, RANDOM, False)
 
 
 def is_inserted(module: nn.Module) -> bool:
