@@ -66,7 +66,7 @@ def compare_scores(scores: Mapping[str, Mapping[str, float]], *, lower_is_better
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Format rows of cells, the header first, as a Markdown table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(2, *map(len, column)) for column in zip(*rows, strict=True)]  # Markdown requires a dash in each
     align = [f"{'>' if column else '<'}{width}" for column, width in enumerate(widths)]
     line = ["-" * (width - 1) + (":" if column else "-") for column, width in enumerate(widths)]
     lines = [" | ".join(map(format, row, align)) for row in (rows[0], line, *rows[1:])]
