@@ -145,6 +145,8 @@ def test_wrong_arguments_are_rejected():
         detector(images)
     with pytest.raises(RuntimeError, match="model itself"), va.capture(model):
         model.forward_features(x)
+    with pytest.raises(ValueError, match=r"not available inside torch\.vmap"), va.capture(model):
+        torch.vmap(lambda image: model(image[None]))(x)
     for arguments, message in (
         ({"queries": "each"}, "queries"),
         ({"reduction": "sum"}, "reduction"),

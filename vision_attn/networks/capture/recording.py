@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import debug_unwrap
 
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.blocks.attention_maps import weights_on_map
@@ -87,7 +88,8 @@ def capture(
 
     Raises:
         ValueError: the model has no such attention, a head or reduction does not exist, a point is outside the image,
-            the maps would exceed 1 GiB without ``allow_large``, or the forward pass runs no attention on a feature map.
+            the maps would exceed 1 GiB without ``allow_large``, the forward pass runs no attention on a feature map, or
+            runs in ``torch.vmap``.
         SiteError: no module matches ``names``.
         RuntimeError: a part of the model was called instead of the model.
 
@@ -230,6 +232,8 @@ class Recording:
         with torch.no_grad():
             weights = compute_weights(None if every else tokens)
             first = compute_weights(torch.arange(prefix, device=inputs.q.device)) if prefix else None
+        if debug_unwrap(weights).dim() > weights.dim():  # cannot be read outside
+            raise ValueError("va.capture is not available inside torch.vmap. Call the model with a batch of images")
         earlier = sum(known.partition(":")[0] == path for known in self.maps)
         key = f"{path}:{earlier + 1}" if earlier else path
         self.maps[key] = AttentionMap(weights, tuple(positions), self.image_size, size, tuple(names), first)
