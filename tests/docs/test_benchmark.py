@@ -101,13 +101,6 @@ def test_a_network_with_and_without_the_swap(monkeypatch):
         compare("--swap", "plain", "--shapes", "1,8,4,4", *QUICK)
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--heads", "0"), ("--rows", "speed"), ("--shapes", "8,256,14")])
-def test_wrong_flags_are_errors(capsys, flag, value):
-    with pytest.raises(SystemExit):
-        speed.main([flag, value])
-    assert re.search(f"{flag}.*{value}", capsys.readouterr().err)
-
-
 def test_calls_take_turns_and_short_calls_are_repeated(monkeypatch):
     turns = []
 
@@ -142,27 +135,6 @@ def cells(section):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
 
 
-@pytest.mark.slow
-def test_block_costs_replaces_the_section_of_a_page(tmp_path, capsys):
-    page = tmp_path / "costs.md"
-    begin, end = page_sections.markers("block_costs")
-    page.write_text(f"# Before\n{begin}\nold\n{end}\nAfter\n")
-    small = ["--sides", "7", "--batch-size", "1", "--rounds", "1"]
-    block_costs.main(["--only", "LinearAttention2d", "eca", *small, "--page", str(page)])
-    section, printed = page_sections.read_section(page, "block_costs"), capsys.readouterr().out
-    assert page.read_text() == f"# Before\n{begin}\n\n{section}\n\n{end}\nAfter\n"
-    assert section in printed
-    assert [title for title in block_costs.TITLES if f"**{title}**" in section] == list(block_costs.TITLES[:2])
-    eca = [row[1] for row in cells(printed) if row[0] == "timm's `eca`"]
-    assert len(eca) == 4
-    assert eca[:2] == ["7", "0.0"]  # a kernel with 7 weights, for 2,048 channels
-    published = {row[0]: row for row in cells(page_sections.read_section(page_sections.PERFORMANCE, "block_costs"))}
-    assert published.keys() - {"", "---"} == block_costs.BLOCKS.keys()
-    assert all(published[row[0]][-1] == row[1] for row in cells(section)[-2:])  # MACs, for a side of 7
-    with pytest.raises(SystemExit):
-        block_costs.main(["--only", "nothing", *small])
-
-
 def test_the_summary_of_block_costs_quotes_the_complete_tables():
     page = page_sections.PERFORMANCE.read_text()
     tables = cells(page_sections.read_section(page_sections.PERFORMANCE, "block_costs"))
@@ -185,8 +157,3 @@ def test_every_section_names_the_script_that_writes_it(tmp_path):
     empty.write_text("")
     with pytest.raises(ValueError, match=r"empty\.md: expected one section"):
         page_sections.write_section(empty, "reach", "text")
-
-
-@pytest.mark.parametrize(("seconds", "warned"), [((1e-3, 1e-3, 2e-3, 2e-3), True), ((10.0, 10.4, 10.5, 10.9), False)])
-def test_large_variations_relative_to_the_median_raise_a_warning(seconds, warned):
-    assert ("vision_attn vary by" in speed.warn_if_busy({"vision_attn": {"seconds": {"forward": seconds}}})) == warned

@@ -30,11 +30,6 @@ def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
     torch.testing.assert_close(block(x) - x, (0.5 * block.project(pooled)).expand_as(x))
 
 
-def test_even_kernels_are_rejected():
-    with pytest.raises(ValueError, match=r"kernel_size .*4"):
-        ConvBlock2d(8, kernel_size=4)
-
-
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_cost_volume_averages_the_values_of_other_positions(separate):
     block, x = CostVolumeBlock2d(8, 2, separate=separate, gate_init=0.5), torch.randn(1, 8, 2, 3)

