@@ -8,7 +8,7 @@ import base64
 import io
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,7 @@ def describe(one: Any) -> dict[str, Any]:
 def predict(model: nn.Module, x: Tensor) -> Tensor | None:
     """Return the probability of each class, ``(classes,)``, or None if the model does not return class scores."""
     output = model(x)
-    output = output.get("out", output) if isinstance(output, Mapping) else output  # torchvision's segmentation models
-    output = getattr(output, "logits", output)
+    output = getattr(output, "logits", output)  # of transformers
     return output[0].float().softmax(0).cpu() if isinstance(output, Tensor) and output.dim() == 2 else None
 
 

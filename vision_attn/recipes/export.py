@@ -142,7 +142,8 @@ def export_model(
 
     The file contains float32 weights, and JSON text with the classes, input size and image statistics as the metadata
     entry ``classifier``. Before the file is saved, it is run on random images by its runtime and compared with the
-    network.
+    network. A copy of the network is exported, on which ``with`` blocks such as :func:`vision_attn.disabled` have no
+    effect.
 
     Args:
         model: network for images ``(b, c, h, w)`` that returns a tensor. The image size and statistics are read from

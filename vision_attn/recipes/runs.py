@@ -30,14 +30,7 @@ LOCK_TIMEOUT = 5.0
 #: Extensions of image files.
 EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".jp2", ".png", ".gif", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 #: Types of values in JSON by the names in annotations. A number may be an integer, and a path is text.
-JSON_TYPES: dict[str, Any] = {
-    "bool": bool,
-    "int": int,
-    "float": (int, float),
-    "str": str,
-    "Path": str,
-    "None": type(None),
-}
+JSON_TYPES: Any = {"bool": bool, "int": int, "float": (int, float), "str": str, "Path": str, "None": type(None)}
 #: Files of folders that the recipes write.
 MARKS = {"settings.json": "a run", "runs.json": "a comparison", "demo.json": "a demo", "config.json": "a network"}
 
