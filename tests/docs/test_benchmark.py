@@ -144,16 +144,3 @@ def test_the_summary_of_block_costs_quotes_the_complete_tables():
     for name, count, *millions in summary:
         assert [name, *millions] in macs
         assert next(row for row in parameters if row[0] == name)[3] == count
-
-
-def test_every_section_names_the_script_that_writes_it(tmp_path):
-    pages = {page: page.read_text() for page in page_sections.DOCS.glob("*.md")}
-    names = [(page, name) for page, text in pages.items() for name in re.findall(r"<!-- (?:begin|end): (\w+)", text)]
-    assert len(names) == 2 * len(set(names)) == 10
-    for page, name in names:
-        assert page_sections.read_section(page, name)
-        assert "write_section(" in (page_sections.DOCS.parent / f"benchmarks/{name}.py").read_text()
-    empty = tmp_path / "empty.md"
-    empty.write_text("")
-    with pytest.raises(ValueError, match=r"empty\.md: expected one section"):
-        page_sections.write_section(empty, "reach", "text")

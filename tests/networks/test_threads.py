@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import timm
 import torch
-from small_networks import copies
 from torch import nn
 
 import vision_attn as va
@@ -193,18 +192,6 @@ def in_another_thread(model, *names):
 
 
 @pytest.mark.slow
-def test_contexts_of_threads_that_overlap_leave_compiled_models_compiled(model):
-    calls, others, first = [], ExitStack(), va.capture(model)
-    compiled = torch.compile(model, backend=lambda graph, inputs: calls.append(1) or graph.forward)
-    first.__enter__()
-    others.enter_context(in_another_thread(model, "capture"))
-    first.__exit__(None, None, None)
-    others.close()
-    compiled(IMAGES[0])
-    assert calls
-
-
-@pytest.mark.slow
 def test_a_compiled_model_runs_in_eager_inside_and_compiled_in_another_thread(model):
     runs, stop = [], threading.Event()
 
@@ -269,26 +256,6 @@ def test_an_export_inside_keeps_the_context(model, name):
     for exported in (program, traced):
         torch.testing.assert_close(exported(IMAGES[0]), run(model, IMAGES[0], name)[0])
         assert not torch.allclose(exported(IMAGES[0]), model(IMAGES[0]))
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_copies_and_pickles_made_inside_are_ordinary_networks(model, name):
-    def hooks():
-        return [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-
-    state, before, x = [(type(module), {**vars(module)}) for module in model.modules()], hooks(), IMAGES[0]
-    with CONTEXTS[name](model) as maps:
-        assert [(type(module), vars(module)) for module in model.modules()] == state
-        if name != "capture":  # the model and the parents of swapped modules have hooks, which record their calls
-            assert hooks() == before
-        assert not torch.nn.modules.module._has_any_global_hook()
-        others = copies(model)
-        inside = [other(x) for other in others]
-        assert not (name == "capture" and maps)
-    assert hooks() == before
-    assert all(torch.equal(y, model(x)) for y in inside)
-    assert all(torch.equal(other(x), model(x)) for other in others)
-    assert {other[3].attn.impl for other in others} == {"auto"}
 
 
 def test_an_implementation_that_is_set_inside_stays(model):

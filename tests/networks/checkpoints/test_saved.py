@@ -134,14 +134,6 @@ def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
         va.save_adapter(model, tmp_path / "adapter.pth")
 
 
-def test_an_adapter_is_saved_from_an_average_of_weights(model, tmp_path):
-    train(model)
-    for average in (torch.optim.swa_utils.AveragedModel, timm.utils.ModelEmaV3):
-        other = small_network()
-        va.load_adapter_(other, va.save_adapter(average(model), tmp_path / "adapter.safetensors"))
-        assert_same(other.state_dict(), model.state_dict())
-
-
 def compile_layer(model, name="layer3"):
     setattr(model, name, torch.compile(getattr(model, name), backend="eager"))
     return model

@@ -13,7 +13,7 @@ import families
 import pytest
 import timm
 import torch
-from small_networks import assert_same, captured, copies, results
+from small_networks import assert_same, captured, results
 from stand_ins import diffusers_attention, layer_of, transformers_layer
 from timm.layers import Attention as TimmAttention, AttentionPool2d, MultiQueryAttention2d
 from timm.layers.bottleneck_attn import BottleneckAttn
@@ -118,22 +118,6 @@ def test_swapped_models_have_the_same_outputs_and_gradients(name):
     assert parts() == objects
     assert not any("swapped" in vars(module) for module in model.modules())
     assert torch.equal(model(images[0]), before[0][0])
-
-
-def test_copies_and_pickles_use_their_own_weights():
-    model, x = create("swin"), randn(1, 3, 36, 40)
-    va.swap_(model)
-    y = model(x)
-    for other in copies(model):
-        with calls_counted(other) as calls:
-            assert torch.equal(other(x), y)
-        assert len(calls) == 4
-        with torch.no_grad():
-            other.features[1][0].attn.qkv.weight.mul_(2)
-        assert not torch.equal(other(x), y)
-        assert torch.equal(model(x), y)
-        assert len(va.unswap_(other).swapped) == 4
-        assert not torch.equal(other(x), y)
 
 
 def test_the_model_follows_its_mode_type_and_hooks():
