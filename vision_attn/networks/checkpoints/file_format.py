@@ -30,17 +30,8 @@ from torch import Tensor, nn
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.block_factories import BLOCKS, TIMM_BLOCKS, BlockFactory, get_block_factory, make_block
-from vision_attn.networks.checkpoints.option_code import (
-    CONFIG_CLASSES,
-    Arguments,
-    Classes,
-    ForeignCode,
-    check_saved_arguments,
-    class_names,
-    from_code,
-    get_arguments,
-    to_code,
-)
+from vision_attn.networks.checkpoints import option_code
+from vision_attn.networks.checkpoints.option_code import CONFIG_CLASSES, Arguments, Classes, get_arguments
 from vision_attn.networks.impl_choice import blocks_with_impl, use_impl
 from vision_attn.networks.insertion import registry
 from vision_attn.networks.insertion.build import replacement_options
@@ -77,6 +68,7 @@ class Saved:
     """Content of a file of this format; the module docstring describes the fields."""
 
     tensors: Mapping[str, Tensor]
+    #: records of the blocks; with the code of their options after reading
     blocks: tuple[InsertedBlock, ...]
     #: None if the file contains the complete network
     base: Fingerprint | None = None
@@ -156,7 +148,7 @@ def read_saved(file: CheckpointFile) -> Saved | None:
         also = tuple(map(str, entry["also"]))
         if not tensors.keys() >= set(also):
             raise ValueError("listed tensors are missing")
-        arguments, metadata = check_saved_arguments(entry["arguments"]), dict(entry["metadata"])
+        arguments, metadata = option_code.check_saved_arguments(entry["arguments"]), dict(entry["metadata"])
         return Saved(tensors, tuple(map(decode_block, entry["blocks"])), base, also, arguments, metadata)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged ({error}). Download or save it again") from error
@@ -170,7 +162,7 @@ def encode_block(block: InsertedBlock) -> dict[str, Any]:
         **{name: site[name] for name in ("at", "channels", "input_shape", "layout", "element", "used")},
         "map_size": block.map_size,
         "block": block.block,
-        "options": {name: to_code(name, value) for name, value in block.options.items()},
+        "options": {name: option_code.to_code(name, value) for name, value in block.options.items()},
         "block_path": block.block_path,
         "context": second.path,
         **{f"context_{name}": getattr(second, name) for name in ("layout", "element", "size")},
@@ -181,7 +173,10 @@ def encode_block(block: InsertedBlock) -> dict[str, Any]:
 
 
 def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
-    """Return the record of a block from plain values; earlier versions of the library did not write all entries."""
+    """Return the record of a block from plain values, with the code of its options.
+
+    Earlier versions of the library did not write all entries.
+    """
     defaults = encode_block(EMPTY)
     v = {**defaults, **values}
     kinds = {name: ENTRY_TYPES.get(type(default), type(default)) for name, default in defaults.items()}
@@ -191,14 +186,9 @@ def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     size, images, second_size = (tuple(map(int, v[name])) for name in ("map_size", "input_shape", "context_size"))
     site = Site(v["site"], v["at"], v["channels"], size, images, v["layout"], v["element"], v["used"])
     second = SecondMap(v["context"], v["context_layout"], v["context_element"], second_size) if v["context"] else None
-    options = {str(name): decode_option(code) for name, code in v["options"].items()}
+    option_code.check_saved_arguments({v["block_path"]: v["options"]})
     identity, cost = (v["identity_init"], v["wrapper_options"]), Measured(v["parameters"], v["macs"])
-    return InsertedBlock(site, v["block"], options, v["block_path"], second, identity, cost)
-
-
-def decode_option(code: str) -> Any:
-    """Return the value of an option; the code remains if it has classes that are not of this library."""
-    return from_code(code) if class_names(code) <= CONFIG_CLASSES.keys() else ForeignCode(code)
+    return InsertedBlock(site, v["block"], v["options"], v["block_path"], second, identity, cost)
 
 
 # --- blocks of a network ----------------------------------------------------------------------------------------------
@@ -275,8 +265,8 @@ def match_classes(saved: Saved, path: Path, block: Any) -> Classes:
         path: path of the file, for errors.
         block: a class, several classes, or classes by name. A function is accepted if the file has one such name.
     """
-    options = [code for record in saved.blocks for code in record.options.values() if isinstance(code, ForeignCode)]
-    names = {record.block for record in saved.blocks}.union(*map(class_names, options))
+    codes = [code for record in saved.blocks for code in record.options.values()]
+    names = {record.block for record in saved.blocks}.union(*map(option_code.class_names, codes))
     foreign = sorted(names - {*BLOCKS, *TIMM_BLOCKS, *CONFIG_CLASSES})
     passed = block if isinstance(block, list | tuple) else [] if block is None else [block]
     if isinstance(block, Mapping):
@@ -308,12 +298,10 @@ def insert_saved_(model: nn.Module, saved: Saved, classes: Classes) -> None:
     """
     # A compiled layer has two paths, with and without its wrapper. The wrapper does not run hooks.
     paths = {unwrap_key(path): path for path, _ in model.named_modules(remove_duplicate=False)}
-    records = []
+    known, records = {**CONFIG_CLASSES, **classes}, []
     for record in saved.blocks:
-        foreign = {name: code for name, code in record.options.items() if isinstance(code, ForeignCode)}
-        options = {name: from_code(code, {**CONFIG_CLASSES, **classes}) for name, code in foreign.items()}
-        moved = relocate(record, lambda path: paths.get(path, path))
-        records.append(replace(moved, options={**record.options, **options}))
+        options = {name: option_code.from_code(code, known) for name, code in record.options.items()}
+        records.append(replace(relocate(record, lambda path: paths.get(path, path)), options=options))
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
     makers = {record.block: get_block_factory(classes.get(record.block, record.block)) for record in records}

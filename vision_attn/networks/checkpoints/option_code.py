@@ -24,10 +24,6 @@ Classes = Mapping[str, Callable[..., Any]]
 CONFIG_CLASSES: Classes = {cls.__name__: cls for cls in (*PATTERNS, *POSITIONS)}
 
 
-class ForeignCode(str):
-    """Code of an option with classes that are not of this library."""
-
-
 #: path of a block -> {argument: code}
 Arguments = Mapping[str, Mapping[str, str]]
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vision_attn.networks.convert.conversion import CONVERSIONS, Attend, LayerConversion, Projection, input_weights
+from vision_attn.networks.convert.conversion import CONVERSIONS, Attend, LayerConversion
 from vision_attn.networks.convert.equations import attention_pattern
 from vision_attn.networks.convert.equivalence import random_like, random_map
+from vision_attn.networks.convert.projection import Projection, input_weights
 
 
 def get_dense(layer: Any, name: str) -> Any:

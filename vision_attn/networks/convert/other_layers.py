@@ -11,16 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vision_attn.attention.patterns import Neighborhood
-from vision_attn.networks.convert.conversion import (
-    CONVERSIONS,
-    FALLBACK,
-    Attend,
-    LayerConversion,
-    Projection,
-    input_weights,
-    named_weights,
-)
+from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend, LayerConversion
 from vision_attn.networks.convert.equivalence import random_map
+from vision_attn.networks.convert.projection import Projection, input_weights, named_weights
 from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
 from vision_attn.networks.convert.timm_layers import VIT, add_window_masks
 

@@ -11,15 +11,9 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks import Attention1d
 from vision_attn.attention.patterns import Halo
 from vision_attn.attention.position import RelPosDecomposed
-from vision_attn.networks.convert.conversion import (
-    CONVERSIONS,
-    FALLBACK,
-    Attend,
-    LayerConversion,
-    Projection,
-    named_weights,
-)
+from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend, LayerConversion
 from vision_attn.networks.convert.equivalence import check_without, random_map
+from vision_attn.networks.convert.projection import Projection, named_weights
 from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
 
 # --- tokens -----------------------------------------------------------------------------------------------------------

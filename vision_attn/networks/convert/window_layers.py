@@ -13,8 +13,9 @@ from vision_attn.attention.blocks import Attention, Attention2d, Attention3d
 from vision_attn.attention.blocks.projection import to_memory_format_of
 from vision_attn.attention.patterns import Window
 from vision_attn.attention.position import RelPosTable
-from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend, Projection, named_weights
+from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend
 from vision_attn.networks.convert.equivalence import random_map
+from vision_attn.networks.convert.projection import Projection, named_weights
 from vision_attn.networks.convert.timm_layers import CHANNELS_LAST, MAPS, maxxvit_table, relative_bias, vit_weights
 
 #: The parameter of :class:`RelPosTable`.
