@@ -13,9 +13,9 @@ from torch import nn
 
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import as_list, check_above
+from vision_attn.networks.insertion.attributes import original_module
 from vision_attn.networks.insertion.build import CONTAINERS
 from vision_attn.networks.insertion.hooks import checked_network, our_hooks, remove_hooks_
-from vision_attn.networks.insertion.record import original_module
 from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, replaced_modules
 from vision_attn.networks.inspection.network import NORMS
 from vision_attn.networks.inspection.selection import ancestor_paths, find_module, select_keys

@@ -20,7 +20,7 @@ from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, r
 from vision_attn.checks import product
 from vision_attn.networks.convert.swapped import MAP_SIZES
 from vision_attn.networks.inspection.example import tree_leaves
-from vision_attn.networks.inspection.layout import token_grid
+from vision_attn.networks.inspection.feature_maps import token_grid
 from vision_attn.networks.inspection.network import Call
 
 

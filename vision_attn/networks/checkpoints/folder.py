@@ -17,6 +17,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -38,7 +39,7 @@ from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import Target, load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.insertion import remove_
-from vision_attn.networks.insertion.record import set_random_
+from vision_attn.networks.insertion.attributes import set_random_
 from vision_attn.networks.insertion.registry import inserted_blocks, records, replaced_modules
 from vision_attn.networks.insertion.second_map import random_contexts
 from vision_attn.networks.inspection.example import float_tensors, make_example, tree_leaves
@@ -140,26 +141,24 @@ def save_model(
         raise ValueError(f"classes must be the names of the {count} classes, got {len(classes)} names")
     arguments, blocks = get_arguments(model.state_dict()), file_format.blocks_to_save(model)
     state = {unwrap_key(key): gather(value) for key, value in model.state_dict().items()}
-    config: dict[str, Any] = {"label_names": list(classes or ())}
-    if network is None:
-        # The complete configuration, because timm before 1.0.31 uses it instead of the configuration of the model.
-        metadata = filter_pretrained_cfg(vars(model)["pretrained_cfg"], remove_source=True)
-        config["pretrained_cfg"] = metadata | {"architecture": architecture}
-    else:
-        named: Any = getattr(network, "func", network)  # of a partial
-        name = f"{named.__module__}.{named.__qualname__}"
-        config |= {"network": name, "model_args": dict(model_args or {})}
     with LOCK, name_errors(Path(folder)):
         target.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(target if target.is_dir() else target.parent) as new:
+            path, labels, options = new / "config.json", {"label_names": list(classes or ())}, dict(model_args or {})
             if network is None:
-                save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
+                # The complete configuration: timm before 1.0.31 uses it instead of the configuration of the model.
+                complete = filter_pretrained_cfg(vars(model)["pretrained_cfg"], remove_source=True)
+                config = {**labels, "pretrained_cfg": complete | {"architecture": architecture}}
+                save_config_for_hf(model, path, config, model_args=options)
             else:
-                (new / "config.json").write_text(json.dumps(config, indent=2))
-            config = json.loads((new / "config.json").read_text())
-            saved = file_format.Saved(state, blocks, arguments=arguments, metadata=config)
+                named: Any = getattr(network, "func", network)  # of a partial
+                config = {**labels, "network": f"{named.__module__}.{named.__qualname__}", "model_args": options}
+                path.write_text(json.dumps(config, indent=2))
+            saved = file_format.Saved(state, blocks, arguments=arguments, metadata=json.loads(path.read_text()))
             file_format.write_saved(new / "model.safetensors", saved)
-            verify(model, new, architecture, network, block, example_input)
+            load = partial(load_model, new, block=block or file_format.foreign_classes(model), network=network)
+            what = f"network {network!r}" if network else f"architecture: timm's {architecture!r}"
+            verify(model, load, what, example_input)
             target.mkdir(exist_ok=True)
             for name in ("model.safetensors", "config.json"):
                 write_atomically(target / name, (new / name).read_bytes())
@@ -317,21 +316,13 @@ def create(config: Mapping[str, Any]) -> nn.Module:
     return timm.create_model(config["architecture"], pretrained_cfg=kept, **arguments)
 
 
-def verify(
-    model: nn.Module,
-    folder: Path,
-    architecture: object,
-    network: Callable[..., nn.Module] | None,
-    block: BlockClasses | None,
-    example_input: Any,
-) -> None:
-    """Raise an error unless the network in a folder and the model have the same output."""
+def verify(model: nn.Module, load: Callable[[], nn.Module], what: str, example_input: Any) -> None:
+    """Raise an error unless a model and its saved copy have the same output; ``what`` is how the user named it."""
     if example_input is None:  # Blocks for tokens require the image size with which they were inserted.
         example_input = next(((1, *block.target.input_shape[1:]) for block in records(model)), None)
     example = make_example(model, example_input)
     try:
-        copy = load_model(folder, block=block or file_format.foreign_classes(model), network=network)
-        copy = copy.to(example.image.device)
+        copy = load().to(example.image.device)
 
         def run(network: nn.Module) -> list[Tensor]:
             with random_contexts(network, inserted_blocks(network).values(), example.shape[0]):
@@ -354,6 +345,5 @@ def verify(
         reason = "its output differs"
     except CheckpointError as error:
         reason = str(error).partition(": ")[2]
-    what = f"network {network!r}" if network else f"architecture: timm's {architecture!r}"
     remedy = "Pass the arguments that create it as model_args, and the function that builds custom blocks as block"
     raise ValueError(f"{what} is not this network ({reason}). {remedy}")

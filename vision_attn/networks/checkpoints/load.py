@@ -21,8 +21,8 @@ from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, find_input_conv, remedies
 from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
 from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
+from vision_attn.networks.insertion.attributes import set_random_
 from vision_attn.networks.insertion.hooks import checked_network
-from vision_attn.networks.insertion.record import set_random_
 from vision_attn.networks.insertion.registry import keys_by_site, replaced_modules
 from vision_attn.networks.inspection.selection import match_keys
 from vision_attn.networks.inspection.wrappers import unwrap_key, unwrap_model

@@ -35,6 +35,8 @@ OTHER_TENSORS = {
 }
 
 Tensors = Mapping[str, Tensor]
+#: Values of the entries of a file, or their new keys, by entry and key.
+Entries = Mapping[str, Mapping[str, Any]]
 #: Pairs of a regular expression and its replacement, or the name of a preset.
 Rename = str | Mapping[str, str] | Iterable[tuple[str, str]]
 
@@ -60,7 +62,7 @@ def find_weights(
 
     entries = {name: value for name, value in iterate_entries(file) if is_state_dict(value)}
     converted = {name: convert(name, content) for name, content in entries.items()}
-    entry = choose_entry(file, entries, converted, required, ema=ema)
+    entry = choose_entry(file, entries, converted, required, ema)
     values = read_values(file, entries[entry], required)
     names = convert(entry, values)
     if not names:
@@ -142,14 +144,7 @@ def other_tensor(value: object) -> str | None:
     return next((kind for part, kind in OTHER_TENSORS.items() if part in name), None)
 
 
-def choose_entry(
-    file: CheckpointFile,
-    entries: Mapping[str, Mapping[str, Any]],
-    converted: Mapping[str, Mapping[str, str]],
-    required: Tensors,
-    *,
-    ema: bool,
-) -> str:
+def choose_entry(file: CheckpointFile, entries: Entries, converted: Entries, required: Tensors, ema: bool) -> str:
     """Return the entry with the most keys and shapes of the model; raise an error if there is none, or several."""
     known = EMA_ENTRIES if ema else (*WEIGHT_ENTRIES, *EMA_ENTRIES, "")
     scores = {n: count_matches(entries[n], converted[n], required) for n in entries if not ema or n in known}

@@ -15,21 +15,13 @@ from vision_attn.attention.position.relative_table import RelativePosition
 from vision_attn.errors import SiteError
 from vision_attn.networks import block_factories
 from vision_attn.networks.block_factories import BlockFactory, describe_error, make_block
+from vision_attn.networks.insertion.attributes import is_inserted, replaced_module, set_record_
 from vision_attn.networks.insertion.exact import ZEROS, init_identity_, wrap_exactly
 from vision_attn.networks.insertion.hooks import FUSED, is_norm
-from vision_attn.networks.insertion.record import (
-    CHILD,
-    InsertedBlock,
-    Measured,
-    SecondMap,
-    Site,
-    is_inserted,
-    replaced_module,
-    set_record_,
-)
-from vision_attn.networks.inspection.costs import count_attention_pairs, count_saved_bytes, measure_cost
+from vision_attn.networks.insertion.record import CHILD, InsertedBlock, SecondMap, Site
+from vision_attn.networks.inspection.costs import count_saved_bytes, measure_cost
 from vision_attn.networks.inspection.dry_run import DryRun
-from vision_attn.networks.inspection.layout import FeatureMap
+from vision_attn.networks.inspection.feature_maps import FeatureMap
 from vision_attn.networks.inspection.selection import ancestor_paths, require_module
 from vision_attn.networks.inspection.wrappers import is_layer_wrapper, unwrap_key
 from vision_attn.text import did_you_mean
@@ -88,10 +80,9 @@ def new_block(
     record = InsertedBlock(site, name, options, path, second_map, identity, replaced=replaced)
     dtype, shape = like_parameters(new, run.model).dtype, record.context_shape
     images = run.example.shape[0]
-    parameters, macs = measure_cost(new, x, y or x, shape, images)
+    cost = measure_cost(new, x, y or x, shape, images)
     saved = count_saved_bytes(new, (1, channels, *x.size), dtype, shape) * x.shape[0] // images if dry_run else 0
-    cost = Measured(parameters, macs, count_attention_pairs(new, x.size), saved)
-    return set_record_(new, replace(record, cost=cost))
+    return set_record_(new, replace(record, cost=cost._replace(saved_bytes=saved)))
 
 
 def rebuild(model: nn.Module, record: InsertedBlock, factories: Mapping[str, BlockFactory]) -> nn.Module:

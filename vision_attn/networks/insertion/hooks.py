@@ -19,16 +19,9 @@ from vision_attn.attention.graphs import is_symbolic
 from vision_attn.attention.recomputation import backward_pass
 from vision_attn.attention.scopes import scoped_output, scoped_values
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.record import SUBSTITUTE, InsertedBlock, get_record, is_inserted
-from vision_attn.networks.inspection.layout import (
-    apply_to_call,
-    apply_to_element,
-    count_prefix,
-    from_map,
-    has_element,
-    to_map,
-    token_grid,
-)
+from vision_attn.networks.insertion.attributes import SUBSTITUTE, get_record, is_inserted
+from vision_attn.networks.insertion.record import InsertedBlock
+from vision_attn.networks.inspection import feature_maps
 from vision_attn.networks.inspection.network import CONVS, NORMS, hook_dicts
 from vision_attn.networks.inspection.selection import ancestor_paths, find_module, require_module
 from vision_attn.networks.inspection.wrappers import unwrap_model
@@ -57,11 +50,11 @@ def keep_context(module: nn.Module, args: tuple[object, ...], output: object, *,
     second: Any = get_record(block).second
 
     def keep(x: Tensor) -> Tensor:
-        CONTEXTS.maps[block, backward_pass()] = to_map(x, second.layout, second.size)
+        CONTEXTS.maps[block, backward_pass()] = feature_maps.to_map(x, second.layout, second.size)
         return x
 
-    if has_element(output, second.element):
-        apply_to_element(output, second.element, keep)
+    if feature_maps.has_element(output, second.element):
+        feature_maps.apply_to_element(output, second.element, keep)
 
 
 def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
@@ -108,7 +101,7 @@ def run_block(module: nn.Module, args: Any, value: Any, *, block: nn.Module, pat
     record, context = get_record(running), find_context(running, block)
     layout, size, element = record.target.layout, record.map_size, record.target.element
     before = record.target.at == "before"
-    if not has_element(args if before and not isinstance(element, str) else value, element):
+    if not feature_maps.has_element(args if before and not isinstance(element, str) else value, element):
         what = f"the block at {record.site!r} does not find its feature map: the module there"
         how = "was called with other arguments" if before else "returned another value"
         remedy = "Insert the block with an example of this call"
@@ -117,19 +110,20 @@ def run_block(module: nn.Module, args: Any, value: Any, *, block: nn.Module, pat
     def run_on(x: Tensor) -> Tensor:
         if not isinstance(x, Proxy) and x.dim() == layout.count(" ") and "(" not in layout:  # without a batch axis
             return run_on(x[None])[0]
-        if "(" in layout and x.shape[1] != count_prefix(layout) + record.tokens:
-            raise grid_error(record, f"{x.shape[1] - count_prefix(layout)} tokens")
-        x_map = to_map(x, layout, size)
+        if "(" in layout and x.shape[1] != feature_maps.count_prefix(layout) + record.tokens:
+            raise grid_error(record, f"{x.shape[1] - feature_maps.count_prefix(layout)} tokens")
+        x_map = feature_maps.to_map(x, layout, size)
         if isinstance(x_map, Proxy):  # A traced graph contains the block as one node.
             node = x_map.tracer.path_of_module(running)
-            return from_map(x, x_map.tracer.create_proxy("call_module", node, (x_map,), context), layout)
+            return feature_maps.from_map(x, x_map.tracer.create_proxy("call_module", node, (x_map,), context), layout)
         if x.is_quantized:
             what = f"the block at {record.site!r} cannot process a quantized tensor ({x.dtype})"
             raise SiteError(f"{what}. Quantize before va.insert_, and dequantize the feature map in front of the block")
         y = running(x_map, **context)
-        return from_map(x, y if isinstance(running, GatedResidual) else scoped_output(running, x_map, y), layout)
+        y = y if isinstance(running, GatedResidual) else scoped_output(running, x_map, y)
+        return feature_maps.from_map(x, y, layout)
 
-    return apply_to_call(args, value, () if before else (value,), element, run_on)
+    return feature_maps.apply_to_call(args, value, () if before else (value,), element, run_on)
 
 
 def still_runs(module: nn.Module, block: nn.Module, found: nn.Module | None) -> bool:
@@ -200,7 +194,7 @@ def check_grid(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, ob
     tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     size = next((tuple(x.shape[2:]) for x in tensors if x.dim() == len(record.target.input_shape)), ())
     if len(size) == 2 and size != record.target.input_shape[2:]:
-        grid = token_grid(record.tokens, *size)
+        grid = feature_maps.token_grid(record.tokens, *size)
         if grid not in (None, record.map_size):
             raise grid_error(record, f"{grid[0]}×{grid[1]} for images of {size[0]}×{size[1]}")
 

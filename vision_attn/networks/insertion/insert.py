@@ -17,29 +17,21 @@ from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks.block_factories import BlockFactory, describe_error
-from vision_attn.networks.insertion.build import new_block
-from vision_attn.networks.insertion.exact import GATE, WRAPPED, ZEROS
-from vision_attn.networks.insertion.record import (
-    InsertionReport,
+from vision_attn.networks.insertion.attributes import (
     get_record,
     has_random_weights,
     is_inserted,
     set_random_,
-    set_record_,
 )
-from vision_attn.networks.insertion.registry import (
-    all_blocks,
-    attach_blocks_,
-    detach_,
-    inserted_blocks,
-    iter_records,
-    replaced_modules,
-)
+from vision_attn.networks.insertion.build import new_block
+from vision_attn.networks.insertion.exact import GATE, WRAPPED, ZEROS
+from vision_attn.networks.insertion.record import InsertionReport
+from vision_attn.networks.insertion.registry import attach_blocks_, detach_all_, inserted_blocks, replaced_modules
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChangedOutputError, ChildError, attach_verified
 from vision_attn.networks.inspection.costs import Cost, propose
 from vision_attn.networks.inspection.dry_run import DryRun
-from vision_attn.networks.inspection.layout import FeatureMap
+from vision_attn.networks.inspection.feature_maps import FeatureMap
 from vision_attn.networks.inspection.selection import Globs, Where, end_of_sequential, match_names
 from vision_attn.networks.inspection.wrappers import layer_wrappers, require_modifiable
 from vision_attn.text import shorten
@@ -277,19 +269,13 @@ def remove_(model: nn.Module) -> InsertionReport:
     (2, True)
     """
     model = require_modifiable(model, "va.remove_")
-    blocks = all_blocks(model)
-    if not blocks:
-        raise ValueError("model has no inserted block to remove")
-    report = InsertionReport(tuple(iter_records(model)), verb="removed")
     if random := {site: old for site, old in replaced_modules(model).items() if has_random_weights(old)}:
         what = f"va.save_model did not save {shorten(map(repr, random))}, so va.remove_ restores random weights"
         warnings.warn(f"{what}. Load the original checkpoint with va.load_checkpoint_", stacklevel=2)
-    detach_(model, blocks)
+    records = detach_all_(model)
     for old in random.values():
         set_random_(old, False)
-    for block in blocks:
-        set_record_(block, None)
-    return report
+    return InsertionReport(records, verb="removed")
 
 
 def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str] = ()) -> InsertionReport:

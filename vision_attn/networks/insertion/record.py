@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from torch import nn
 
 from vision_attn.checks import product
 from vision_attn.networks.inspection.costs import Cost, describe_added
-from vision_attn.networks.inspection.layout import Element
+from vision_attn.networks.inspection.feature_maps import Element
 from vision_attn.text import Report, Table, shorten
 
 #: The name of a block as a child of its target, which identifies its keys in a state dict.
@@ -52,19 +52,6 @@ class SecondMap:
     size: tuple[int, ...]
 
 
-class Measured(NamedTuple):
-    """Costs of a block for one image."""
-
-    #: number of parameters (scalars)
-    parameters: int = 0
-    #: MACs of one forward pass
-    macs: int = 0
-    #: query-key pairs of its full attention; not stored in files
-    attention_pairs: int = 0
-    #: bytes that autograd saves for the backward pass, counted in a dry run; not stored in files
-    saved_bytes: int = 0
-
-
 @dataclass(frozen=True)
 class InsertedBlock:
     """Record of one block: its site, how it was built, and its cost.
@@ -88,7 +75,7 @@ class InsertedBlock:
     #: how the block was made an identity at initialization, and the options of the :class:`ExactBlock` around it
     identity: tuple[str, Mapping[str, Any]]
     #: not compared, because files contain only a part of it
-    cost: Measured = field(default=Measured(), compare=False)
+    cost: Cost = field(default=Cost(), compare=False)
     #: the module that the block replaced, in a tuple; not stored in files
     replaced: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)
 
@@ -134,60 +121,6 @@ class InsertedBlock:
         return replace(self, target=replace(self.target, path=site), block_path=block_path, second=second)
 
 
-# --- attributes of modules --------------------------------------------------------------------------------------------
-
-#: The attribute in which a block stores its :class:`InsertedBlock`.
-RECORD = "insertion"
-
-#: The attribute in which a target finds the module that runs in place of a block outside the target, in a tuple: a
-#: wrapper or, in a replica of ``nn.DataParallel``, the replica of the block.
-SUBSTITUTE = "substitute_of_block"
-
-#: The attribute of a replaced module with random weights.
-RANDOM = "weights_not_loaded"
-
-
-def get_record(block: nn.Module) -> InsertedBlock:
-    """Return the record of an inserted block."""
-    return getattr(block, RECORD)
-
-
-def set_record_(block: nn.Module, record: InsertedBlock | None) -> nn.Module:
-    """Store the record of a block in it, or remove it, and return the block."""
-    vars(block).pop(RECORD, None) if record is None else setattr(block, RECORD, record)  # wrappers have no own record
-    return block
-
-
-def set_random_(module: nn.Module, random: bool) -> None:
-    """Record whether a replaced module has random weights, because no file contained them."""
-    setattr(module, RANDOM, True) if random else vars(module).pop(RANDOM, None)
-
-
-def has_random_weights(module: nn.Module) -> bool:
-    """Return True if :func:`set_random_` has recorded random weights."""
-    return getattr(module, RANDOM, False)
-
-
-def is_inserted(module: nn.Module) -> bool:
-    """Return True if a module is an inserted block, or a wrapper of one that a hook runs.
-
-    A wrapper may show the attributes of the module inside, but only the block itself can be exchanged for the module
-    that it replaced.
-    """
-    record = getattr(module, RECORD, None)
-    return isinstance(record, InsertedBlock) and (not record.replaced or RECORD in vars(module))
-
-
-def replaced_module(block: nn.Module) -> nn.Module | None:
-    """Return the module that a block replaced, or None."""
-    return next(iter(get_record(block).replaced), None) if is_inserted(block) else None
-
-
-def original_module(module: nn.Module) -> nn.Module:
-    """Return the module that a block replaced, or else the module itself."""
-    return module if (old := replaced_module(module)) is None else old
-
-
 # --- reports ----------------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +146,7 @@ class InsertionReport(Report):
     #: cost of the network before insertion; None if it was not measured
     model_cost: Cost | None = None
     #: cost of the replaced modules
-    replaced_cost: Cost = field(default_factory=lambda: Cost(0, 0))
+    replaced_cost: Cost = field(default=Cost())
     #: relative change of the output of the network
     output_change: float = 0.0
     #: statement of what was verified about the output of the network; empty if nothing is verified by design

@@ -13,9 +13,10 @@ from torch import nn
 from torch.fx import GraphModule
 
 from vision_attn.errors import SiteError
+from vision_attn.networks.insertion.attributes import get_record, is_inserted, replaced_module, set_record_
 from vision_attn.networks.insertion.build import CONTAINERS, rebuild
 from vision_attn.networks.insertion.hooks import block_at, checked_network, context_path, hook_, our_hooks, unhook_
-from vision_attn.networks.insertion.record import CHILD, InsertedBlock, get_record, is_inserted, replaced_module
+from vision_attn.networks.insertion.record import CHILD, InsertedBlock
 from vision_attn.networks.inspection.selection import own_children, require_module
 from vision_attn.networks.inspection.wrappers import layer_wrappers, unwrap_key
 from vision_attn.networks.untrained import warn_if_untrained
@@ -90,10 +91,7 @@ def attach_blocks_(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[No
 
 
 def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Remove blocks and restore the modules that they replaced, on the device and in the mode of the blocks.
-
-    The blocks keep their records.
-    """
+    """Remove blocks and their records, and restore the replaced modules on the device and in the mode of the blocks."""
     wrappers = layer_wrappers(model)
     for block in reversed(blocks):
         if (old := replaced_module(block)) is not None:
@@ -106,7 +104,18 @@ def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         unhook_(module, blocks)
         for name in [name for name, child in module.named_children() if child in blocks]:
             delattr(module, name)
+    for block in blocks:
+        set_record_(block, None)
     torch.compiler.reset()
+
+
+def detach_all_(network: nn.Module) -> tuple[InsertedBlock, ...]:
+    """Remove all blocks of a network without wrappers, and return the records of those that run."""
+    blocks, records = all_blocks(network), tuple(iter_records(network))
+    if not blocks:
+        raise ValueError("model has no inserted block to remove")
+    detach_(network, blocks)
+    return records
 
 
 def match_state_(module: nn.Module, block: nn.Module, model: nn.Module) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.scopes import scope
+from vision_attn.networks.insertion.attributes import get_record
 from vision_attn.networks.insertion.build import like_parameters
-from vision_attn.networks.insertion.record import get_record
 from vision_attn.networks.insertion.registry import inserted_blocks
 from vision_attn.networks.inspection.wrappers import unwrap_model
 

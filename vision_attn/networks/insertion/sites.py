@@ -10,17 +10,10 @@ from vision_attn.checks import check_choice, product
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.build import CONTAINERS
 from vision_attn.networks.insertion.registry import inserted_blocks
+from vision_attn.networks.inspection import selection
 from vision_attn.networks.inspection.dry_run import DryRun
-from vision_attn.networks.inspection.layout import FeatureMap
-from vision_attn.networks.inspection.selection import (
-    Globs,
-    Where,
-    ancestor_paths,
-    check_list,
-    check_where,
-    end_of_sequential,
-    match_names,
-)
+from vision_attn.networks.inspection.feature_maps import FeatureMap
+from vision_attn.networks.inspection.selection import Globs, Where, ancestor_paths, end_of_sequential
 from vision_attn.networks.inspection.wrappers import unwrap_model
 from vision_attn.text import did_you_mean, shorten
 
@@ -42,21 +35,15 @@ def select_sites(
         guess = next(filter(None, guesses), unused)
         got = " and ".join(selections) or "none"
         raise ValueError(f"pass exactly one of stages, names and where, got {got}.{guess}")
-    check_where(where)
     # A block that replaced a module is a site, for which an error is raised later. Modules inside blocks are not sites.
     blocks = inserted_blocks(dry_run.model)
     inside = {id(module) for block in blocks.values() for module in block.modules()}
     inside -= {id(dry_run.model.get_submodule(site)) for site in blocks}
     named = dry_run.model.named_modules(remove_duplicate=False)
     modules = {name: module for name, module in named if name and id(module) not in inside}
-    if stages is not None:
-        chosen = match_stages(dry_run, check_list("stages", stages, (int, str)))
-    elif names is not None:
-        chosen = match_names(modules, names)
-    else:
-        chosen = [name for name, module in modules.items() if where is not None and where(name, module)]
+    chosen = selection.match_modules(modules, names, where) if stages is None else match_stages(dry_run, stages)
     if exclude is not None:
-        excluded = set(match_names(modules, exclude, "exclude"))
+        excluded = set(selection.match_names(modules, exclude, "exclude"))
         chosen = [name for name in chosen if excluded.isdisjoint({name, end_at(dry_run.model, name, at)})]
     if not chosen:
         why = "where returns True for no module" if where is not None else "exclude matches all selected modules"
@@ -66,12 +53,12 @@ def select_sites(
     return first_names(dry_run.model, chosen)
 
 
-def match_stages(dry_run: DryRun, wanted: Iterable[int | str]) -> list[str]:
+def match_stages(dry_run: DryRun, stages: int | str | Iterable[int | str]) -> list[str]:
     """Return the paths of stages by index or name.
 
     Negative indices do not count stages at the end without an effect on the output, as the last block of many ViTs.
     """
-    wanted, available = list(wanted), find_stages(dry_run)
+    wanted, available = selection.check_list("stages", stages, (int, str)), find_stages(dry_run)
     effective = list(available)
     if (first := min((stage for stage in wanted if isinstance(stage, int)), default=0)) < 0:
         ends = [end_of_sequential(dry_run.model, stage) for stage in available]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vision_attn.checks import get_version
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.record import get_record
+from vision_attn.networks.insertion.attributes import get_record
 from vision_attn.networks.insertion.registry import attach_blocks_
 from vision_attn.networks.insertion.second_map import random_contexts
 from vision_attn.networks.inspection.dry_run import DryRun, bitwise_equal, get_tensors, has_no_values

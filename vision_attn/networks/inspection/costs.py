@@ -17,7 +17,7 @@ from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
 from vision_attn.networks.block_factories import describe_error
 from vision_attn.networks.impl_choice import attention_modules, blocks_for_impl
-from vision_attn.networks.inspection.layout import FeatureMap
+from vision_attn.networks.inspection.feature_maps import FeatureMap
 from vision_attn.networks.inspection.network import quiet_eval
 
 if TYPE_CHECKING:
@@ -32,12 +32,16 @@ WINDOWS = (7, 8, 6, 9, 10, 5)
 
 
 class Cost(NamedTuple):
-    """Cost of a network, or a difference between two costs."""
+    """Cost of a network or a block for one image, or a difference between two costs."""
 
     #: number of parameters (scalars)
-    parameters: int
-    #: MACs of one forward pass of one image
-    macs: int
+    parameters: int = 0
+    #: MACs of one forward pass
+    macs: int = 0
+    #: query-key pairs of the full attention of a block; not stored in files
+    attention_pairs: int = 0
+    #: bytes that autograd saves for the backward pass of a block, counted in a dry run; not stored in files
+    saved_bytes: int = 0
 
 
 def describe_added(added: Cost, network: Cost) -> str:
@@ -46,7 +50,7 @@ def describe_added(added: Cost, network: Cost) -> str:
     >>> describe_added(Cost(269, 500), Cost(1000, 0))
     'total +26.9 % parameters, – MACs'
     """
-    parameters, macs = map(percent, added, network)
+    parameters, macs = map(percent, added[:2], network[:2])
     return f"total {parameters} parameters, {macs} MACs"
 
 
@@ -134,7 +138,7 @@ def measure_cost(block: nn.Module, x: FeatureMap, y: FeatureMap, context: Sequen
             got = f"{type(block).__name__} returns {tuple(output.shape)} for {(1, *shape)}"
             raise ValueError(f"block must return a feature map of shape {(1, *expected)} at {x.target!r}; {got}")
         macs += count * batch // images
-    return Cost(sum(p.numel() for p in block.parameters()), macs)
+    return Cost(sum(p.numel() for p in block.parameters()), macs, count_attention_pairs(block, x.size))
 
 
 def feature_map_error(block: nn.Module, site: str, shape: Sequence[int], error: Exception) -> ValueError:

@@ -6,7 +6,7 @@ choose other modules. A backward pass shows which of several tensors the network
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -20,17 +20,10 @@ from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.networks.impl_choice import blocks_with_impl
+from vision_attn.networks.inspection import feature_maps
 from vision_attn.networks.inspection.costs import Cost, count_flops
 from vision_attn.networks.inspection.example import make_example, tree_leaves, tree_map_only
-from vision_attn.networks.inspection.layout import (
-    Element,
-    FeatureMap,
-    TensorSpec,
-    apply_to_call,
-    count_prefix,
-    map_shape,
-    token_grid,
-)
+from vision_attn.networks.inspection.feature_maps import Element, FeatureMap, TensorSpec
 from vision_attn.networks.inspection.metadata import read_metadata
 from vision_attn.networks.inspection.network import fixed_seed, hook_dicts, kept_tensors, quiet_eval, without_hooks
 
@@ -171,31 +164,31 @@ class DryRun:
             return self.spatial_layout(shape, target)
         if len(shape) == 3 and axes == 2 and shape[0] == batch and not self.declared.non_raster:
             for prefix in PREFIXES if self.declared.prefix is None else (self.declared.prefix, 0):
-                if (grid := token_grid(shape[1] - prefix, *self.example.size)) is not None:
+                if (grid := feature_maps.token_grid(shape[1] - prefix, *self.example.size)) is not None:
                     return f"b ({prefix} + h w) c" if prefix else "b (h w) c", grid
         return None
 
     def user_layout(self, shape: tuple[int, ...], layout: str) -> Layout | None:
         """Return the layout from the argument ``layout``, for any axes and batch size of the input."""
         if "(" in layout:
-            tokens, size = shape[1] - count_prefix(layout), self.example.image.shape[-2:]
-            grid = token_grid(tokens, *size) if len(shape) == 3 and len(size) == 2 else None
+            tokens, size = shape[1] - feature_maps.count_prefix(layout), self.example.image.shape[-2:]
+            grid = feature_maps.token_grid(tokens, *size) if len(shape) == 3 and len(size) == 2 else None
             return None if grid is None else (layout, grid)
-        return (layout, map_shape(shape, layout)[2:]) if len(layout.split()) == len(shape) else None
+        return (layout, feature_maps.map_shape(shape, layout)[2:]) if len(layout.split()) == len(shape) else None
 
     def spatial_layout(self, shape: tuple[int, ...], target: str) -> Layout | None:
         """Return a layout with channels second, unless metadata or the aspect ratio shows that channels are last."""
         names = {3: "w", 4: "h w", 5: "t h w"}[len(shape)]
-        sizes = {layout: map_shape(shape, layout)[2:] for layout in (f"b c {names}", f"b {names} c")}
-        fits = [layout for layout, size in sizes.items() if self.keeps_aspect(size)]
+        shapes = {layout: feature_maps.map_shape(shape, layout) for layout in (f"b c {names}", f"b {names} c")}
+        fits = [layout for layout, (_, _, *size) in shapes.items() if self.keeps_aspect(size)]
         if not fits and shape[0] != self.example.shape[0]:
             return None
-        fits = fits or list(sizes)
-        fits = [layout for layout in fits if map_shape(shape, layout)[1] == self.declared.channels.get(target)] or fits
+        fits = fits or list(shapes)
+        fits = [layout for layout in fits if shapes[layout][1] == self.declared.channels.get(target)] or fits
         layout = fits[-1] if self.declared.channels_last and len(shape) > 3 else fits[0]
-        return layout, sizes[layout]
+        return layout, shapes[layout][2:]
 
-    def keeps_aspect(self, size: tuple[int, ...]) -> bool:
+    def keeps_aspect(self, size: Sequence[int]) -> bool:
         """Return True if a size has the aspect ratio of the images, up to one position of rounding."""
         if len(size) == 1 or self.example.count or len(self.example.size) == 1:
             return True
@@ -263,12 +256,12 @@ def track_gradient(
         tensors.append(x * 1 if x.requires_grad else x.detach().clone().requires_grad_())
         return tensors[-1] * 1  # The network may change this copy in place.
 
-    return apply_to_call(args, kwargs, output, element, keep)
+    return feature_maps.apply_to_call(args, kwargs, output, element, keep)
 
 
 def is_used(feature_map: FeatureMap, gradient: Tensor | None) -> bool:
     """Return True if the output depends on a feature map, not only on the tokens before it."""
-    prefix = count_prefix(feature_map.layout)
+    prefix = feature_maps.count_prefix(feature_map.layout)
     if gradient is None or has_no_values(gradient) or not prefix:
         return gradient is not None
     return bool(gradient[:, prefix:].any() or not gradient[:, :prefix].any())

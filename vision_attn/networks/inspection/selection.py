@@ -56,13 +56,18 @@ def match_names(modules: Mapping[str, nn.Module], patterns: Globs, argument: str
     return chosen
 
 
+def match_modules(modules: Mapping[str, nn.Module], names: Globs, where: Where) -> list[str]:
+    """Return the paths of the modules that both ``names`` and ``where`` select; None selects all modules."""
+    check_where(where)
+    chosen = list(modules) if names is None else match_names(modules, names)
+    return [name for name in chosen if where is None or where(name, modules[name])]
+
+
 def select_inside(modules: Mapping[str, nn.Module], paths: Iterable[str], names: Globs, where: Where) -> list[str]:
     """Return the paths at or in the modules that ``names`` and ``where`` select; all paths without either."""
     if names is None and where is None:
         return list(paths)
-    check_where(where)
-    chosen = list(modules) if names is None else match_names(modules, names)
-    chosen = [name for name in chosen if where is None or where(name, modules[name])]
+    chosen = match_modules(modules, names, where)
     return [path for path in paths if any(not outer or f"{path}.".startswith(f"{outer}.") for outer in chosen)]
 
 
