@@ -1,6 +1,6 @@
 """Contribution of the blocks of a network: the size of their branches, and the effect of disabling them."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,6 @@ HARMFUL = (
     "Train longer or with a higher learning rate for the blocks (attention_lr), choose another site, or remove the "
     "blocks with va.remove_(model)."
 )
-NO_BLOCK = "model has no block with a residual branch. Insert one with va.insert_(model, …)"
 #: Number of attention weights of which the entropy is computed at a time.
 MAX_WEIGHTS = 2**24
 
@@ -121,26 +120,23 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     all blocks                               0 of 4
     """
     images, labels = split_batch(batch)
-    sites = list(branches(model))
-    if not sites:
-        raise ValueError(NO_BLOCK)
+    blocks = require_branches(model)
 
-    def ablate(off: Collection[str]) -> Ablation:
-        ablated = compute_scores(model, images, off)
+    def ablate(off: Iterable[nn.Module]) -> Ablation:
+        with scope(model, "output", dict.fromkeys(off, return_input)):
+            ablated = compute_scores(model, images)
         if scores is None or ablated is None:
             return Ablation(predictions_changed=None, loss=None)
         rise = None if labels is None else float(F.cross_entropy(ablated, labels) - F.cross_entropy(scores, labels))
         return Ablation(int((scores.argmax(1) != ablated.argmax(1)).sum()), rise)
 
     with quiet_eval(model):
-        with measure_branches(model) as squares_by_site:
+        with measure_branches(model, blocks) as squares:
             scores = compute_scores(model, images)
-        blocks = tuple(
-            BlockContribution(site, rms_ratio(squares.sum(1)).item(), rms_ratio(squares), ablate([site]))
-            for site, squares in squares_by_site.items()
-        )
-        all_blocks = ablate(sites)
-    return Contribution(blocks, all_blocks, 0 if scores is None else scores.argmax(1).numel())
+        ratios = [(site, rms_ratio(x.sum(1)).item(), rms_ratio(x)) for site, x in squares.items()]
+        contributions = tuple(BlockContribution(*ratio, ablate([blocks[ratio[0]]])) for ratio in ratios)
+        all_blocks = ablate(blocks.values())
+    return Contribution(contributions, all_blocks, 0 if scores is None else scores.argmax(1).numel())
 
 
 def measure_blocks(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, dict[str, float]]:
@@ -166,9 +162,7 @@ def measure_blocks(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, dic
     >>> measure_blocks(nn.Sequential(AttentionBlock2d(8, 2)), torch.zeros(1, 8, 4, 4))
     {'0': {'residual_ratio': 0.0, 'gate': 1.0, 'entropy': 2.7725887298583984}}
     """
-    blocks = branches(model)
-    if not blocks:
-        raise ValueError(NO_BLOCK)
+    blocks = require_branches(model)
     entropies: dict[str, list[Tensor]] = {site: [] for site in blocks}
 
     def record(site: str, inputs: AttentionInputs) -> None:
@@ -180,7 +174,7 @@ def measure_blocks(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, dic
             entropies[site].append(weights.entropy().flatten(0, 1).mean(0))
 
     attention = {block.attn: partial(record, site) for site, block in blocks.items() if hasattr(block, "attn")}
-    with quiet_eval(model), measure_branches(model) as squares, scope(model, "attention", attention):
+    with quiet_eval(model), measure_branches(model, blocks) as squares, scope(model, "attention", attention):
         unwrap_model(model)(*args, **kwargs)
     measures = {}
     for site, block in blocks.items():
@@ -207,10 +201,9 @@ def split_batch(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor]
     return parts[0], parts[1]
 
 
-def compute_scores(model: nn.Module, images: Tensor | list[Tensor], off: Collection[str] = ()) -> Tensor | None:
-    """Return the scores ``(b, classes, …)`` of a model without some blocks, or None if the output has no scores."""
-    with disable_sites(model, off):
-        output = unwrap_model(model)(images)
+def compute_scores(model: nn.Module, images: Tensor | list[Tensor]) -> Tensor | None:
+    """Return the scores ``(b, classes, …)`` of a model, or None if the output has no scores."""
+    output = unwrap_model(model)(images)
     output = output.get("out", output) if isinstance(output, Mapping) else output  # torchvision's segmentation models
     output = getattr(output, "logits", output)
     if not isinstance(output, Tensor) or output.dim() < 2:
@@ -226,6 +219,13 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
     inside = {module for block in blocks.values() for module in block.modules()}  # a wrapper may have several copies
     gated = {path: x for path, x in unwrap_model(model).named_modules() if isinstance(x, GatedResidual)}
     return blocks | {path: x for path, x in gated.items() if x not in inside}
+
+
+def require_branches(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks with a residual branch by site or path; raise if there are none."""
+    if not (blocks := branches(model)):
+        raise ValueError("model has no block with a residual branch. Insert one with va.insert_(model, …)")
+    return blocks
 
 
 def disabled(model: nn.Module, names: Globs = None, *, where: Where = None) -> AbstractContextManager[None]:
@@ -257,12 +257,7 @@ def disabled(model: nn.Module, names: Globs = None, *, where: Where = None) -> A
     sites = select_inside(blocks, blocks, names, where)
     if where is not None and not sites:
         raise SiteError(f"where returns True for no block. The model has blocks at {', '.join(blocks)}")
-    return disable_sites(model, sites)
-
-
-def disable_sites(model: nn.Module, sites: Collection[str]) -> AbstractContextManager[None]:
-    """Disable the blocks with these names, inside a ``with`` block."""
-    return scope(model, "output", {block: return_input for site, block in branches(model).items() if site in sites})
+    return scope(model, "output", {blocks[site]: return_input for site in sites})
 
 
 def rms_ratio(squares: Tensor) -> Tensor:
@@ -272,13 +267,13 @@ def rms_ratio(squares: Tensor) -> Tensor:
 
 
 @contextmanager
-def measure_branches(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def measure_branches(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     """Sum the squares of the branch and of the input of each block, inside a ``with`` block.
 
     Yields:
         The sums over all forward passes by site and channel, ``(2, c)``.
     """
-    sums_by_site = {site: torch.zeros(2, 1) for site in branches(model)}
+    sums_by_site = {site: torch.zeros(2, 1) for site in blocks}
 
     def measure(site: str, x: Tensor, y: Tensor) -> Tensor:
         stream, output = (z.detach().float().transpose(0, 1).flatten(1) for z in (x, y))
@@ -286,5 +281,5 @@ def measure_branches(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         sums_by_site[site] = sums_by_site[site].to(x.device) + sums
         return y
 
-    with scope(model, "output", {block: partial(measure, site) for site, block in branches(model).items()}):
+    with scope(model, "output", {block: partial(measure, site) for site, block in blocks.items()}):
         yield sums_by_site

@@ -248,13 +248,11 @@ def select_modules(model: nn.Module, names: Any, where: Any) -> tuple[dict[str, 
     named, modules = dict(model.named_modules()), attention_modules(model)
     attention = chosen_attention(named, None, None)
     others = {path: f"{path} ({type(module).__name__})" for path, module in attention.items() if path not in modules}
-    if not modules:
-        reason = f"{shorten(others.values())}: {NOT_CONVERTED}" if others else "Call va.insert_ to add a block"
-        raise ValueError(f"model has no Attention2d to capture. {reason}.")
     if not (selected := select_inside(named, modules, names, where)):
         unconverted = shorten(others[path] for path in select_inside(named, others, names, where))
-        available = f"Available: {', '.join(modules)}" + (f". {unconverted}: {NOT_CONVERTED}" if unconverted else "")
-        raise ValueError(f"names and where must select modules with attention. {available}")
+        reason = f". {unconverted}: {NOT_CONVERTED}" if unconverted else ""
+        available = ", ".join(modules) or "none. Call va.insert_ to add a block"
+        raise ValueError(f"names and where must select an Attention2d of the model. Available: {available}{reason}")
     reasons = dict.fromkeys(others, NOT_CONVERTED) | dict.fromkeys(modules.keys() - {*selected}, NOT_SELECTED)
     return {path: modules[path] for path in selected}, reasons
 

@@ -12,7 +12,7 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import file_format
 from vision_attn.networks.checkpoints.file_format import BlockClasses, Saved, fingerprint, gather
 from vision_attn.networks.checkpoints.hub import resolve_source
-from vision_attn.networks.checkpoints.load import copy_all_, refuse_overflow, refuse_read_only, refuse_without_values
+from vision_attn.networks.checkpoints.load import copy_all_, pair_values, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import compare_arguments, get_arguments
 from vision_attn.networks.insertion import InsertionReport, remove_
 from vision_attn.networks.insertion.registry import graph_blocks, inserted_blocks, inserted_keys, records
@@ -155,9 +155,7 @@ def load_adapter_(
         if different := compare_arguments(get_arguments(model.state_dict()), adapter.arguments):
             remedy = "Pass the class or function that built custom blocks as block="
             raise CheckpointError(f"blocks are configured differently: {'; '.join(different)}. {remedy}")
-        refuse_read_only({key: state[key] for key in adapter.tensors})
-        values = [(state[key], value) for key, value in adapter.tensors.items()]
-        refuse_overflow(adapter.tensors, values)
+        values = pair_values(state, adapter.tensors)
         report = InsertionReport(records(model), "loaded")
     except BaseException as error:
         if inserted_blocks(model):
@@ -207,10 +205,8 @@ def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, 
     changed = tuple(name for name in base if ours.get(name, base[name]) != base[name])
     if strict and changed:
         types = [", ".join(sorted({tensors[name][1] for name in changed})) for tensors in (ours, base)]
-        raise CheckpointError(
-            f"{path} is for different weights of this network: {len(changed)} of {len(base)} tensors differ, "
-            f"{shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter). Load the original checkpoint of "
-            "the network first. If the network was trained together with the blocks, save all trained parameters with "
-            "also=, or use va.save_model. strict=False loads the adapter without this check"
-        )
+        what = f"{path} is for different weights of this network: {len(changed)} of {len(base)} tensors differ"
+        which = f"{shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter)"
+        remedy = "Load the original checkpoint of the network first, or save all trained parameters with also="
+        raise CheckpointError(f"{what}, {which}. {remedy}. strict=False loads the adapter without this check")
     return changed

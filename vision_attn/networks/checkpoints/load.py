@@ -124,9 +124,7 @@ def load_file_(
     fitting = (*report.loaded, *report.replaced)
     if not fitting or (strict and (count_differences(report) or report.config_mismatches)):
         raise explain_refusal(report, target, tensors)
-    refuse_read_only({key: target.tensors[key] for key in fitting})
-    values = [(target.tensors[key], converted.get(key, saved[key])) for key in fitting]
-    refuse_overflow(fitting, values)
+    values = pair_values(target.tensors, {key: converted.get(key, saved[key]) for key in fitting})
     # The only references to the tensors of the file are in the list.
     del file, tensors, saved, converted, attempts
     copy_all_(values)
@@ -299,21 +297,18 @@ def copy_all_(values: list[tuple[Any, Tensor]]) -> None:
         tensor.copy_(value)
 
 
-def refuse_read_only(tensors: Mapping[str, Any]) -> None:
-    """Raise an error if values cannot be copied into one of the tensors of a model."""
-    for key, x in tensors.items():
+def pair_values(tensors: Mapping[str, Any], values: Tensors) -> list[tuple[Any, Tensor]]:
+    """Return the tensors of a model with their new values; raise if a tensor is read-only or cannot represent them."""
+    for key, value in values.items():
+        x = tensors[key]
         constant = x.is_inference() and not torch.is_inference_mode_enabled()
         refused = constant or x.is_nested or x.layout != torch.strided
         if refused or any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)):
             kinds = "expanded, sparse, nested, or was created in inference mode"
             raise ValueError(f"model: {key} cannot be written, because it is {kinds}. Replace it by a dense copy")
-
-
-def refuse_overflow(keys: Iterable[str], values: Iterable[tuple[Any, Tensor]]) -> None:
-    """Raise an error if a value of a checkpoint is out of range of the dtype in the model."""
-    for key, (tensor, value) in zip(keys, values, strict=True):
-        if value.dtype != tensor.dtype and 1 < value.dtype.itemsize >= tensor.dtype.itemsize:
-            copied, integer = value.to(tensor.dtype).to(value.dtype), get_kind(value) == "integer"
+        if value.dtype != x.dtype and 1 < value.dtype.itemsize >= x.dtype.itemsize:
+            copied, integer = value.to(x.dtype).to(value.dtype), get_kind(value) == "integer"
             if not (copied == value if integer else copied.isfinite() == value.isfinite()).all():
-                what = f"{key} has values that {tensor.dtype} cannot represent, in the checkpoint as {value.dtype}"
+                what = f"{key} has values that {x.dtype} cannot represent, in the checkpoint as {value.dtype}"
                 raise CheckpointError(f"{what}. Load it into a model of that dtype")
+    return [(tensors[key], value) for key, value in values.items()]

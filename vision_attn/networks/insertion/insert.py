@@ -298,12 +298,10 @@ def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> Fea
     (second_map,) = run.select_maps([end_of_sequential(run.model, matches[0])], "after")
     order = list(run.calls)
     for x in maps:
-        if (count := len(run.calls[x.target])) != (runs := len(run.calls[second_map.target])):
-            what = f"context: {second_map.target!r} runs {runs}× in one pass, and {x.target!r} {count}×"
-            raise SiteError(f"{what}. Choose modules that run equally often")
-        if order.index(second_map.target) >= order.index(x.target):
-            what = f"context: {second_map.target!r} does not run before {x.target!r}"
-            raise SiteError(f"{what}. Choose a module that runs earlier")
+        equal = len(run.calls[x.target]) == len(run.calls[second_map.target])
+        if not equal or order.index(second_map.target) >= order.index(x.target):
+            what = f"context: {second_map.target!r} does not run before {x.target!r}{'' if equal else ' in each call'}"
+            raise SiteError(f"{what}. Choose a module that runs earlier and equally often")
     return second_map
 
 
