@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import vision_attn as va
 from vision_attn.networks.convert.swapped import Swapped
-from vision_attn.networks.insertion import record
+from vision_attn.networks.insertion import attributes
 from vision_attn.networks.inspection.costs import count_flops
 from vision_attn.networks.inspection.network import hook_dicts
 from vision_attn.networks.inspection.wrappers import unwrap_model
@@ -182,5 +182,5 @@ def test_at_most_three_attributes_are_written_on_modules_of_users():
     with va.disabled(model["net"]), va.capture(model["net"]):
         model["net"](torch.rand(1, 3, 96, 96))
     written = {name for module, names in before.items() for name in vars(module).keys() - names}
-    assert written == {record.RECORD, record.SUBSTITUTE, "swapped"}
+    assert written == {attributes.RECORD, attributes.SUBSTITUTE, "swapped"}
     assert "swapped" in Swapped.__annotations__

@@ -39,7 +39,7 @@ from vision_attn.networks.insertion.build import replacement_options
 from vision_attn.networks.insertion.exact import ExactBlock
 from vision_attn.networks.insertion.hooks import context_path
 from vision_attn.networks.insertion.record import InsertedBlock, SecondMap, Site
-from vision_attn.networks.inspection.costs import Cost
+from vision_attn.networks.inspection.costs import BlockCost
 from vision_attn.networks.inspection.wrappers import unwrap_key
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
@@ -189,7 +189,7 @@ def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     site = Site(v["site"], v["at"], v["channels"], size, images, v["layout"], v["element"], v["used"])
     second = SecondMap(v["context"], v["context_layout"], v["context_element"], second_size) if v["context"] else None
     option_code.check_saved_arguments({v["block_path"]: v["options"]})
-    identity, cost = (v["identity_init"], v["wrapper_options"]), Cost(v["parameters"], v["macs"])
+    identity, cost = (v["identity_init"], v["wrapper_options"]), BlockCost(v["parameters"], v["macs"])
     return InsertedBlock(site, v["block"], v["options"], v["block_path"], second, identity, cost)
 
 

@@ -81,6 +81,7 @@ def named_weights(qkv: str, proj: str) -> Callable[[Any], dict[str, Any]]:
 
     Queries, keys and values are in one, two or three projections. The projections of a context follow after a bar.
 
+    >>> from torch import nn
     >>> read = named_weights("q k v", "out")
     >>> list(read(nn.ModuleDict({name: nn.Linear(4, 4) for name in ("q", "k", "v", "out")})))
     ['qkv', 'proj']

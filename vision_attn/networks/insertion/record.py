@@ -7,7 +7,7 @@ from typing import Any, Self
 from torch import nn
 
 from vision_attn.checks import product
-from vision_attn.networks.inspection.costs import Cost, describe_added
+from vision_attn.networks.inspection.costs import BlockCost, Cost, describe_added
 from vision_attn.networks.inspection.feature_maps import Element
 from vision_attn.text import Report, Table, shorten
 
@@ -75,7 +75,7 @@ class InsertedBlock:
     #: how the block was made an identity at initialization, and the options of the :class:`ExactBlock` around it
     identity: tuple[str, Mapping[str, Any]]
     #: not compared, because files contain only a part of it
-    cost: Cost = field(default=Cost(), compare=False)
+    cost: BlockCost = field(default=BlockCost(), compare=False)
     #: the module that the block replaced, in a tuple; not stored in files
     replaced: tuple[nn.Module, ...] = field(default=(), compare=False, repr=False)
 
@@ -146,7 +146,7 @@ class InsertionReport(Report):
     #: cost of the network before insertion; None if it was not measured
     model_cost: Cost | None = None
     #: cost of the replaced modules
-    replaced_cost: Cost = field(default=Cost())
+    replaced_cost: Cost = field(default=Cost(0, 0))
     #: relative change of the output of the network
     output_change: float = 0.0
     #: statement of what was verified about the output of the network; empty if nothing is verified by design

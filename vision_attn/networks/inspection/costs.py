@@ -27,20 +27,32 @@ if TYPE_CHECKING:
 #: maps, and costs more than the network on larger ones.
 MIN_SIDE, MAX_SIDE = 7, 32
 
+#: Channels and size of a feature map.
+Shape = Sequence[int]
+
 #: Side lengths of windows, the most common first.
 WINDOWS = (7, 8, 6, 9, 10, 5)
 
 
 class Cost(NamedTuple):
-    """Cost of a network or a block for one image, or a difference between two costs."""
+    """Cost of a network, or a difference between two costs."""
+
+    #: number of parameters (scalars)
+    parameters: int
+    #: MACs of one forward pass of one image
+    macs: int
+
+
+class BlockCost(NamedTuple):
+    """Cost of a block for one image."""
 
     #: number of parameters (scalars)
     parameters: int = 0
     #: MACs of one forward pass
     macs: int = 0
-    #: query-key pairs of the full attention of a block; not stored in files
+    #: query-key pairs of its full attention; not stored in files
     attention_pairs: int = 0
-    #: bytes that autograd saves for the backward pass of a block, counted in a dry run; not stored in files
+    #: bytes that autograd saves for the backward pass, counted in a dry run; not stored in files
     saved_bytes: int = 0
 
 
@@ -50,7 +62,7 @@ def describe_added(added: Cost, network: Cost) -> str:
     >>> describe_added(Cost(269, 500), Cost(1000, 0))
     'total +26.9 % parameters, – MACs'
     """
-    parameters, macs = map(percent, added[:2], network[:2])
+    parameters, macs = map(percent, added, network)
     return f"total {parameters} parameters, {macs} MACs"
 
 
@@ -100,7 +112,7 @@ def count_macs(module: nn.Module, shape: tuple[int, ...]) -> int:
     return run_on_meta(module, shape[1:])[1]
 
 
-def run_on_meta(module: nn.Module, shape: Sequence[int], context: Sequence[int] | None = None) -> tuple[Tensor, int]:
+def run_on_meta(module: nn.Module, shape: Shape, context: Shape | None = None) -> tuple[Tensor, int]:
     """Return the output of a module for feature maps of these shapes, without values, and the MACs."""
     state = {name: x.to("meta") for name, x in (*module.named_parameters(), *module.named_buffers())}
     like = next(module.parameters(), torch.empty(0))
@@ -123,7 +135,7 @@ def run_on_meta(module: nn.Module, shape: Sequence[int], context: Sequence[int] 
     return output, counter.get_total_flops() // 2
 
 
-def measure_cost(block: nn.Module, x: FeatureMap, y: FeatureMap, context: Sequence[int] | None, images: int) -> Cost:
+def measure_cost(block: nn.Module, x: FeatureMap, y: FeatureMap, context: Shape | None, images: int) -> BlockCost:
     """Return the cost of a block for one image, in all calls of its module; raise unless it returns maps like ``y``.
 
     The batch of a call may differ from the number of images, for example if frames are folded into it.
@@ -138,10 +150,10 @@ def measure_cost(block: nn.Module, x: FeatureMap, y: FeatureMap, context: Sequen
             got = f"{type(block).__name__} returns {tuple(output.shape)} for {(1, *shape)}"
             raise ValueError(f"block must return a feature map of shape {(1, *expected)} at {x.target!r}; {got}")
         macs += count * batch // images
-    return Cost(sum(p.numel() for p in block.parameters()), macs, count_attention_pairs(block, x.size))
+    return BlockCost(sum(p.numel() for p in block.parameters()), macs, count_attention_pairs(block, x.size))
 
 
-def feature_map_error(block: nn.Module, site: str, shape: Sequence[int], error: Exception) -> ValueError:
+def feature_map_error(block: nn.Module, site: str, shape: Shape, error: Exception) -> ValueError:
     """Return the error for a block that does not run on the feature map at a site."""
     what = f"block must accept the feature map of shape {(1, *shape)} at {site!r}; {type(block).__name__} does not"
     return ValueError(f"{what} ({describe_error(error)})")
@@ -173,7 +185,7 @@ def propose(stages: Iterable[tuple[int, tuple[int, ...]]]) -> list[str]:
 
 
 def count_saved_bytes(
-    block: nn.Module, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, context: Sequence[int] | None = None
+    block: nn.Module, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, context: Shape | None = None
 ) -> int:
     """Count the bytes that autograd saves for the backward pass of a block: its input and intermediate results.
 

@@ -73,21 +73,16 @@ def map_shape(shape: tuple[int, ...], layout: str, size: tuple[int, ...] = ()) -
 
 def to_map(x: Tensor, layout: str, size: tuple[int, ...]) -> Tensor:
     """Return the feature map ``(b, c, h, w)`` in a tensor."""
-    if layout.startswith("b c"):
-        return x
-    if "(" not in layout:
-        return x.movedim(-1, 1)
-    return x[:, count_prefix(layout) :].transpose(1, 2).unflatten(2, size)
+    x = x if layout.startswith("b c") else x.movedim(-1, 1)
+    return x[:, :, count_prefix(layout) :].unflatten(2, size) if "(" in layout else x
 
 
 def from_map(x: Tensor, y: Tensor, layout: str) -> Tensor:
     """Return a tensor like ``x`` in which the feature map is replaced by ``y``, ``(b, c, h, w)``."""
-    if layout.startswith("b c"):
-        return y
-    if "(" not in layout:
-        return y.movedim(1, -1)
-    tokens, prefix = y.flatten(2).transpose(1, 2), count_prefix(layout)
-    return torch.cat([x[:, :prefix], tokens], dim=1) if prefix else tokens
+    y = y.flatten(2) if "(" in layout else y
+    y = y if layout.startswith("b c") else y.movedim(1, -1)
+    prefix = count_prefix(layout)
+    return torch.cat([x[:, :prefix], y], dim=1) if prefix else y
 
 
 def token_grid(tokens: int, rows: int, columns: int) -> tuple[int, int] | None:
