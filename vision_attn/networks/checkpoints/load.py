@@ -172,13 +172,11 @@ class Target:
         #: tensors of the model
         self.state: dict[str, Any] = {unwrap_key(key): value for key, value in state_dict.items()}
         #: tensors of the model, and of the modules that were replaced by ``replace_``
-        self.tensors: dict[str, Any] = {
-            key: x for part in (self.state, *removed, self.state) for key, x in part.items()
-        }
+        parts = (self.state, *removed, self.state)
+        self.tensors: dict[str, Any] = {key: x for part in parts for key, x in part.items()}
         #: the same number for each name of a shared parameter
-        self.identities: dict[str, int] = {
-            unwrap_key(key): id(parameter) for key, parameter in model.named_parameters(remove_duplicate=False)
-        }
+        names = model.named_parameters(remove_duplicate=False)
+        self.identities: dict[str, int] = {unwrap_key(key): id(parameter) for key, parameter in names}
         blocks = keys_by_site(model).values()
         self.block_keys: set[str] = set[str]().union(*blocks)
         # Checkpoints from torch before 0.4.1 have no batch counters.

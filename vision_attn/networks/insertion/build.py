@@ -37,7 +37,6 @@ def new_block(
     at: str,
     options: Mapping[str, Any],
     y: FeatureMap | None = None,
-    exact: bool = False,
     method: str = ZEROS,
     inside: bool = False,
     context: FeatureMap | None = None,
@@ -71,7 +70,7 @@ def new_block(
             new = build_block(run.model, x.target, at, make, channels, options, test_spec)
         # A layer that the block shares with the network must not be set to zero.
         shared = not {*run.model.parameters()}.isdisjoint(new.parameters())
-        identity = init_identity_(new, x.target, x.shape, test_spec, exact, method, shared)
+        identity = init_identity_(new, x.target, x.shape, test_spec, method, shared)
         new = wrap_exactly(new, channels, test_spec, identity[1]).to(spec.device)
     second_map = None if context is None else SecondMap(context.target, context.layout, context.element, context.size)
     site = Site(x.target, at, channels, x.size, run.example.shape, x.layout, x.element if y is None else None, x.used)

@@ -22,8 +22,9 @@ from vision_attn.networks.inspection.costs import feature_map_error
 from vision_attn.networks.inspection.network import fixed_seed, quiet_eval
 
 #: Ways to make a block an identity. ``ZEROS`` sets its last layers to zero if necessary. ``WRAPPED`` also returns the
-#: memory format of the input, on which the rounding of the next layers depends. ``GATE`` adds a gate.
-ZEROS, WRAPPED, GATE = "zeros", "wrapped", "gate"
+#: memory format of the input, on which the rounding of the next layers depends. ``GATE`` adds a gate. ``UNCHANGED``
+#: does not make it an identity.
+ZEROS, WRAPPED, GATE, UNCHANGED = "zeros", "wrapped", "gate", "unchanged"
 
 #: Ratio of output to input for an identity, and for a product with one to three factors of sigmoid(0).
 RATIOS = (1.0, 0.5, 0.25, 0.125)
@@ -85,17 +86,16 @@ def wrap_exactly(block: nn.Module, channels: int, like: Any, options: Mapping[st
 
 
 def init_identity_(
-    block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact: bool, method: str, shared: bool
+    block: nn.Module, site: str, shape: tuple[int, ...], like: Any, method: str, shared: bool
 ) -> tuple[str, dict[str, Any]]:
-    """Run a block on random feature maps, and make it an identity at initialization if ``exact`` is set.
+    """Run a block on random feature maps, and make it an identity at initialization.
 
     Args:
         block: the block.
         site: the module at which the block will run.
         shape: shape of the feature map.
         like: tensor with the device and dtype of the block.
-        exact: make the block an identity.
-        method: :data:`ZEROS`, :data:`WRAPPED` or :data:`GATE`.
+        method: :data:`ZEROS`, :data:`WRAPPED`, :data:`GATE` or :data:`UNCHANGED`.
         shared: do not set layers to zero, because the block shares parameters with the network.
 
     Returns:
@@ -122,7 +122,7 @@ def init_identity_(
             raise SiteError(f"{what} at {site!r}. Choose a site with a larger feature map")
         wrapper_options: dict[str, Any] = {"copied": True} if run.copied else {}
         wrapper_options |= {"scale": 1.0} if method == WRAPPED else {}
-        if not exact or run.y.shape != x.shape or (method != GATE and run.ratio == 1):
+        if method == UNCHANGED or run.y.shape != x.shape or (method != GATE and run.ratio == 1):
             return "", wrapper_options
         if method != GATE and not shared and (layers := run.zero_last_layers_()):
             identity_init, scale = f"{' and '.join(layers)} set to zero", 1 / (run.ratio or 1.0)

@@ -24,7 +24,7 @@ from vision_attn.networks.insertion.attributes import (
     set_random_,
 )
 from vision_attn.networks.insertion.build import new_block
-from vision_attn.networks.insertion.exact import GATE, WRAPPED, ZEROS
+from vision_attn.networks.insertion.exact import GATE, UNCHANGED, WRAPPED, ZEROS
 from vision_attn.networks.insertion.record import InsertionReport
 from vision_attn.networks.insertion.registry import attach_blocks_, detach_all_, inserted_blocks, replaced_modules
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
@@ -124,30 +124,27 @@ def insert_(
     sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude, block_options, at)
     maps = run.select_maps(find_targets(run, sites, at), at)
     second_map = None if context is None else select_context(run, context, maps)
-
-    def build(method: str = ZEROS, inside: bool = False) -> list[nn.Module]:
-        create = partial(new_block, exact=exact, method=method, inside=inside, context=second_map, dry_run=dry_run)
-        return [create(run, block, x, at, block_options) for x in maps]
-
-    blocks, method, inside = build(), ZEROS, False
+    create = partial(new_block, run, block, at=at, options=block_options, context=second_map, dry_run=dry_run)
+    method, inside = ZEROS if exact else UNCHANGED, False
+    blocks = [create(x, method=method) for x in maps]
     if dry_run:
         return report_costs(run, blocks, sites if overview else [])
     warn_about(blocks, run.declared.pads_images)
     while True:
-        may_change = not exact or method == GATE or all(isinstance(x, GatedResidual) for x in blocks)
+        may_change = method in (GATE, UNCHANGED) or all(isinstance(x, GatedResidual) for x in blocks)
         try:
             changed, verified = attach_verified(run, blocks, may_change)
         except ChildError:
             if inside:
                 raise
-            method, inside = ZEROS, True
+            method, inside = ZEROS if exact else UNCHANGED, True
         except ChangedOutputError:
             # Zero layers may give an identity on random feature maps only; a zero gate always does.
             method = WRAPPED if method == ZEROS else GATE
         else:
             records = tuple(map(get_record, blocks))
             return InsertionReport(records, model_cost=run.cost, output_change=changed, verified=verified)
-        blocks = build(method, inside)
+        blocks = [create(x, method=method, inside=inside) for x in maps]
 
 
 @torch.inference_mode(False)
