@@ -133,9 +133,10 @@ def save_model(
         raise ValueError(f"architecture must be a model name of timm, got {architecture!r}. {remedy}")
     if network is None and not hasattr(model, "num_classes"):  # such as the networks of features_only=True
         raise ValueError(f"model must be a classifier of timm, got {type(model).__name__}. {remedy}")
-    count, known_classes = getattr(model, "num_classes", None), get_classes(model)
-    if classes is None and count in (None, len(known_classes)):
-        classes = known_classes
+    count, known = (getattr(model, name, None) for name in ("num_classes", "classes"))
+    are_names = isinstance(known, list | tuple) and all(isinstance(name, str) for name in known)  # or their number
+    if classes is None and are_names and count in (None, len(known)):
+        classes = known
     classes = [classes] if isinstance(classes, str) else classes
     if classes is not None and count not in (None, len(classes)):
         raise ValueError(f"classes must be the names of the {count} classes, got {len(classes)} names")
@@ -169,10 +170,7 @@ def save_model(
 
 @torch.inference_mode(False)  # Tensors created in inference mode cannot be trained.
 def load_model(
-    folder: str | Path,
-    *,
-    block: BlockClasses | None = None,
-    network: Callable[..., nn.Module] | None = None,
+    folder: str | Path, *, block: BlockClasses | None = None, network: Callable[..., nn.Module] | None = None
 ) -> nn.Module:
     """Load a network with its blocks, classes and image transform, in evaluation mode on the CPU.
 
@@ -264,13 +262,6 @@ def load_model(
         if value is not None or not hasattr(model, name):  # a network may use the name for something else
             vars(model)[name] = value
     return model.eval()
-
-
-def get_classes(model: nn.Module) -> tuple[str, ...]:
-    """Return ``model.classes`` if it contains names, as in a loaded network. Some networks store the number there."""
-    classes: Any = getattr(model, "classes", None)
-    names = isinstance(classes, list | tuple) and all(isinstance(name, str) for name in classes)
-    return tuple(classes) if names else ()
 
 
 def create_eval_transform(model: nn.Module) -> Compose:

@@ -143,19 +143,15 @@ def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> st
     >>> choose_block_path(model, "1"), choose_block_path(model, "0")
     ('1.inserted', '0.conv.inserted_0')
     """
-    module, paths = model.get_submodule(target), []
-    if (is_norm(module) or isinstance(module, FUSED)) and not inside:
-        # The network itself is not considered: it may run its children in sequence.
-        for path in reversed(ancestor_paths(target)):
-            paths.append((path, f"{CHILD}_{unwrap_key(target[len(path) + 1 :]).replace('.', '_')}"))
-    if not inside:
-        paths.append((target, CHILD))
-    for path, _ in module.named_modules(prefix=target):
-        # A block that replaced a module is removed with all of its children when the module is restored.
-        if path != target and not any(map(replaced_module, map(model.get_submodule, (*ancestor_paths(path), path)))):
-            paths.append((path, f"{CHILD}_{unwrap_key(target).replace('.', '_')}"))
-    for path, child in paths or [(target, CHILD)]:
-        owner = model.get_submodule(path)
+    module = model.get_submodule(target)
+    # The network itself is not considered: it may run its children in sequence.
+    around = ancestor_paths(target)[::-1] if is_norm(module) or isinstance(module, FUSED) else []
+    within = [path for path, _ in module.named_modules(prefix=target) if path != target]
+    # A block that replaced a module is removed with all of its children when the module is restored.
+    within = [x for x in within if not any(map(replaced_module, map(model.get_submodule, (*ancestor_paths(x), x))))]
+    for path in (within or [target]) if inside else (*around, target, *within):
+        owner, rest = model.get_submodule(path), unwrap_key(target.removeprefix(f"{path}.")).replace(".", "_")
+        child = CHILD if path == target else f"{CHILD}_{rest}"
         # A wrapper has the attributes of the layer inside, and other code removes it.
         if not isinstance(owner, CONTAINERS) and not hasattr(owner, child) and not is_layer_wrapper(owner):
             return f"{path}.{child}"

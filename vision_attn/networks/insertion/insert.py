@@ -17,12 +17,7 @@ from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks.block_factories import BlockFactory, describe_error
-from vision_attn.networks.insertion.attributes import (
-    get_record,
-    has_random_weights,
-    is_inserted,
-    set_random_,
-)
+from vision_attn.networks.insertion.attributes import get_record, has_random_weights, is_inserted, set_random_
 from vision_attn.networks.insertion.build import new_block
 from vision_attn.networks.insertion.exact import GATE, UNCHANGED, WRAPPED, ZEROS
 from vision_attn.networks.insertion.record import InsertionReport

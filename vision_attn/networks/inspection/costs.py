@@ -62,12 +62,8 @@ def describe_added(added: Cost, network: Cost) -> str:
     >>> describe_added(Cost(269, 500), Cost(1000, 0))
     'total +26.9 % parameters, – MACs'
     """
-    parameters, macs = map(percent, added, network)
+    parameters, macs = (f"{100 * x / y:+,.1f} %" if y else "–" for x, y in zip(added, network, strict=True))
     return f"total {parameters} parameters, {macs} MACs"
-
-
-def percent(part: float, total: float) -> str:
-    return f"{100 * part / total:+,.1f} %" if total else "–"
 
 
 class NoModules(nullcontext[None]):
