@@ -319,8 +319,7 @@ def layer_depths(model: nn.Module, blocks: set[str]) -> dict[str, int]:
     """Return the number of the layer of each parameter of the backbone, counted from the stem."""
     from timm.models import group_parameters
 
-    matcher = getattr(model, "group_matcher", None)
-    if matcher is None:
+    if (matcher := getattr(model, "group_matcher", None)) is None:
         raise ValueError(f"layer_decay requires group_matcher, as in timm's networks; {type(model).__name__} has none")
     keys = {key: unwrap_key(key) for key, _ in model.named_parameters()}
     # timm's patterns match the keys without the parts that wrappers of stages add.

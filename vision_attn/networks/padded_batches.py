@@ -87,8 +87,7 @@ class ValidPixels(DependsOnPass):
         """Return the valid pixels, bool ``(b, *image_size)``."""
         if isinstance(self.valid, Tensor):
             return self.valid.to(device)
-        size = self.image_size or self.size or size_of_call(self.model)
-        if size is None:
+        if (size := self.image_size or self.size or size_of_call(self.model)) is None:
             raise ValueError("image_size must be given if the model does not receive a batch of padded images")
         key = tuple(size), device
         if key not in self.masks:

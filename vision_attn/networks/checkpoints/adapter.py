@@ -88,8 +88,7 @@ def save_adapter(
     refuse_without_values(model)
     if nodes := graph_blocks(model):
         raise ValueError(f"{shorten(nodes)} cannot be saved: a graph of torch.fx runs the block. Save before tracing")
-    blocks = file_format.blocks_to_save(model)
-    if not blocks:
+    if not (blocks := file_format.blocks_to_save(model)):
         raise ValueError("model has no inserted blocks to save. Call va.insert_ first, or use va.save_model")
     state, block_keys = unwrap_state(model), inserted_keys(model)
     extra = select_keys("also", also, model, [key for key in state if key not in block_keys])

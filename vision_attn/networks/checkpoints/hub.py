@@ -32,8 +32,7 @@ def resolve_source(source: str | Path) -> Path:
     name = source.as_posix() if isinstance(source, Path) else source
     if not name.startswith(SCHEME):
         return Path(source)
-    match = NAME.fullmatch(name)
-    if match is None:
+    if (match := NAME.fullmatch(name)) is None:
         raise ValueError(f"a repository must be {SCHEME}owner/name[@revision][/file], got {name!r}")
     repository, revision, file = match.groups()
     import huggingface_hub

@@ -64,8 +64,7 @@ def find_weights(
     converted = {name: convert(name, content) for name, content in entries.items()}
     entry = choose_entry(file, entries, converted, required, ema)
     values = read_values(file, entries[entry], required)
-    names = convert(entry, values)
-    if not names:
+    if not (names := convert(entry, values)):
         first_parts = shorten(dict.fromkeys(unwrap_key(key, wrappers).partition(".")[0] for key in values))
         raise CheckpointError(f"{file.path}: no key starts with prefix={prefix!r}; the keys start with {first_parts}")
     found_prefix = find_prefix(file.path, select_tensors(file.path, names, values), required)
@@ -243,8 +242,7 @@ def rename_hint(saved: Tensors, required: Tensors) -> str:
         return ""
     ours = next((key for key in required if key not in saved), "")
     fitting = [key for key in theirs if ours and key not in required and theirs[key] == required[ours].shape]
-    closest = get_close_matches(ours, fitting, n=1, cutoff=0)
-    if not closest:
+    if not (closest := get_close_matches(ours, fitting, n=1, cutoff=0)):
         return ""
     pair = f'{closest[0]!r} for {ours!r}. Pass rename=[(r"^pattern", "replacement"), …]'
     return f"The checkpoint has the same tensors as the model under other keys, such as {pair}."

@@ -149,8 +149,7 @@ class LayerConversion:
         if x.dim() != self.rank + 2:
             return FALLBACK
         x = x.movedim(-1, 1) if last else x
-        bias = self.bias(layer, x, *args, **kwargs)
-        if bias is FALLBACK:
+        if (bias := self.bias(layer, x, *args, **kwargs)) is FALLBACK:
             return FALLBACK
         y = attend(x, bias)
         return y.movedim(1, -1) if last else y

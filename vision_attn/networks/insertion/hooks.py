@@ -61,8 +61,7 @@ def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
     """Return the second feature map as a keyword argument; empty if the block has none."""
     record = get_record(block)
     if record.second is not None:
-        found = CONTEXTS.maps.pop((original, backward_pass()), None)
-        if found is None:
+        if (found := CONTEXTS.maps.pop((original, backward_pass()), None)) is None:
             what = f"the block at {record.site!r} has no context: {record.second.path!r} did not run before it"
             remedy = "Choose a context that runs earlier, and checkpoint both modules in one segment"
             raise SiteError(f"{what}. {remedy}")

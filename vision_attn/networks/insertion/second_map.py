@@ -40,8 +40,7 @@ def context(model: nn.Module, features: Tensor) -> AbstractContextManager[None]:
     """
     if not isinstance(features, Tensor):
         raise TypeError(f"features must be a tensor (b, c, h, w), got {type(features).__name__}")
-    blocks = blocks_with_context(model)
-    if not blocks:
+    if not (blocks := blocks_with_context(model)):
         remedy = "Insert one with va.insert_(…, context_channels=…)"
         raise ValueError(f"model has no block that requires a context. {remedy}")
     return scope(unwrap_model(model), "context", dict.fromkeys(blocks, features))

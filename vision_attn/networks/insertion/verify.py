@@ -37,8 +37,7 @@ def attach_verified(dry_run: DryRun, blocks: Sequence[nn.Module], may_change: bo
             raise ChangedOutputError(f"{quote_sites(blocks)}: the output of the network changes")
         if reason:
             return changed, f"not verified: {reason}"
-        reason = verify_training(dry_run, blocks)
-        if reason:
+        if reason := verify_training(dry_run, blocks):
             return changed, f"verified in evaluation mode; not verified in training mode: {reason}"
         return changed, "verified in evaluation and training mode"
 
@@ -97,8 +96,7 @@ def compare_copies(dry_run: DryRun, blocks: Sequence[nn.Module], expected: objec
 
 def why_incomparable(output: object) -> str:
     """Return the reason why an output cannot be compared; empty if it can be."""
-    tensors = get_tensors(output)
-    if not tensors:
+    if not (tensors := get_tensors(output)):
         return "the output of the network contains no tensors"
     empty = all(has_no_values(x) or not x.numel() for x in tensors)
     return "the tensors of the network have no values" if empty else ""

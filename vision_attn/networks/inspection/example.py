@@ -27,8 +27,7 @@ class Example:
     @cached_property
     def image(self) -> Tensor:
         """The first image tensor: images, volumes, audio, or the input of a generator."""
-        tensors = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
-        if not tensors:
+        if not (tensors := [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]):
             raise ValueError(f"model must be called with images as tensors, got {self}")
         image = max(float_tensors(tensors) or tensors, key=Tensor.dim)  # Integer images have no float tensor.
         if not image.numel():

@@ -47,8 +47,7 @@ def match_names(modules: Mapping[str, nn.Module], patterns: Globs, argument: str
     chosen = []
     for pattern in dict.fromkeys(check_list(argument, patterns, (str, re.Pattern))):
         matches = pattern.fullmatch if isinstance(pattern, re.Pattern) else partial(glob_matches, pattern)
-        found = [name for name in modules if matches(name)]
-        if not found:
+        if not (found := [name for name in modules if matches(name)]):
             top = [name for name in modules if name and "." not in name]
             listed = f"{'Top-level modules' if top else 'Available'}: {shorten(top or modules, limit=12)}"
             raise SiteError(f"{argument}: no module matches {getattr(pattern, 'pattern', pattern)!r}. {listed}")
@@ -103,8 +102,7 @@ def match_keys(argument: str, globs: str | Iterable[str], keys: Iterable[str], h
     """Return the keys that match any of the globs; raise if a glob matches no key."""
     keys, matching = list(keys), set[str]()
     for glob in as_list(argument, globs, "globs on state-dict keys", single=str):
-        matches = {key for key in keys if fnmatchcase(key, glob)}
-        if not matches:
+        if not (matches := {key for key in keys if fnmatchcase(key, glob)}):
             raise ValueError(f"{argument}={glob!r} matches no parameter.{hint or f' Available keys: {shorten(keys)}'}")
         matching |= matches
     return matching
