@@ -134,8 +134,7 @@ def unfreeze_backbone_(model: nn.Module) -> int:
     True
     """
     network = checked_network(model)
-    frozen = (p for p in frozen_parameters(network) if not p.requires_grad)
-    refuse_in_wrapper(model, frozen, "va.unfreeze_backbone_")
+    refuse_in_wrapper(model, (p for p in frozen_parameters(network) if not p.requires_grad), "va.unfreeze_backbone_")
     unfreeze_(network)
     return sum(p.numel() for p in network.parameters() if p.requires_grad)
 

@@ -54,8 +54,7 @@ def warn_if_untrained(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None
 
     for site, block in blocks.items():
         if (first := next((p for p in block.parameters() if p.requires_grad), None)) is not None:
-            handle = first.register_post_accumulate_grad_hook(partial(check, site, ref(block)))
-            waiting[site] = Waiting(handle)
+            waiting[site] = Waiting(first.register_post_accumulate_grad_hook(partial(check, site, ref(block))))
 
 
 @torch.no_grad()

@@ -67,8 +67,7 @@ def example_keras(layer: Any) -> tuple[Any, ...]:
 
 
 def attend_keras(layer: Any, attend: Attend, query: Tensor, value: Tensor) -> Tensor:
-    context = None if value is query else value.movedim(-1, 1)
-    return attend(query.movedim(-1, 1), None, context).movedim(1, -1)
+    return attend(query.movedim(-1, 1), None, None if value is query else value.movedim(-1, 1)).movedim(1, -1)
 
 
 BAND = "create the layer without it, and pass a mask of this band to the forward pass of the block"

@@ -85,9 +85,7 @@ def drop_context(model: nn.Module, args: object, output: object, *, block: nn.Mo
 
 def find_block(module: nn.Module, block: nn.Module, path: str | None) -> nn.Module | None:
     """Return the module that runs at a target: the one at a path inside the target, or else the block outside."""
-    if path is not None:
-        return find_module(module, path)
-    return getattr(module, SUBSTITUTE, (block,))[0]
+    return getattr(module, SUBSTITUTE, (block,))[0] if path is None else find_module(module, path)
 
 
 def run_block(module: nn.Module, args: Any, value: Any, *, block: nn.Module, path: str | None) -> Any:
@@ -246,8 +244,7 @@ def hook_(model: nn.Module, block: nn.Module) -> None:
         # The network and each part around both modules, which other code may call alone, can fail between them.
         common = [path for path in ancestor_paths(record.site) if f"{record.second.path}.".startswith(f"{path}.")]
         for path in ("", *common):
-            drop = partial(drop_context, block=block)
-            model.get_submodule(path).register_forward_hook(drop, always_call=True)
+            model.get_submodule(path).register_forward_hook(partial(drop_context, block=block), always_call=True)
     # The network, and the nearest module around the block that other code may call alone, check that the block runs.
     around = ancestor_paths(record.site if record.is_child else record.block_path)
     called = [path for path in around if type(model.get_submodule(path)).forward is not nn.Module.forward]

@@ -214,8 +214,7 @@ def replace_(
         if block is None and (count := len(run.calls[site][0]["before"])) > 1:
             what = f"{site!r} cannot be replaced: it receives {count} tensors, and the block only a feature map"
             raise SiteError(f"{what}. Pass a block that accepts them, or choose another module")
-        inner = any(other.startswith(f"{site}.") for other in sites)
-        if inner or any(map(is_inserted, old.modules())):
+        if any(other.startswith(f"{site}.") for other in sites) or any(map(is_inserted, old.modules())):
             what = f"{site!r} cannot be replaced: it is or contains an inserted block or another selected module"
             raise SiteError(f"{what}. Choose one of the modules, or call va.remove_(model) first")
         make, options = block, block_options
