@@ -95,8 +95,10 @@ def load_checkpoint_(
     """
     model = unwrap_model(model)
     refuse_without_values(model)
-    target, source = Target(model, skip), {"ema": ema, "prefix": prefix, "rename": rename}
-    return load_file_(target, read_file(resolve_source(file)), strict, adapt_input_conv, **source)
+    target = Target(model, skip)
+    return load_file_(
+        target, read_file(resolve_source(file)), strict, adapt_input_conv, ema=ema, prefix=prefix, rename=rename
+    )
 
 
 def load_file_(
