@@ -57,9 +57,6 @@ class DryRun:
         self.example, self.declared = make_example(model, example_input), read_metadata(model)
         #: inputs (``"before"``) and outputs (``"after"``) of each call, by path, in the order in which the calls return
         self.calls: dict[str, list[dict[str, dict[Element, TensorSpec]]]] = {}
-        #: output and cost of the model
-        self.output: object
-        self.cost: Cost
         #: whether the output does not depend on a feature map, by feature map and position of the block
         self.unused: dict[tuple[FeatureMap, str], bool] = {}
         #: parameters that a forward pass changes, by training mode; missing before the first run in a mode
@@ -68,7 +65,7 @@ class DryRun:
         self.needs_hooks: bool = False
         hooks = [(x, partial(self.record_call, x)) for x, _ in model.named_modules() if x]
         try:
-            self.output, self.cost = self.measure(hooks)
+            self.output, self.cost = self.measure(hooks)  # of the network
             self.needs_hooks = not get_tensors(self.output)
         except SiteError:
             self.needs_hooks = any(any(hook_dicts(module)[:2]) for module in model.modules())
