@@ -15,7 +15,7 @@ from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import as_list, check_above
 from vision_attn.networks.insertion.attributes import original_module
 from vision_attn.networks.insertion.build import CONTAINERS
-from vision_attn.networks.insertion.hooks import checked_network, our_hooks, remove_hooks_
+from vision_attn.networks.insertion.hooks import checked_network, hooks_inside, remove_hooks_
 from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, replaced_modules
 from vision_attn.networks.inspection.network import NORMS
 from vision_attn.networks.inspection.selection import ancestor_paths, find_module, select_keys
@@ -163,8 +163,7 @@ def keep_frozen(module: nn.Module, args: object, *, parameters: Iterable[str], n
 def frozen_parts(network: nn.Module) -> Iterator[tuple[nn.Module, partial[Any]]]:
     """Yield the modules with a hook of frozen parts, in a network and in the modules that blocks replaced."""
     for root in (network, *replaced_modules(network).values()):
-        for module in root.modules():
-            yield from ((module, hook) for hook in [*our_hooks(module, (keep_frozen,))])
+        yield from hooks_inside(root, (keep_frozen,))
 
 
 def frozen_parameters(network: nn.Module) -> Iterator[nn.Parameter]:

@@ -131,12 +131,11 @@ def still_runs(module: nn.Module, block: nn.Module, found: nn.Module | None) -> 
         block: the block.
         found: the module at the path of the block.
     """
-    for part in module.modules():
-        for hook in our_hooks(part, (run_block,)):
-            path = hook.keywords["path"]
-            runs = found if path is None or part is module else find_module(part, path)
-            if hook.keywords["block"] is block and runs is not None:
-                return True
+    for part, hook in hooks_inside(module, (run_block,)):
+        path = hook.keywords["path"]
+        runs = found if path is None or part is module else find_module(part, path)
+        if hook.keywords["block"] is block and runs is not None:
+            return True
     return False
 
 
@@ -171,9 +170,8 @@ def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, c
 def checked_network(model: nn.Module) -> nn.Module:
     """Return the network inside wrappers, after :func:`check_block` for each block, as in a forward pass."""
     network = unwrap_model(model)
-    for owner in network.modules():
-        for hook in our_hooks(owner, (check_block,)):
-            hook(owner, ())
+    for owner, hook in hooks_inside(network, (check_block,)):
+        hook(owner, ())
     return network
 
 
@@ -221,6 +219,11 @@ def our_hooks(module: nn.Module, functions: Container[Any] = HOOKS) -> Iterator[
     for hook in (*hooks.values(), *pre_hooks.values()):
         if isinstance(hook, partial) and hook.func in functions:
             yield hook
+
+
+def hooks_inside(network: nn.Module, functions: Container[Any] = HOOKS) -> Iterator[tuple[nn.Module, partial[Any]]]:
+    """Yield the modules of a network with their hooks, as :func:`our_hooks` does for one module."""
+    yield from ((module, hook) for module in network.modules() for hook in our_hooks(module, functions))
 
 
 def remove_hooks_(module: nn.Module, condition: Callable[[partial[Any]], bool]) -> None:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attributes import get_record, is_inserted, replaced_module, set_record_
 from vision_attn.networks.insertion.build import CONTAINERS, rebuild
-from vision_attn.networks.insertion.hooks import block_at, checked_network, context_path, hook_, our_hooks, unhook_
+from vision_attn.networks.insertion.hooks import block_at, checked_network, context_path, hook_, hooks_inside, unhook_
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock
 from vision_attn.networks.inspection.selection import own_children, require_module
 from vision_attn.networks.inspection.wrappers import layer_wrappers, unwrap_key
@@ -175,8 +175,7 @@ def all_blocks(network: nn.Module) -> list[nn.Module]:
     """Return the blocks of a network without :func:`graph_blocks`, including blocks that only hooks refer to."""
     nodes = {*graph_blocks(network).values()}
     blocks = {module: None for module in network.modules() if is_inserted(module) and module not in nodes}
-    for module in network.modules():
-        blocks |= dict.fromkeys(hook.keywords["block"] for hook in our_hooks(module))
+    blocks |= dict.fromkeys(hook.keywords["block"] for _, hook in hooks_inside(network))
     return [*filter(is_inserted, blocks)]  # not blocks that were removed from a part of the network
 
 
