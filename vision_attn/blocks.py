@@ -5,20 +5,5 @@ The layers are :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3
 :class:`TransformerBlock2d`, :class:`LinearAttention2d`, :class:`AugmentedConv2d` and :class:`StridedAttention2d`.
 """
 
-from vision_attn.attention.blocks import (
-    Attention1d,
-    Attention2d,
-    Attention3d,
-    AttentionBlock1d,
-    AttentionBlock2d,
-    AttentionBlock3d,
-    AugmentedConv2d,
-    LinearAttention2d,
-    StridedAttention2d,
-    TransformerBlock2d,
-)
-
-__all__ = [
-    "Attention1d", "Attention2d", "Attention3d", "AttentionBlock1d", "AttentionBlock2d", "AttentionBlock3d",
-    "AugmentedConv2d", "LinearAttention2d", "StridedAttention2d", "TransformerBlock2d",
-]  # fmt: skip
+from vision_attn.attention.blocks import *  # noqa: F403
+from vision_attn.attention.blocks import __all__ as __all__
