@@ -49,25 +49,10 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 def attend_auto(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, dropout: float, **options: Any) -> Tensor:
     """Compute attention with the implementation that :func:`select_auto` selects."""
-    trained = torch.is_grad_enabled() and q.requires_grad
-    trained_mask = torch.is_grad_enabled() and mask is not None and mask.requires_grad
-    sizes = q.shape[0] * q.shape[2], k.shape[2], q.shape[3], q.shape[1]
-    attend = select_auto(q.is_cpu, can_chunk(q), q.dtype, *sizes, dropout, trained, trained_mask)
-    return attend(q, k, v, mask=mask, dropout=dropout, **options)
+    return select_auto(q, k, mask, dropout)(q, k, v, mask=mask, dropout=dropout, **options)
 
 
-def select_auto(
-    is_cpu: bool,
-    can_chunk: bool,
-    dtype: torch.dtype,
-    queries: int,
-    keys: int,
-    width: int,
-    heads: int,
-    dropout: float,
-    trained: bool,
-    trained_mask: bool,
-) -> Callable[..., Tensor]:
+def select_auto(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> Callable[..., Tensor]:
     """Select torch's fused kernel, or ``torch.bmm`` in chunks that fit into caches, whichever is faster.
 
     The fused kernel is faster on a GPU, and graphs always contain it, because they run at any batch and size. On a CPU,
@@ -75,42 +60,22 @@ def select_auto(
     and narrow heads. torch has no fused CPU kernel for dropout or for a mask that requires gradients, such as the bias
     from a table: its fallback takes more steps than bmm. Where the fused kernel has no derivative, bmm runs instead.
 
-    Args:
-        is_cpu: True for tensors on a CPU.
-        can_chunk: True if the tensors may be split into chunks.
-        dtype: dtype of queries, keys and values.
-        queries: number of queries of all groups and images.
-        keys: number of keys of a group.
-        width: width of a head.
-        heads: number of heads.
-        dropout: dropout probability.
-        trained: True if gradients are required.
-        trained_mask: True if the mask, or the bias, requires gradients.
+    The selection depends on the shapes, the dtype and ``requires_grad`` of the tensors, and not on their values.
     """
     fused = partial(attend_sdpa, without_derivative=attend_bmm)
-    if not is_cpu:
+    if not q.is_cpu:
         return fused
-    if not can_chunk:
-        return attend_bmm if dropout or trained_mask else fused
-    bmm = attend_bmm if queries * heads * keys <= CHUNK_LOGITS else attend_bmm_chunked
-    if dropout or trained_mask:
+    without_kernel = dropout > 0 or (mask is not None and mask.requires_grad)
+    if not can_chunk(q):
+        return attend_bmm if without_kernel else fused
+    keys, width = k.shape[2:]
+    bmm = attend_bmm if q.shape[:3].numel() * keys <= CHUNK_LOGITS else attend_bmm_chunked
+    if without_kernel:
         return bmm
-    if dtype == torch.bfloat16:
-        faster = keys > (196 if trained else 64)
-    else:
-        faster = not trained or dtype == torch.float16 or keys > 49 or keys * width > 2048 or queries < 2048
-    return fused if faster else bmm
-
-
-def attend_bmm_chunked(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **options: Any) -> Tensor:
-    """Compute attention with bmm, for as many images at a time as fit into the caches of a CPU."""
-    groups = 1 if mask is None else mask.shape[1]
-    size = groups * batch_chunk(q, k.shape[2], groups)
-    if size >= q.shape[0]:
-        return attend_bmm(q, k, v, mask=mask, **options)
-    masks = split_mask(mask, size // groups, axis=0)
-    chunks: Any = zip(masks, q.split(size), k.split(size), v.split(size), strict=False)
-    return torch.cat([attend_bmm(*chunk, mask=part, **options) for part, *chunk in chunks])
+    if q.dtype == torch.bfloat16:
+        return fused if keys > (196 if q.requires_grad else 64) else bmm
+    is_small = keys <= 49 and keys * width <= 2048 and q.shape[0] * q.shape[2] >= 2048
+    return bmm if is_small and q.requires_grad and q.dtype != torch.float16 else fused
 
 
 def can_chunk(q: Tensor) -> bool:
@@ -118,9 +83,23 @@ def can_chunk(q: Tensor) -> bool:
     return q.device.type in CHUNKED_DEVICES and not in_graph(q) and active_transform() is None
 
 
-def batch_chunk(q: Tensor, keys: int, groups: int) -> int:
-    """Return the number of images in a chunk."""
-    return max(1, CHUNK_LOGITS // (groups * q.shape[1] * q.shape[2] * keys))
+def attend_bmm_chunked(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **options: Any) -> Tensor:
+    """Compute attention with bmm, for as many images at a time as fit into the caches of a CPU."""
+
+    def attend(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_bmm(q, k, v, mask=mask, **options)
+
+    return by_image(attend, 1 if mask is None else mask.shape[1], mask, q, k, v)
+
+
+def by_image(compute: Callable[..., Tensor], groups: int, mask: Mask, *tensors: Tensor) -> Tensor:
+    """Call ``compute(mask, q, k, v, …)`` for as many images at a time as fit into the caches of a CPU."""
+    q, k, *_ = tensors
+    images = max(1, CHUNK_LOGITS // (groups * q.shape[1] * q.shape[2] * k.shape[2]))
+    if images * groups >= q.shape[0]:
+        return compute(mask, *tensors)
+    chunks: Any = zip(split_mask(mask, images, axis=0), *(x.split(images * groups) for x in tensors), strict=False)
+    return torch.cat([compute(*chunk) for chunk in chunks])
 
 
 def attend_chunked(
@@ -140,10 +119,9 @@ def attend_chunked(
         groups: number of groups of an image.
     """
     keys = k.shape[2]
-    images = batch_chunk(q, keys, groups) * groups
     rows = max(MIN_CHUNK_QUERIES, CHUNK_LOGITS // (groups * q.shape[1] * keys))  # queries of each group in a chunk
 
-    def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *logits: Tensor) -> Tensor:
+    def attend_chunk(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *logits: Tensor) -> Tensor:
         added = sum(logits[1:], logits[0]).reshape(-1, groups, *q.shape[1:3], keys)
         return attend(q, k, v, mask=added if mask is None else combine_masks(added, mask), causal=False)
 
@@ -151,16 +129,11 @@ def attend_chunked(
     if torch.is_grad_enabled() and q.shape[:3].numel() * keys > RECOMPUTE_ABOVE:
         early_stop = attend.func is not attend_einx  # einx wraps the exception with which torch stops early
         compute = partial(checkpoint, attend_chunk, use_reentrant=False, early_stop=early_stop)
-    if images >= q.shape[0] and rows >= q.shape[2]:
-        return compute(q, k, v, mask, *terms)
-    by_image: Any = [x.split(images) for x in (q, k, v, *terms)]
-    outputs = []
-    for image_mask, queries, keys_, values, *logits in zip(
-        split_mask(mask, images // groups, axis=0), *by_image, strict=False
-    ):
-        by_row: Any = [x.split(rows, dim=2) for x in (queries, *logits)]
-        chunks = zip(split_mask(image_mask, rows, axis=3), *by_row, strict=False)
-        outputs.append(
-            torch.cat([compute(chunk, keys_, values, part, *added) for part, chunk, *added in chunks], dim=2)
-        )
-    return torch.cat(outputs)
+
+    def by_row(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *logits: Tensor) -> Tensor:
+        if rows >= q.shape[2]:
+            return compute(mask, q, k, v, *logits)
+        chunks: Any = zip(split_mask(mask, rows, axis=3), *(x.split(rows, dim=2) for x in (q, *logits)), strict=False)
+        return torch.cat([compute(part, chunk, k, v, *added) for part, chunk, *added in chunks], dim=2)
+
+    return by_image(by_row, groups, mask, q, k, v, *terms)

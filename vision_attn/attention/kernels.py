@@ -51,7 +51,7 @@ class Kernel:
     reverse: Callable[[Tensor, BoundRearrangement], Tensor]
     #: If given, this function replaces ``attend``. It receives :class:`.AttentionInputs` instead of one combined mask.
     attend_pattern: Callable[..., Tensor] | None = None
-    #: If given, this function selects ``attend`` for one kind of inputs, with the arguments of ``select_auto``.
+    #: If given, ``select(q, k, mask, dropout)`` returns the function to run as ``attend``.
     select: Callable[..., Callable[..., Tensor]] | None = None
 
 

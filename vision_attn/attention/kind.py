@@ -64,8 +64,6 @@ class Kind(NamedTuple):
     causal: bool
     #: The dropout probability of the weights; zero in evaluation mode.
     dropout: float
-    #: True if gradients are enabled.
-    trained: bool
     #: True if autocast is on, which computes the logits in half precision unless it is turned off.
     autocast: bool
     #: True while a graph is traced or exported.

@@ -32,14 +32,12 @@ class Plan(NamedTuple):
     grouping: Grouping
     #: True if queries, keys and values are projections of one partitioned feature map.
     one_input: bool
-    #: The selected implementation.
-    attend_heads: Callable[..., Tensor]
-    #: The same, for a mask that requires gradients, such as the bias of a position encoding.
-    attend_trained_mask: Callable[..., Tensor]
     #: True if attention may run in chunks that fit into the caches of a CPU.
     can_chunk: bool
     #: True if the kernel excludes later keys itself, which it then skips.
     causal: bool
+    #: The selected implementations, by the properties of the inputs that are not in the kind.
+    selected: dict[Any, Callable[..., Tensor]]
     #: Functions of the active ``with`` blocks, which receive the inputs of attention.
     hooks: Sequence[Callable[..., object]] = ()
     #: The valid positions of padded images, on the feature maps of queries and of keys before pooling.
@@ -67,8 +65,10 @@ class Plan(NamedTuple):
             if bias is not None:
                 q, k, scale = bias.fold(q, k, scale)
                 mask = bias.attn_mask(mask)
-            is_trained = mask is not None and mask.requires_grad
-            attend = self.attend_trained_mask if is_trained else self.attend_heads
+            attend, select = kind.kernel.attend, kind.kernel.select
+            if select is not None:
+                key = q.dtype, q.requires_grad, mask is not None and mask.requires_grad
+                attend = self.selected.get(key) or self.selected.setdefault(key, select(q, k, mask, kind.dropout))
             y = attend(q, k, v, mask=mask, causal=self.causal, scale=scale, dropout=kind.dropout)
         return y if row_has_key is None else zero_fully_masked_rows(y, row_has_key)
 
@@ -99,15 +99,8 @@ def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]
     # The mask. The causal order alone is left to the kernel, which then skips later keys.
     causal = causal and grouping.is_global and kind.mask is None and not config.adds_bias
 
-    # The implementation.
-    device = kind.x.device.type
-    can_chunk = device in dispatch.CHUNKED_DEVICES and not kind.in_graph and not kind.in_transform
-    attend = attend_trained_mask = kernel.attend
-    if kernel.select is not None and not kind.autocast:
-        sizes = shape[0] * grouping.groups * queries.tokens, keys.tokens, config.key_dim, config.num_heads
-        select = partial(kernel.select, device == "cpu", can_chunk, kind.x.dtype, *sizes, kind.dropout, kind.trained)
-        attend, attend_trained_mask = select(False), select(True)
-    return Plan(kind, grouping, one_input, attend, attend_trained_mask, can_chunk, causal)
+    can_chunk = kind.x.device.type in dispatch.CHUNKED_DEVICES and not kind.in_graph and not kind.in_transform
+    return Plan(kind, grouping, one_input, can_chunk, causal, {})
 
 
 class PlanCache:

@@ -180,7 +180,6 @@ class Attention(ConfigurableImpl):
             scale=scale,
             causal=self.causal,
             dropout=getattr(dropout, "p", 0.0) if dropout.training else 0.0,  # other code may replace it by nn.Identity
-            trained=torch.is_grad_enabled(),
             autocast=device_type != "meta" and torch.is_autocast_enabled(device_type),
             in_graph=graph,
             in_transform=active_transform() is not None,
