@@ -1,5 +1,7 @@
 """Attention weights on the feature map, computed from the inputs of a kernel: fused kernels never store weights."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,32 +25,34 @@ def weights_on_map(
     outer = inputs.grouping if grouping is None else grouping
     is_one_group = outer.query_layout.is_identity  # class tokens may come first
     with without_autocast(inputs.q):
-        q, k, masking = fold_bias(inputs, grouping)
+        tensors = fold_bias(inputs, outer)
         if heads is not None:
-            q, k, masking = q.index_select(1, heads), k.index_select(1, heads), select(masking, 2, heads)
-        if queries is not None and is_one_group:
-            q, masking = q.index_select(2, queries), select(masking, 3, queries)
-        elif queries is not None:
-            q, k, masking = select_in_groups(q, k, masking, queries, outer)
+            tensors = [x if x is None or x.shape[2] == 1 else x.index_select(2, heads) for x in tensors]
+        q, k, *masking = tensors
+        group = row = torch.zeros(1, dtype=torch.long, device=q.device)
+        if not is_one_group:
+            group, row = outer.locate(queries)
+        if queries is not None:  # in several groups, each query becomes a separate group
+            groups, tokens = group[:, None], queries[None] if is_one_group else row[:, None]
+            rows = [x if x is None else x.expand(-1, outer.groups, -1, q.shape[3], -1) for x in (q, *masking)]
+            q, *masking = (x if x is None else x[:, groups, :, tokens].movedim((0, 1), (1, 3)) for x in rows)
+            k = k[:, group]
         mask, row_has_key = masking
-        weights = masks.zero_fully_masked_rows(masks.add_mask(q @ k.mT, mask, causal=False).softmax(-1), row_has_key)
-    if is_one_group:
-        group = torch.zeros(weights.shape[2], dtype=torch.long, device=weights.device)
+        logits = masks.add_mask((q @ k.mT).flatten(0, 1), mask, causal=False)
+        weights = masks.zero_fully_masked_rows(logits.softmax(-1), row_has_key).unflatten(0, (-1, q.shape[1]))
+    if queries is None and not is_one_group:
+        weights = weights[:, group, :, row].movedim(0, 2)
     else:
-        group, row = outer.locate(queries)
-        if queries is None:
-            weights = weights.unflatten(0, (-1, outer.groups))[:, group, :, row].movedim(0, 2)
-        else:
-            weights = weights[:, :, 0].unflatten(0, (-1, len(queries))).transpose(1, 2)
+        weights = weights.transpose(1, 2).flatten(2, 3)
     return weights if outer.key_layout.is_identity else outer.scatter_to_map(weights, group)
 
 
-def fold_bias(inputs: AttentionInputs, outer: Grouping | None) -> tuple[Tensor, Tensor, list[masks.Mask]]:
+def fold_bias(inputs: AttentionInputs, outer: Grouping) -> list[Any]:
     """Include scale and position bias in queries, keys and mask; the batch axis may run over the groups of ``outer``.
 
     Returns:
-        Queries ``(b·groups, n, i, d)``, keys ``(b·groups, n, j, d)``, the mask ``(b or 1, groups or 1, n or 1, i, j)``
-        and the rows with at least one allowed key, ``(b or 1, groups or 1, n or 1, i, 1)``.
+        Queries ``(b, groups, n, i, d)``, keys ``(b, groups, n, j, d)``, the mask ``(b or 1, groups or 1, n or 1, i,
+        j)``, and the rows with at least one allowed key, ``(b or 1, groups or 1, n or 1, i, 1)``.
     """
     q, k, _, scale, grouping, bias, mask = inputs
     q, k = masks.upcast(q), masks.upcast(repeat_kv(q, k))
@@ -56,25 +60,8 @@ def fold_bias(inputs: AttentionInputs, outer: Grouping | None) -> tuple[Tensor, 
     if bias is not None:
         q, k, scale = bias.fold(q, k, scale)
         mask = bias.attn_mask(mask)
+    groups = (-1, outer.groups)
     masking = [None if mask is None else mask[..., : k.shape[2]], row_has_key]
-    if outer is not None:
-        groups = (-1, outer.groups)
+    if outer is not grouping:
         masking = [x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, groups) for x in masking]
-    return scale * q, k, masking
-
-
-def select(masking: list[masks.Mask], axis: int, index: Tensor) -> list[masks.Mask]:
-    """Select entries of masks along an axis, unless they broadcast along it."""
-    return [x if x is None or x.shape[axis] == 1 else x.index_select(axis, index) for x in masking]
-
-
-def select_in_groups(
-    q: Tensor, k: Tensor, masking: list[masks.Mask], queries: Tensor, grouping: Grouping
-) -> tuple[Tensor, Tensor, list[masks.Mask]]:
-    """Select queries, and their keys; each query becomes a separate group."""
-    group, row = grouping.locate(queries)
-    shape = (-1, groups := grouping.groups, -1, grouping.query_layout.tokens, -1)
-    q = q.unflatten(0, (-1, groups))[:, group, :, row].movedim(0, 1).flatten(0, 1)[:, :, None]
-    k = k.unflatten(0, (-1, groups))[:, group].flatten(0, 1)
-    masking = [x if x is None else x.expand(shape)[:, group, :, row].movedim(0, 1)[:, :, :, None] for x in masking]
-    return q, k, masking
+    return [(scale * q).unflatten(0, groups), k.unflatten(0, groups), *masking]

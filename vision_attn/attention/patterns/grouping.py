@@ -135,11 +135,11 @@ class Grouping:
         return token // self.query_layout.tokens, token % self.query_layout.tokens
 
     def scatter_to_map(self, weights: Tensor, group: Tensor) -> Tensor:
-        """Scatter weights ``(b, n, i, j)`` of queries in groups ``(i,)`` to all key tokens, ``(b, n, i, tokens)``."""
+        """Scatter weights ``(b, n, i, j)`` of queries in groups ``(i or 1,)`` to all keys, ``(b, n, i, tokens)``."""
         tokens = product(self.key_layout.size)
         columns = padding_last(self.key_layout.index(), tokens)[group]
         dense = weights.new_zeros(*weights.shape[:3], tokens + 1)
-        return dense.scatter(3, columns.expand(*weights.shape[:2], -1, -1), weights)[..., :tokens]
+        return dense.scatter(3, columns.expand_as(weights), weights)[..., :tokens]
 
 
 def relative_coords(axis: AxisTiles, window: int | None) -> Tensor:
