@@ -23,7 +23,7 @@ from vision_attn.attention.masks import upcast
 from vision_attn.attention.padding import latest_pixels, mask_padding
 from vision_attn.attention.patterns import AnyPattern, resolve_pattern
 from vision_attn.attention.plan import Plan, PlanCache
-from vision_attn.attention.position import AnyPosition, PositionEncoding, new_encoding
+from vision_attn.attention.position import AnyPosition, PositionEncoding, TableEncoding, new_encoding
 from vision_attn.attention.recomputation import graph_task_id
 from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
 from vision_attn.checks import product
@@ -317,6 +317,6 @@ class Attention(ConfigurableImpl):
         config = {"num_heads": self.num_heads, "pattern": self.pattern, **self.non_default_config()}
         if self.position is not None:
             config["position"] = position = copy(self.position.config)
-            if self.position.has_tables:  # their shapes state the size, and loading resizes them
+            if isinstance(self.position, TableEncoding):  # their shapes state the size, and loading resizes them
                 object.__setattr__(position, "feat_size", None)
         return config

@@ -5,14 +5,14 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import interpolate
 
 from vision_attn.attention.graphs import is_fixed
 from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.pattern import check_lengths, to_ntuple
-from vision_attn.attention.position.encoding import AXIS_NAMES, Encoded, PositionEncoding
+from vision_attn.attention.position.encoding import AXIS_NAMES, Encoded, PositionEncoding, TableEncoding
 
 
 @dataclass(frozen=True)
@@ -46,28 +46,22 @@ class AbsPos:
         return AbsPosEncoding(self, block, device, dtype)
 
 
-class AbsPosEncoding(PositionEncoding):
+class AbsPosEncoding(TableEncoding):
     adds_bias = False
-    has_tables = True
 
     def __init__(self, config: AbsPos, block: AttentionConfig, device: Any, dtype: Any) -> None:
-        super().__init__(config)
         check_lengths("AbsPos", "feat_size", config.feat_size)
         lengths = to_ntuple("AbsPos", "feat_size", config.feat_size, block.rank)
-        self.names: tuple[str, ...] = AXIS_NAMES[-block.rank :]
-        for name, length in zip(self.names, lengths, strict=True):
-            table = torch.randn(length, block.key_dim, device=device, dtype=dtype) * block.key_dim**-0.5
-            self.register_parameter(name, nn.Parameter(table))
-
-    def reset_parameters(self) -> None:
-        for table in self.parameters():
-            nn.init.normal_(table, std=table.shape[1] ** -0.5)
+        d, named = block.key_dim, zip(AXIS_NAMES[-block.rank :], lengths, strict=True)
+        tables = {name: (length, d) for name, length in named}
+        super().__init__(config, d**-0.5, tables, device=device, dtype=dtype)
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
         layout, embeddings = grouping.key_layout, []
-        for axis, (name, length) in enumerate(zip(self.names, layout.size, strict=True)):
+        rank = len(layout.size)
+        for axis, (name, length) in enumerate(zip(AXIS_NAMES[-rank:], layout.size, strict=True)):
             table = resize_by_position(getattr(self, name), length).to(k.dtype)
-            embeddings.append(table.view([length if other == axis else 1 for other in range(len(layout.size))] + [-1]))
+            embeddings.append(table.view(*(length if other == axis else 1 for other in range(rank)), -1))
         embedding = reduce(torch.add, embeddings).flatten(0, -2)  # (key tokens, d)
         if layout.is_identity:
             return q, k + embedding, None

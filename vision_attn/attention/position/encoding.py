@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from vision_attn.attention.fixed_options import FixedOptions
 from vision_attn.attention.inputs import PositionBias
@@ -36,8 +37,6 @@ class PositionEncoding(FixedOptions):
     fixed: ClassVar[Collection[str]] = ("config",)
     #: True if relative positions are encoded: queries and keys must come from the same feature map.
     is_relative = False
-    #: True if the parameters are tables whose shapes depend on the size of the feature map.
-    has_tables = False
     #: True if the encoding is added to the feature map and depends on its number of channels.
     adds_to_map = False
     #: True if :meth:`forward` may return a bias of the logits.
@@ -61,6 +60,23 @@ class PositionEncoding(FixedOptions):
 
     def extra_repr(self) -> str:
         return repr(self.config)
+
+
+class TableEncoding(PositionEncoding):
+    """Base class of encodings whose parameters are tables, with shapes that depend on the size of the feature map.
+
+    The elements are normally distributed at initialization, with the standard deviation ``std``.
+    """
+
+    def __init__(self, config: AnyPosition, std: float, tables: Mapping[str, Sequence[int]], **factory: Any) -> None:
+        super().__init__(config)
+        self.std = std
+        for name, shape in tables.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(*shape, **factory) * std))
+
+    def reset_parameters(self) -> None:
+        for table in self.parameters():
+            nn.init.normal_(table, std=self.std)
 
 
 def new_encoding(position: AnyPosition, block: AttentionConfig, **factory: Any) -> PositionEncoding:

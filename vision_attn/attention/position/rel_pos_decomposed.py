@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vision_attn.attention.inputs import PositionBias
 from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.grouping import Grouping
-from vision_attn.attention.position.encoding import AXIS_NAMES, Encoded, PositionEncoding
+from vision_attn.attention.position.encoding import AXIS_NAMES, Encoded, PositionEncoding, TableEncoding
 from vision_attn.attention.position.relative_table import RelativePosition, resize_by_offset, table_lengths
 from vision_attn.checks import product
 
@@ -52,23 +52,16 @@ class RelPosDecomposed(RelativePosition):
         return DecomposedEncoding(self, block, device, dtype)
 
 
-class DecomposedEncoding(PositionEncoding):
+class DecomposedEncoding(TableEncoding):
     is_relative = True
-    has_tables = True
 
     def __init__(self, config: RelPosDecomposed, block: AttentionConfig, device: Any, dtype: Any) -> None:
-        super().__init__(config)
-        lengths = table_lengths(config, block)
-        self.names: dict[int, str] = {}  # the parameter name of the table for each axis
-        for axis, (name, length) in enumerate(zip(AXIS_NAMES[-block.rank :], lengths, strict=True)):
-            if block.resolved_pattern.attention_axes[axis]:
-                self.names[axis] = f"{name}_rel"
-                table = torch.randn(2 * length - 1, block.key_dim, device=device, dtype=dtype) * block.key_dim**-0.5
-                self.register_parameter(f"{name}_rel", nn.Parameter(table))
-
-    def reset_parameters(self) -> None:
-        for table in self.parameters():
-            nn.init.normal_(table, std=table.shape[1] ** -0.5)
+        lengths, d = table_lengths(config, block), block.key_dim
+        axes = [axis for axis, attends in enumerate(block.resolved_pattern.attention_axes) if attends]
+        names = {axis: f"{AXIS_NAMES[axis - block.rank]}_rel" for axis in axes}
+        tables = {name: (2 * lengths[axis] - 1, d) for axis, name in names.items()}
+        super().__init__(config, d**-0.5, tables, device=device, dtype=dtype)
+        self.names: dict[int, str] = names  # the parameter name of the table for each axis
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
         tables = {}

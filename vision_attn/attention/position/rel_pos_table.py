@@ -13,7 +13,7 @@ from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.masks import Mask, combine_masks
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.layout import outer
-from vision_attn.attention.position.encoding import Encoded, PositionEncoding
+from vision_attn.attention.position.encoding import Encoded, PositionEncoding, TableEncoding
 from vision_attn.attention.position.relative_table import RelativePosition, resize_by_offset, table_lengths
 from vision_attn.checks import product
 
@@ -51,22 +51,18 @@ class RelPosTable(RelativePosition):
     """
 
     def build(self, block: AttentionConfig, device: Any = None, dtype: Any = None) -> PositionEncoding:
-        return TableEncoding(self, block, device, dtype)
+        return BiasTableEncoding(self, block, device, dtype)
 
 
-class TableEncoding(PositionEncoding):
+class BiasTableEncoding(TableEncoding):
     is_relative = True
-    has_tables = True
+    relative_position_bias_table: nn.Parameter
 
     def __init__(self, config: RelPosTable, block: AttentionConfig, device: Any, dtype: Any) -> None:
-        super().__init__(config)
-        self.lengths: tuple[int, ...] = table_lengths(config, block)
-        rows = product([2 * length - 1 for length in self.lengths])
-        table = torch.randn(rows, block.num_heads, device=device, dtype=dtype) * 0.02
-        self.relative_position_bias_table: nn.Parameter = nn.Parameter(table)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.relative_position_bias_table, std=0.02)
+        lengths = table_lengths(config, block)
+        shape = product([2 * length - 1 for length in lengths]), block.num_heads
+        super().__init__(config, 0.02, {"relative_position_bias_table": shape}, device=device, dtype=dtype)
+        self.lengths: tuple[int, ...] = lengths
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
         table: Tensor = self.relative_position_bias_table
