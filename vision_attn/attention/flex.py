@@ -18,7 +18,7 @@ from torch import Tensor
 from vision_attn.attention.graphs import active_transform, in_graph
 from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.masks import Mask, broadcast_mask
-from vision_attn.attention.patterns.grouping import Grouping
+from vision_attn.attention.patterns import Grouping, resolve_pattern
 from vision_attn.attention.scopes import outside_scopes
 
 #: Devices that FlexAttention supports.
@@ -30,6 +30,9 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def attend_pattern_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
     """Compute attention in the groups of a pattern, ``(b·groups, n, i, e)``."""
+    # The import is deferred because it is slow, a third of the time that importing torch takes.
+    from torch.nn.attention.flex_attention import flex_attention
+
     q, k, v, scale, grouping, bias, mask = inputs
     score_mods = []
     query_size, key_size = grouping.query_layout.group_size, grouping.key_layout.group_size
@@ -43,32 +46,6 @@ def attend_pattern_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
     block_mask = grouping.cached("block_mask", lambda: pattern_mask(grouping)) if is_masked else None
     if mask is not None:
         score_mods.append(mask_score_mod(broadcast_mask(mask), grouping.key_layout.index()[0]))
-    return run_flex(q, k, v, scale, score_mods, block_mask, query_size, key_size)
-
-
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
-    """Compute attention between tokens; the mask has five axes and one group."""
-    check_flex(q, v, dropout, trained=[q, k, v, mask])
-    score_mods = []
-    if mask is not None:
-        score_mods.append(mask_score_mod(mask[:, 0], torch.arange(k.shape[2], device=k.device)))
-    if causal:
-        score_mods.append(lambda score, b, h, i, j: torch.where(j <= i, score, -torch.inf))
-    return run_flex(q, k, v, scale, score_mods, None)
-
-
-def run_flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    score_mods: Sequence[ScoreMod],
-    block_mask: Any,
-    *sizes: Sequence[int],
-) -> Tensor:
-    """Call FlexAttention, compiled for ``sizes``."""
-    # The import is deferred because it is slow, a third of the time that importing torch takes.
-    from torch.nn.attention.flex_attention import flex_attention
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         for modify in score_mods:
@@ -79,9 +56,17 @@ def run_flex(
     if q.device.type == "cpu":
         # With heads of width 8 or 16 and 8, 24, 40, … keys, torch 2.14's CPU kernel returns wrong values or NaN.
         q, k, v = (F.pad(x, (0, -x.shape[3] % 32)) for x in (q, k, v))
-    kernel = flex_attention if torch.compiler.is_compiling() else compiled(q.shape, k.shape, *sizes)
+    kernel = flex_attention if torch.compiler.is_compiling() else compiled(q.shape, k.shape, query_size, key_size)
     options = {"block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     return kernel(q, k, v, score_mod=score_mod if score_mods else None, **options)[..., :e]
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
+    """Compute attention between tokens; the mask has five axes and one group."""
+    full = resolve_pattern("full").expand_to_rank(1)
+    grouping = Grouping(full, q.shape[2:3], k.shape[2:3], q.device, causal=causal)
+    inputs = AttentionInputs(q, k, v, scale, grouping, mask=None if mask is None else mask[:, 0])
+    return attend_pattern_flex(inputs, dropout)
 
 
 @cache
