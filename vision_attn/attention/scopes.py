@@ -90,13 +90,9 @@ def scope(model: nn.Module, kind: str, values: Mapping[Any, Any]) -> Iterator[No
 
 def scoped_values(module: nn.Module, *kinds: str) -> list[list[Any]]:
     """Return the values of each kind for a module in the ``with`` blocks of its forward pass, innermost last."""
-    if torch.compiler.is_dynamo_compiling():
-        if not in_scope():
-            return [[] for _ in kinds]
-        scopes, recorded = SCOPES.get(), True
-    else:
-        scopes = active_scopes(module)
-        recorded = not scopes or record_segments(scopes)
+    traced = torch.compiler.is_dynamo_compiling()
+    scopes = active_scopes(module) if not traced or in_scope() else ()
+    recorded = traced or not scopes or record_segments(scopes)
     owner = vars(module).get(ORIGINAL, module)
     values_of = [[value for values in scopes if (value := values.get((kind, owner))) is not None] for kind in kinds]
     if not recorded and any(values_of[kinds.index(kind)] for kind in WITH_EFFECT.intersection(kinds)):

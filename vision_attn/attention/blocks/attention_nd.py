@@ -39,9 +39,8 @@ class Attention(ConfigurableImpl):
     q_norm: nn.Module | None
     k_norm: nn.Module | None
 
-    fixed: ClassVar[Collection[str]] = (*OPTIONS, "pattern", "position")
+    fixed: ClassVar[Collection[str]] = (*OPTIONS, "pattern", "position", "qkv_bias", "proj_bias", "output_gate")
     live: ClassVar[Collection[str]] = ("impl", "scale", "causal")
-    arguments: ClassVar[Collection[str]] = ("qkv_bias", "proj_bias", "output_gate")
 
     def __init__(
         self,
@@ -75,6 +74,7 @@ class Attention(ConfigurableImpl):
         for name in OPTIONS:
             setattr(self, name, getattr(config, name))
         n, m, d, e = num_heads, config.num_kv_heads, config.key_dim, config.value_dim
+        self.qkv_bias, self.proj_bias, self.output_gate = qkv_bias, proj_bias, output_gate
         self.impl = impl
         self.pattern: str | AnyPattern = pattern
         self.causal = causal

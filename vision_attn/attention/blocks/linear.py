@@ -44,10 +44,7 @@ def linear_einx(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def linear_bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    b, n, i, d = q.shape
-    j, e = v.shape[2:]
-    summary = torch.bmm(k.reshape(b * n, j, d).transpose(1, 2), v.reshape(b * n, j, e))
-    return torch.bmm(q.reshape(b * n, i, d), summary).view(b, n, i, e)
+    return q @ (k.mT @ v)
 
 
 def features(q: Tensor, k: Tensor, feature_map: str) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ class ExpressionPattern(AnyPattern):
 
     @property
     def is_global(self) -> bool:
-        return not self.rearrangement.groups and not self.rearrangement.sizes
+        return self.rearrangement.is_identity
 
     @property
     def attention_axes(self) -> tuple[bool, ...]:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from vision_attn.attention.graphs import can_cache, is_fixed, outside_graph
 from vision_attn.attention.masks import Mask, align_mask, broadcast_mask, combine_masks, unmask_empty_rows
+from vision_attn.attention.patterns.expression_patterns import resolve_pattern
 from vision_attn.attention.patterns.layout import Size, TokenLayout, inverse_index, outer, padding_last
-from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisTiles
+from vision_attn.attention.patterns.pattern import AnyPattern, AxisTiles
 from vision_attn.checks import product
 
 
@@ -35,7 +36,9 @@ class Grouping:
         if tuple(keys_size) != tuple(size):  # only global patterns support keys from another size
             keys = [split(axis, length, device).keys for axis, length in enumerate(keys_size)]
             axes = [axis._replace(keys=layout) for axis, layout in zip(axes, keys, strict=True)]
-        rearrangement = None if pattern_as_mask else pattern.rearrangement
+        rearrangement = pattern.rearrangement
+        if pattern_as_mask:
+            rearrangement = resolve_pattern("full").expand_to_rank(len(size)).rearrangement
         #: True if every query may attend to every key of the feature map.
         self.is_global: bool = pattern.is_global
         #: True if queries attend to no later key.
@@ -45,14 +48,11 @@ class Grouping:
         self.window_shape: tuple[int | None, ...] = pattern.window_shape
         self.axes: list[AxisTiles] = axes
 
-        def layout(size: Size, layouts: list[AxisLayout], zero_padded: bool = False) -> TokenLayout:
-            is_identity = (pattern.is_global or pattern_as_mask) and all(axis.sizes is not None for axis in layouts)
-            return TokenLayout(size, layouts, rearrangement, is_identity=is_identity, zero_padded=zero_padded)
-
-        self.query_layout: TokenLayout = layout(size, [axis.queries for axis in axes])
+        self.query_layout: TokenLayout = TokenLayout(size, [axis.queries for axis in axes], rearrangement)
         self.key_layout: TokenLayout = self.query_layout
         if any(axis.queries is not axis.keys for axis in axes):
-            self.key_layout = layout(keys_size, [axis.keys for axis in axes], pattern.zero_padded)
+            keys = [axis.keys for axis in axes]
+            self.key_layout = TokenLayout(keys_size, keys, rearrangement, pattern.zero_padded)
         self.groups: int = self.query_layout.groups
         #: True if the sizes are constants, and False if they may be symbolic: in a graph.
         self.is_fixed: bool = is_fixed((*size, *keys_size))

@@ -23,16 +23,10 @@ class TokenLayout:
     """The partition of a feature map of queries, or of keys, into groups of tokens."""
 
     def __init__(
-        self,
-        size: Size,
-        axes: Sequence[AxisLayout],
-        rearrangement: Rearrangement | None,
-        is_identity: bool,
-        zero_padded: bool,
+        self, size: Size, axes: Sequence[AxisLayout], rearrangement: Rearrangement | None, zero_padded: bool = False
     ) -> None:
         self.size: tuple[int, ...] = tuple(size)
         self.axes = axes
-        self.is_identity = is_identity  # one group, whose tokens are all positions in row-major order
         self.zero_padded = zero_padded  # tokens outside the feature map are zeros
         self.groups: int = product([axis.positions.shape[0] for axis in axes])
         #: The size of a group as a small feature map.
@@ -40,8 +34,11 @@ class TokenLayout:
         self.tokens: int = product(self.group_size)
         sizes = [axis.sizes for axis in axes if axis.sizes is not None]
         self.rearrangement: BoundRearrangement | None = None
+        #: True for one group whose tokens are all positions in row-major order.
+        self.is_identity: bool = False
         if rearrangement is not None and len(sizes) == len(axes):
             self.rearrangement = BoundRearrangement(rearrangement, sizes)
+            self.is_identity = rearrangement.is_identity
             return
         index, positions = self.index().flatten(), product(size)
         #: The position of each token, in the order of the groups. Padding has the index of an additional row of zeros,

@@ -91,6 +91,11 @@ class Rearrangement:
         return Rearrangement(tuple(axes), groups, tokens, fixed)
 
     @property
+    def is_identity(self) -> bool:
+        """True if all positions of a feature map form one group, for feature maps of any size."""
+        return not self.groups and not self.sizes
+
+    @property
     def names(self) -> tuple[str, ...]:
         return tuple(chain(*self.axes))
 

@@ -94,7 +94,7 @@ class RotaryEncoding(PositionEncoding):
         exact: dict[str, Any] = {"device": x.device, "dtype": upcast(x[:0]).dtype}
         axes, config = len(reference), self.config
         frequency = frequencies(x.shape[-1] // (2 * axes), config.temperature, exact)
-        angles = []
+        positions = []
         for axis, (length, queries) in enumerate(zip(layout.size, reference, strict=True)):
             center = torch.arange(length, **exact) + 0.5
             if config.normalized:
@@ -102,9 +102,9 @@ class RotaryEncoding(PositionEncoding):
             else:
                 size = to_ntuple("Rope", "feat_size", config.feat_size, axes)[axis] or queries
                 position = (center * (queries / length) - 0.5) * (size / queries)
-            shape = [length if other == axis else 1 for other in range(axes)]
-            angles.append((position[:, None] * frequency).view(*shape, -1).expand(*layout.size, -1))
-        by_position = torch.cat(angles, dim=-1).flatten(0, -2)
+            positions.append(position)
+        coords = torch.stack(torch.meshgrid(positions, indexing="ij"), dim=-1).flatten(0, -2)  # (tokens, axes)
+        by_position = (coords[:, :, None] * frequency).flatten(1)
         return (by_position[None] if layout.is_identity else by_position[layout.index()])[:, None]
 
 
