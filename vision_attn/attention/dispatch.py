@@ -62,20 +62,27 @@ def select_auto(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> Callable[..
 
     The selection depends on the shapes, the dtype and ``requires_grad`` of the tensors, and not on their values.
     """
-    fused = partial(attend_sdpa, without_derivative=attend_bmm)
     if not q.is_cpu:
-        return fused
+        return attend_fused
     without_kernel = dropout > 0 or (mask is not None and mask.requires_grad)
     if not can_chunk(q):
-        return attend_bmm if without_kernel else fused
+        return attend_bmm if without_kernel else attend_fused
     keys, width = k.shape[2:]
     bmm = attend_bmm if q.shape[:3].numel() * keys <= CHUNK_LOGITS else attend_bmm_chunked
     if without_kernel:
         return bmm
     if q.dtype == torch.bfloat16:
-        return fused if keys > (196 if q.requires_grad else 64) else bmm
+        return attend_fused if keys > (196 if q.requires_grad else 64) else bmm
     is_small = keys <= 49 and keys * width <= 2048 and q.shape[0] * q.shape[2] >= 2048
-    return bmm if is_small and q.requires_grad and q.dtype != torch.float16 else fused
+    return bmm if is_small and q.requires_grad and q.dtype != torch.float16 else attend_fused
+
+
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Call torch's fused kernel, or bmm for inputs that it cannot differentiate."""
+    try:
+        return attend_sdpa(q, k, v, **options)
+    except NotImplementedError:
+        return attend_bmm(q, k, v, **options)
 
 
 def can_chunk(q: Tensor) -> bool:

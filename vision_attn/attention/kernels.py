@@ -193,23 +193,14 @@ def attend_einsum(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, 
 # --- scaled_dot_product_attention: torch's fused kernels, which never store the weights -------------------------------
 
 
-def attend_sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    mask: Mask,
-    causal: bool,
-    dropout: float,
-    without_derivative: Callable[..., Tensor] | None = None,
-) -> Tensor:
-    """Call torch's fused kernel. For inputs that it cannot differentiate, call another function.
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
+    """Call torch's fused kernel.
 
-    It has no derivative in forward mode. On a CPU, it has none inside a transform of ``torch.func`` if a mask from
-    outside of the transform requires gradients.
+    Raises:
+        NotImplementedError: the kernel has no derivative for the inputs: in forward mode, or, on a CPU, inside a
+            transform of ``torch.func`` if a mask from outside of the transform requires gradients.
     """
-    e, on_cpu, inputs = v.shape[3], q.is_cpu, (q, k, v, scale, mask)
+    shape, e, on_cpu = q.shape, v.shape[3], q.is_cpu
     if scale <= 0:  # cuDNN, flash attention and the causal CPU kernel multiply their -inf by the scale
         q, scale = scale * q, 1.0
     if not on_cpu:
@@ -229,13 +220,10 @@ def attend_sdpa(
     except RuntimeError as error:
         if not isinstance(error, NotImplementedError) and (mask is None or active_transform() is None):
             raise
-        if without_derivative is None:
-            what = "torch's fused attention cannot be differentiated in forward mode, or for a mask in torch.func"
-            raise NotImplementedError(f"{what}. Use va.use_impl(model, 'bmm')") from error
-        q, k, v, scale, mask = inputs
-        return without_derivative(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
-    if mask is not None and y.shape[1] != inputs[0].shape[1]:  # groups became heads
-        y = y.reshape(*inputs[0].shape[:3], y.shape[3])
+        what = "torch's fused attention cannot be differentiated in forward mode, or for a mask in torch.func"
+        raise NotImplementedError(f"{what}. Use va.use_impl(model, 'bmm')") from error
+    if mask is not None and y.shape[1] != shape[1]:  # groups became heads
+        y = y.reshape(*shape[:3], y.shape[3])
     node = y.grad_fn if y.requires_grad and not torch.compiler.is_dynamo_compiling() else None
     if node is not None and "ScaledDotProduct" in node.name():
         node.register_hook(name_missing_derivative)

@@ -45,21 +45,17 @@ class AttentionConfig(NamedTuple):
         return self.kv_stride > 1 or self.context_channels is not None
 
 
-class InputKind(NamedTuple):
-    """The properties of an input on which a plan depends."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
 class Kind(NamedTuple):
     """The kind of a call: the properties of its inputs, the modes of torch, and the options that may change."""
 
     kernel: Kernel
-    x: InputKind
-    mask: InputKind | None
-    context: InputKind | None
+    #: The shape and the device of the feature maps.
+    shape: torch.Size
+    device: torch.device
+    #: The shape and dtype of the mask.
+    mask: tuple[torch.Size, torch.dtype] | None
+    #: The shape of the context.
+    context: torch.Size | None
     scale: float
     causal: bool
     #: The dropout probability of the weights; zero in evaluation mode.
@@ -92,24 +88,24 @@ def check_causal(causal: bool, config: AttentionConfig) -> None:
 def check_kind(kind: Kind, config: AttentionConfig) -> None:
     """Raise for an invalid mask or context, or if the block may not be causal."""
     check_causal(kind.causal, config)
-    context, shape = kind.context, kind.x.shape
+    context, shape = kind.context, kind.shape
     keys_size: Sequence[int] = shape[2:]
     if context is None and config.context_channels is not None:
         expected = f"feature maps, because the block was created with context_channels={config.context_channels}"
         raise ValueError(f"context must be {expected}, got None")
     if context is not None:
-        channels, keys_size = config.context_channels or config.channels, context.shape[2:]
-        if len(context.shape) != len(shape) or context.shape[1] != channels:
-            raise shape_error("context", tuple(context.shape), channels, len(shape) - 2)
-        if context.shape[0] != shape[0]:
-            raise ValueError(f"context must have the batch size of x, {shape[0]}, got {context.shape[0]}")
+        channels, keys_size = config.context_channels or config.channels, context[2:]
+        if len(context) != len(shape) or context[1] != channels:
+            raise shape_error("context", tuple(context), channels, len(shape) - 2)
+        if context[0] != shape[0]:
+            raise ValueError(f"context must have the batch size of x, {shape[0]}, got {context[0]}")
         needs_size = not config.resolved_pattern.is_global or kind.causal or config.is_relative
         if needs_size and keys_size != shape[2:]:
             cause = "with a pattern other than 'full', causal=True or relative positions"
             raise ValueError(f"context must have the size of x {cause}, got {keys_size} and {shape[2:]}")
     if kind.mask is not None:
         keys_size = pooled_size(keys_size, config.kv_stride)
-        check_mask(kind.mask.shape, kind.mask.dtype, shape[0], config.num_heads, shape[2:], keys_size)
+        check_mask(*kind.mask, shape[0], config.num_heads, shape[2:], keys_size)
 
 
 def shape_error(name: str, got: object, channels: int, rank: int) -> ValueError:

@@ -47,7 +47,7 @@ class Plan(NamedTuple):
         """Compute attention in the groups of the pattern, ``(b·groups, n, i, e)``; fully masked rows are zero."""
         kind, grouping = self.kind, self.grouping
         if kind.autocast:  # it would compute the logits in half precision
-            with torch.autocast(kind.x.device.type, enabled=False):
+            with torch.autocast(kind.device.type, enabled=False):
                 return self._replace(kind=kind._replace(autocast=False)).attend(q, k, v, bias, mask)
         if kind.kernel.attend_pattern is not None:
             return kind.kernel.attend_pattern(AttentionInputs(q, k, v, kind.scale, grouping, bias, mask), kind.dropout)
@@ -78,11 +78,11 @@ def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]
 
     ``find(size, keys_size, device, causal=…, pattern_as_mask=…)`` returns a grouping of the block's pattern.
     """
-    shape, kernel, causal = kind.x.shape, kind.kernel, kind.causal
+    shape, kernel, causal = kind.shape, kind.kernel, kind.causal
     if 0 in shape:  # some implementations and patterns do not support empty tensors
         return None
-    keys_shape = shape if kind.context is None else kind.context.shape
-    find = partial(find, tuple(shape[2:]), pooled_size(keys_shape[2:], config.kv_stride), kind.x.device, causal=causal)
+    keys_size = pooled_size((kind.context or shape)[2:], config.kv_stride)
+    find = partial(find, tuple(shape[2:]), keys_size, kind.device, causal=causal)
 
     # The groups. A kernel for patterns gets the feature map as one group, unless the groups are a plain reshape.
     grouping = find()
@@ -99,7 +99,7 @@ def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]
     # The mask. The causal order alone is left to the kernel, which then skips later keys.
     causal = causal and grouping.is_global and kind.mask is None and not config.adds_bias
 
-    can_chunk = kind.x.device.type in dispatch.CHUNKED_DEVICES and not kind.in_graph and not kind.in_transform
+    can_chunk = kind.device.type in dispatch.CHUNKED_DEVICES and not kind.in_graph and not kind.in_transform
     return Plan(kind, grouping, one_input, can_chunk, causal, {})
 
 

@@ -18,7 +18,7 @@ from vision_attn.attention.graphs import active_transform, has_driver, in_graph
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.inputs import AttentionInputs, PositionBias
 from vision_attn.attention.kernels import TO_FIRST, TO_LAST, to_groups, to_map
-from vision_attn.attention.kind import AttentionConfig, InputKind, Kind, pooled_size, shape_error
+from vision_attn.attention.kind import AttentionConfig, Kind, pooled_size, shape_error
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.padding import latest_pixels, mask_padding
 from vision_attn.attention.patterns import AnyPattern, resolve_pattern
@@ -174,9 +174,10 @@ class Attention(ConfigurableImpl):
         device_type = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
         kind = Kind(
             kernel=IMPLEMENTATIONS[impl],
-            x=InputKind(x.shape, x.dtype, x.device),
-            mask=None if mask is None else InputKind(mask.shape, mask.dtype, mask.device),
-            context=None if context is None else InputKind(context.shape, context.dtype, context.device),
+            shape=x.shape,
+            device=x.device,
+            mask=None if mask is None else (mask.shape, mask.dtype),
+            context=None if context is None else context.shape,
             scale=scale,
             causal=self.causal,
             dropout=getattr(dropout, "p", 0.0) if dropout.training else 0.0,  # other code may replace it by nn.Identity
