@@ -40,11 +40,15 @@ def is_fixed(size: Sequence[int]) -> bool:
 
 
 def outside_graph(size: Sequence[int], compute: Callable[[], Any]) -> Any:
-    """Call a function whose tensors ``torch.export`` stores as constants, if the size is fixed.
+    """Call a function whose tensors may be kept: they are valid in training, also if they were computed in inference.
 
-    For other sizes, the graph computes the tensors in every call, with operations that not every runtime supports.
+    ``torch.export`` stores them as constants if the size is fixed. For other sizes, the graph computes the tensors in
+    every call, with operations that not every runtime supports.
     """
-    if not torch.compiler.is_compiling() or not is_fixed(size):
+    if not torch.compiler.is_compiling():
+        with torch.inference_mode(False):
+            return compute()
+    if not is_fixed(size):
         return compute()
     with ThreadPoolExecutor(1) as pool:  # the modes of torch that record a graph belong to a thread
         return pool.submit(compute).result()

@@ -147,5 +147,4 @@ class PlanCache:
 
     def create(self, size: Any, keys_size: Any, device: torch.device, **options: bool) -> Grouping:
         make = partial(Grouping, self.config.resolved_pattern, size, keys_size, device, **options)
-        with torch.inference_mode(False):  # also valid in training
-            return outside_graph((*size, *keys_size), make)
+        return outside_graph((*size, *keys_size), make)

@@ -1,7 +1,7 @@
 """Multi-head attention on feature maps with one, two or three axes, which share one forward pass."""
 
 from collections.abc import Callable, Collection, Sequence
-from copy import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -317,7 +317,7 @@ class Attention(ConfigurableImpl):
     def get_config(self) -> dict[str, object]:
         config = {"num_heads": self.num_heads, "pattern": self.pattern, **self.non_default_config()}
         if self.position is not None:
-            config["position"] = position = copy(self.position.config)
-            if isinstance(self.position, TableEncoding):  # their shapes state the size, and loading resizes them
-                object.__setattr__(position, "feat_size", None)
+            position: Any = self.position.config  # the shapes of tables state the size, and loading resizes them
+            has_tables = isinstance(self.position, TableEncoding)
+            config["position"] = replace(position, feat_size=None) if has_tables else position
         return config

@@ -63,12 +63,9 @@ class Grouping:
 
     def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
         """Return a cached value that depends on the pattern and the size only; compute it on the first call."""
-        if self.in_graph:  # the key may contain symbolic sizes, and each graph is traced only once
-            return outside_graph((*self.query_layout.size, *self.key_layout.size), compute)
-        value = self.cache.get(key)
+        value = None if self.in_graph else self.cache.get(key)  # in a graph, the key may contain symbolic sizes
         if value is None:
-            with torch.inference_mode(False):  # the cached value must also work in training
-                value = compute()
+            value = outside_graph((*self.query_layout.size, *self.key_layout.size), compute)
             if can_cache(torch.empty(())):
                 self.cache[key] = value
         return value
