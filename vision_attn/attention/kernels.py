@@ -9,8 +9,8 @@ query token, ``j`` key token, ``d`` width of queries and keys, ``e`` width of va
     merge heads   (b·groups, n, i, e)                                      ->  (b·groups, n·e, h', w')
     reverse       (b·groups, n, i, e)                                      ->  (b, n·e, h, w)
 
-``partition`` and ``reverse`` are for patterns that are a plain reshape; ``reverse`` merges the heads as well. Any other
-pattern gathers its tokens with one index, after ``merge heads``.
+``partition`` and ``reverse`` are for patterns that are a plain reshape; ``reverse`` merges the heads as well, and
+``merge heads`` is for a single group. Any other pattern gathers its tokens with one index.
 
 ``mask`` is None, bool (True = may attend) or an additive float, ``(b or 1, groups or 1, n or 1, i, j)``, and allows at
 least one key for every query. Its rows may be padded; columns from ``j`` on are ignored. It is None if ``causal`` is
@@ -75,12 +75,11 @@ def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
 
 def to_map(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
     """Merge the heads and the groups of ``(b·groups, n, i, e)`` into a feature map, ``(b, n·e, *size)``."""
-    if layout.rearrangement is not None and not layout.is_identity:
-        return kernel.reverse(y, layout.rearrangement)
-    y = kernel.merge_heads(y, layout.group_size)
     if layout.is_identity:
-        return y
-    c, y = y.shape[1], y.permute(*TO_LAST[y.dim()])
+        return kernel.merge_heads(y, layout.size)
+    if layout.rearrangement is not None:
+        return kernel.reverse(y, layout.rearrangement)
+    c, y = y.shape[1] * y.shape[3], y.transpose(1, 2)
     y = y.reshape(-1, layout.groups * layout.tokens, c).index_select(1, layout.inverse_index)
     return y.reshape(-1, *layout.size, c).permute(*TO_FIRST[2 + len(layout.size)])
 

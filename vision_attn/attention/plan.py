@@ -15,9 +15,9 @@ from torch import Tensor
 from vision_attn.attention import dispatch
 from vision_attn.attention.dispatch import attend_chunked, repeat_kv
 from vision_attn.attention.graphs import can_cache, outside_graph
-from vision_attn.attention.inputs import AttentionInputs, PositionBias
+from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.kind import AttentionConfig, Kind, check_kind, pooled_size
-from vision_attn.attention.masks import Mask, zero_fully_masked_rows
+from vision_attn.attention.masks import zero_fully_masked_rows
 from vision_attn.attention.patterns.grouping import Grouping
 
 #: Maximum number of groupings, and of plans, that a block keeps.
@@ -43,17 +43,17 @@ class Plan(NamedTuple):
     #: The valid positions of padded images, on the feature maps of queries and of keys before pooling.
     valid: Sequence[Tensor] | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: PositionBias | None, mask: Mask) -> Tensor:
+    def attend(self, inputs: AttentionInputs) -> Tensor:
         """Compute attention in the groups of the pattern, ``(b·groups, n, i, e)``; fully masked rows are zero."""
-        kind, grouping = self.kind, self.grouping
+        kind, row_has_key = self.kind, None
         if kind.autocast:  # it would compute the logits in half precision
             with torch.autocast(kind.device.type, enabled=False):
-                return self._replace(kind=kind._replace(autocast=False)).attend(q, k, v, bias, mask)
+                return self._replace(kind=kind._replace(autocast=False)).attend(inputs)
         if kind.kernel.attend_pattern is not None:
-            return kind.kernel.attend_pattern(AttentionInputs(q, k, v, kind.scale, grouping, bias, mask), kind.dropout)
+            return kind.kernel.attend_pattern(inputs, kind.dropout)
+        q, k, v, scale, grouping, bias, mask = inputs
         if k.shape[1] != q.shape[1]:
             k, v = repeat_kv(q, k), repeat_kv(q, v)
-        row_has_key, scale = None, kind.scale
         if mask is not None:
             mask, row_has_key = grouping.combine(mask)
         elif not self.causal and not grouping.is_dense:
@@ -109,7 +109,7 @@ class PlanCache:
     def __init__(self, config: AttentionConfig) -> None:
         self.config = config
         self.groupings: dict[Any, Grouping] = {}
-        self.recent: dict[Kind, Plan] = {}
+        self.recent: dict[tuple[Any, ...], Plan] = {}
         #: Plans that a captured CUDA graph uses. They are never removed: each replay reads the same memory.
         self.captured: dict[Kind, Plan] = {}
 

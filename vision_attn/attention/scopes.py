@@ -107,11 +107,6 @@ def scoped_output(block: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return y
 
 
-def return_input(x: Tensor, y: Tensor) -> Tensor:
-    """Return the input of a residual block as its output."""
-    return x
-
-
 def active_scopes(module: nn.Module | None = None) -> tuple[Values, ...]:
     """Return the values that apply to the running forward pass of a module, innermost last.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.attention.inputs import AttentionInputs
-from vision_attn.attention.scopes import return_input, scope
+from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.networks.capture.maps import AttentionMap
@@ -257,7 +257,7 @@ def disabled(model: nn.Module, names: Globs = None, *, where: Where = None) -> A
     sites = select_inside(blocks, blocks, names, where)
     if where is not None and not sites:
         raise SiteError(f"where returns True for no block. The model has blocks at {', '.join(blocks)}")
-    return scope(model, "output", {blocks[site]: return_input for site in sites})
+    return scope(model, "output", {blocks[site]: lambda x, y: x for site in sites})
 
 
 def rms_ratio(squares: Tensor) -> Tensor:

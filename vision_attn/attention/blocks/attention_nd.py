@@ -16,7 +16,7 @@ from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tie
 from vision_attn.attention.blocks.rules import check_arguments
 from vision_attn.attention.graphs import active_transform, has_driver, in_graph
 from vision_attn.attention.implementations import IMPLEMENTATIONS
-from vision_attn.attention.inputs import AttentionInputs, PositionBias
+from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.kernels import TO_FIRST, TO_LAST, to_groups, to_map
 from vision_attn.attention.kind import AttentionConfig, Kind, pooled_size, shape_error
 from vision_attn.attention.masks import upcast
@@ -142,11 +142,11 @@ class Attention(ConfigurableImpl):
         plan, x, mask, context = self.prepare(x, mask, context)
         if plan is None:  # there are no positions
             return self.proj(x.new_zeros(x.shape[0], self.num_heads * self.value_dim, *x.shape[2:]))
-        q, k, v, bias = self.encode(plan, x, context)
+        inputs = self.encode(plan, x, mask, context)
         for hook in plan.hooks:
-            hook(AttentionInputs(q, k, v, plan.kind.scale, plan.grouping, bias, mask))
-        y = plan.attend(q, k, v, bias, mask)  # (b·groups, n, i, e)
-        del q, k, v, bias  # without gradients, their memory is now free
+            hook(inputs)
+        y = plan.attend(inputs)  # (b·groups, n, i, e)
+        del inputs  # without gradients, their memory is now free
         kernel, layout = plan.kind.kernel, plan.grouping.query_layout
         y = kernel.merge_heads(y, layout.size) if layout.is_identity else to_map(kernel, layout, y)  # (b, n·e, h, w)
         y = self.proj(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
@@ -172,36 +172,24 @@ class Attention(ConfigurableImpl):
             scale = 1.0
         # Reading device.type builds a string, which takes longer than reading any other property of the inputs.
         device_type = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
-        kind = Kind(
-            kernel=IMPLEMENTATIONS[impl],
-            shape=x.shape,
-            device=x.device,
-            mask=None if mask is None else (mask.shape, mask.dtype),
-            context=None if context is None else context.shape,
-            scale=scale,
-            causal=self.causal,
-            dropout=getattr(dropout, "p", 0.0) if dropout.training else 0.0,  # other code may replace it by nn.Identity
-            autocast=device_type != "meta" and torch.is_autocast_enabled(device_type),
-            in_graph=graph,
-            in_transform=active_transform() is not None,
-        )
+        autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
+        rate = getattr(dropout, "p", 0.0) if dropout.training else 0.0  # other code may replace it by nn.Identity
+        mask_kind = None if mask is None else (mask.shape, mask.dtype)
+        context_shape = None if context is None else context.shape
+        # A tuple equals the Kind with these fields, which takes longer to create.
+        inputs, modes = (x.shape, x.device, mask_kind, context_shape), (autocast, graph, active_transform() is not None)
+        kind = (IMPLEMENTATIONS[impl], *inputs, scale, self.causal, rate, *modes)
         plan = None if graph else self.plans.recent.get(kind)
-        if plan is not None and has_driver(capturing := torch.cuda.is_current_stream_capturing) and capturing():
-            self.plans.captured[kind] = plan
         if plan is None:
-            plan = self.plans.make(kind)
+            plan = self.plans.make(Kind(*kind))
+        elif has_driver(capturing := torch.cuda.is_current_stream_capturing) and capturing():
+            self.plans.captured[plan.kind] = plan
         if plan is not None and (hooks or valid):
             plan = plan._replace(hooks=hooks, valid=valid)
         return plan, x, mask, context
 
-    def encode(
-        self, plan: Plan, x: Tensor, context: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, PositionBias | None]:
-        """Project, split into groups and heads, normalize, and encode positions.
-
-        Returns:
-            Queries ``(b·groups, n, i, d)``, keys ``(b·groups, m, j, d)``, values ``(b·groups, m, j, e)`` and a bias.
-        """
+    def encode(self, plan: Plan, x: Tensor, mask: Tensor | None, context: Tensor | None) -> AttentionInputs:
+        """Project, split into groups and heads, normalize, and encode positions."""
         if (position := self.position) is not None and position.adds_to_map:
             x = position.add_to_map(x, plan.grouping)
             context = None if context is None else position.add_to_map(context, plan.grouping)
@@ -212,7 +200,7 @@ class Attention(ConfigurableImpl):
         q, k, bias = (q, k, None) if position is None else position(q, k, plan.grouping)
         if isinstance(self.scale, Tensor):
             k = (k * self.scale).to(k.dtype)  # a scale with one axis would change the dtype
-        return q, k, v, bias
+        return AttentionInputs(q, k, v, plan.kind.scale, plan.grouping, bias, mask)
 
     def project(self, plan: Plan, x: Tensor, context: Tensor | None) -> list[Tensor]:
         """Project to queries ``(b·groups, n, i, d)``, keys ``(…, m, j, d)`` and values ``(…, m, j, e)``."""
@@ -290,8 +278,7 @@ class Attention(ConfigurableImpl):
         if plan is None:
             tokens = x.shape[2:].numel() if queries is None else len(queries)
             return x.new_zeros(x.shape[0], self.num_heads, tokens, product(self.keys_size(x, context)))
-        q, k, v, bias = self.encode(plan, x, context)
-        return weights_on_map(AttentionInputs(q, k, v, plan.kind.scale, plan.grouping, bias, mask), queries)
+        return weights_on_map(self.encode(plan, x, mask, context), queries)
 
     @property
     def default_scale(self) -> float:
