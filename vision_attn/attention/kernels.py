@@ -90,7 +90,7 @@ def to_map(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
 def partition_einx(x: Tensor, bound: BoundRearrangement) -> Tensor:
     import einx
 
-    return einx.id(f"{bound.map_text} -> {bound.groups_text}", x, **bound.sizes)
+    return einx.id(bound.to_groups, x, **bound.sizes)
 
 
 def split_heads_einx(x: Tensor, *heads: int) -> list[Tensor]:
@@ -123,7 +123,7 @@ def merge_heads_einx(y: Tensor, size: Sequence[int]) -> Tensor:
 def reverse_einx(y: Tensor, bound: BoundRearrangement) -> Tensor:
     import einx
 
-    return einx.id(f"{bound.heads_text} -> {bound.merged_text}", y, **bound.sizes)
+    return einx.id(bound.to_map, y, **bound.sizes)
 
 
 # --- torch.bmm: axes by position --------------------------------------------------------------------------------------

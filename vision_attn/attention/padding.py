@@ -59,28 +59,22 @@ def refuse_scaled_positions(block: Any, pixels: Any) -> None:
 
 
 def valid_positions(pixels: Any, x: Tensor) -> Tensor:
-    """Return the valid positions of a feature map ``(b, c, *size)``, bool ``(b, 1, *size)``."""
-    valid: Tensor = pixels(x.device)
-    if valid.shape[0] != x.shape[0]:
-        raise ValueError(f"valid must have one entry per image, got {valid.shape[0]} for a batch of {x.shape[0]}")
-    return resize_valid(valid, x.shape[2:])[:, None]
-
-
-def resize_valid(pixels: Tensor, size: Sequence[int]) -> Tensor:
-    """Return the valid positions ``(b, *size)`` for valid pixels ``(b, *image_size)``, as in DETR.
+    """Return the valid positions of a feature map ``(b, c, *size)``, bool ``(b, 1, *size)``, as in DETR.
 
     A position is valid if the pixel at its corner is.
     """
-    lengths = pixels.shape[1:]
-    if len(lengths) != len(size) or not can_show(size, lengths):
-        what = f"a feature map of {tuple(size)} is not one of images of {tuple(lengths)}"
-        raise ValueError(
-            f"valid must have the size of the images, (batch, height, width): {what}. Pass a mask of that size"
-        )
+    valid: Tensor = pixels(x.device)
+    size, image_size = x.shape[2:], valid.shape[1:]
+    if valid.shape[0] != x.shape[0]:
+        raise ValueError(f"valid must have one entry per image, got {valid.shape[0]} for a batch of {x.shape[0]}")
+    if len(image_size) != len(size) or not can_show(size, image_size):
+        what = f"a feature map of {tuple(size)} is not one of images of {tuple(image_size)}"
+        size_rule = "valid must have the size of the images, (batch, height, width)"
+        raise ValueError(f"{size_rule}: {what}. Pass a mask of that size")
     for axis, length in enumerate(size, start=1):
-        corners = torch.arange(length, device=pixels.device) * pixels.shape[axis] // length
-        pixels = pixels.index_select(axis, corners)
-    return pixels
+        corners = torch.arange(length, device=valid.device) * valid.shape[axis] // length
+        valid = valid.index_select(axis, corners)
+    return valid[:, None]
 
 
 def can_show(size: Sequence[int], image_size: Sequence[int]) -> bool:

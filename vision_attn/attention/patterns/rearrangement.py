@@ -123,14 +123,11 @@ class BoundRearrangement:
     def __init__(self, line: Rearrangement, lengths: Sequence[Sequence[int]]) -> None:
         self.sizes: dict[str, int] = dict(zip(line.names, chain(*lengths), strict=True))
         tokens = [[name for name in axis if name in line.tokens] for axis in line.axes]
-        #: The two sides of the einx expression for the feature map, ``b c (gh h) (gw w)``, and for its groups,
-        #: ``(b gh gw) h w c``.
-        self.map_text: str = f"b c {line.axes_text}"
-        self.groups_text: str = f"{join_names(('b', *line.groups))} {' '.join(map(join_names, tokens))} c"
-        #: The two sides of the expression that merges the heads and groups, ``(b gh gw) n (h w) d`` and
-        #: ``b (n d) (gh h) (gw w)``.
-        self.heads_text: str = f"{join_names(('b', *line.groups))} n {join_names(line.tokens)} d"
-        self.merged_text: str = f"b (n d) {line.axes_text}"
+        groups = join_names(("b", *line.groups))
+        #: The einx expression that partitions the feature map, ``b c (gh h) (gw w) -> (b gh gw) h w c``.
+        self.to_groups: str = f"b c {line.axes_text} -> {groups} {' '.join(map(join_names, tokens))} c"
+        #: The expression that merges the heads and groups, ``(b gh gw) n (h w) d -> b (n d) (gh h) (gw w)``.
+        self.to_map: str = f"{groups} n {join_names(line.tokens)} d -> b (n d) {line.axes_text}"
         #: The permutation from ``(b, c, <split axes>)`` to ``(b, <groups>, <tokens>, c)``.
         split = ["b", "c", *line.names]
         self.forward_perm: list[int] = [split.index(name) for name in ("b", *line.groups, *line.tokens, "c")]
