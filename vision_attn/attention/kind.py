@@ -15,8 +15,8 @@ from vision_attn.attention.masks import check_mask
 from vision_attn.attention.patterns import AnyPattern, Neighborhood
 from vision_attn.checks import check_above, check_bool, check_divides
 
-#: Names of the axes of a feature map in error messages, by the number of axes.
-AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
+#: Names of the axes of a feature map in state dicts and messages. A feature map with fewer axes has the last names.
+AXIS_NAMES = ("depth", "height", "width")
 
 
 class AttentionConfig(NamedTuple):
@@ -69,8 +69,8 @@ class Kind(NamedTuple):
     autocast: bool
     #: True while a graph is traced or exported.
     in_graph: bool
-    #: True in a transform of ``torch.func``.
-    in_transform: bool
+    #: True if attention may run in chunks that fit into the caches of a CPU.
+    can_chunk: bool
 
 
 def pooled_size(size: Sequence[int], stride: int) -> tuple[int, ...]:
@@ -148,4 +148,5 @@ def check_kind(kind: Kind, config: AttentionConfig) -> None:
 
 def shape_error(name: str, got: object, channels: int, rank: int) -> ValueError:
     """Return the error for an argument that is not a batch of feature maps ``(b, channels, …)`` with ``rank`` axes."""
-    return ValueError(f"{name} must be feature maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}), got {got}")
+    shape = ", ".join(("batch", str(channels), *AXIS_NAMES[-rank:]))
+    return ValueError(f"{name} must be feature maps of shape ({shape}), got {got}")

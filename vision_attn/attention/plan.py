@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vision_attn.attention import dispatch
 from vision_attn.attention.dispatch import attend_chunked, repeat_kv
 from vision_attn.attention.graphs import can_cache, outside_graph
 from vision_attn.attention.inputs import AttentionInputs
@@ -32,8 +31,6 @@ class Plan(NamedTuple):
     grouping: Grouping
     #: True if queries, keys and values are projections of one partitioned feature map.
     one_input: bool
-    #: True if attention may run in chunks that fit into the caches of a CPU.
-    can_chunk: bool
     #: True if the kernel excludes later keys itself, which it then skips.
     causal: bool
     #: The selected implementations, by the properties of the inputs that are not in the kind.
@@ -58,7 +55,7 @@ class Plan(NamedTuple):
             mask, row_has_key = grouping.combine(mask)
         elif not self.causal and not grouping.is_dense:
             mask = grouping.attn_mask(q.dtype)
-        if bias is not None and bias.is_chunkable and self.can_chunk:
+        if bias is not None and bias.is_chunkable and kind.can_chunk:
             chunk = partial(kind.kernel.attend, scale=scale, dropout=kind.dropout)
             y = attend_chunked(chunk, q, k, v, mask, bias.rel_logits(q), grouping.groups)
         else:
@@ -99,8 +96,7 @@ def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]
     # The mask. The causal order alone is left to the kernel, which then skips later keys.
     causal = causal and grouping.is_global and kind.mask is None and not config.adds_bias
 
-    can_chunk = kind.device.type in dispatch.CHUNKED_DEVICES and not kind.in_graph and not kind.in_transform
-    return Plan(kind, grouping, one_input, can_chunk, causal, {})
+    return Plan(kind, grouping, one_input, causal, selected={})
 
 
 class PlanCache:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.attention import dispatch
 from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unbatched, to_memory_format_of
@@ -175,8 +176,9 @@ class Attention(ConfigurableImpl):
         rate = getattr(dropout, "p", 0.0) if dropout.training else 0.0  # other code may replace it by nn.Identity
         mask_kind = None if mask is None else (mask.shape, mask.dtype)
         context_shape = None if context is None else context.shape
+        can_chunk = device_type in dispatch.CHUNKED_DEVICES and not graph and active_transform() is None
         # A tuple equals the Kind with these fields, which takes longer to create.
-        inputs, modes = (x.shape, x.device, mask_kind, context_shape), (autocast, graph, active_transform() is not None)
+        inputs, modes = (x.shape, x.device, mask_kind, context_shape), (autocast, graph, can_chunk)
         kind = (IMPLEMENTATIONS[impl], *inputs, scale, self.causal, rate, *modes)
         plan = None if graph else self.plans.recent.get(kind)
         if plan is None:

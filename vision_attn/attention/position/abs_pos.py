@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from vision_attn.attention.graphs import is_fixed
-from vision_attn.attention.kind import AttentionConfig
+from vision_attn.attention.kind import AXIS_NAMES, AttentionConfig
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.pattern import check_lengths, to_ntuple
-from vision_attn.attention.position.encoding import AXIS_NAMES, Encoded, PositionEncoding, TableEncoding
+from vision_attn.attention.position.encoding import Encoded, PositionEncoding, TableEncoding
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,6 @@ from vision_attn.attention.patterns.grouping import Grouping
 #: Encoded queries, encoded keys, and the bias of the logits.
 Encoded = tuple[Tensor, Tensor, PositionBias | None]
 
-#: Names of the axes of a feature map in state dicts. A feature map with fewer axes has the last names.
-AXIS_NAMES = ("depth", "height", "width")
-
 
 class AnyPosition(Protocol):
     """The configuration of a position encoding, a frozen dataclass whose repr is the code that creates it."""
