@@ -29,8 +29,6 @@ class Plan(NamedTuple):
     kind: Kind
     #: The groups of the pattern for this size.
     grouping: Grouping
-    #: True if queries, keys and values are projections of one partitioned feature map.
-    one_input: bool
     #: True if the kernel excludes later keys itself, which it then skips.
     causal: bool
     #: The selected implementations, by the properties of the inputs that are not in the kind.
@@ -46,8 +44,8 @@ class Plan(NamedTuple):
         if kind.autocast:  # it would compute the logits in half precision
             with torch.autocast(kind.device.type, enabled=False):
                 return self._replace(kind=kind._replace(autocast=False)).attend(inputs)
-        if kind.kernel.attend_pattern is not None:
-            return kind.kernel.attend_pattern(inputs, kind.dropout)
+        if kind.kernel.takes_pattern:
+            return kind.kernel.attend(inputs, kind.dropout)
         q, k, v, scale, grouping, bias, mask = inputs
         if k.shape[1] != q.shape[1]:
             k, v = repeat_kv(q, k), repeat_kv(q, v)
@@ -84,19 +82,15 @@ def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]
     # The groups. A kernel for patterns gets the feature map as one group, unless the groups are a plain reshape.
     grouping = find()
     queries, keys = grouping.query_layout, grouping.key_layout
-    if kernel.attend_pattern is not None and not grouping.is_global:
+    if kernel.takes_pattern and not grouping.is_global:
         is_reshape = keys is queries and queries.rearrangement is not None
         if not is_reshape or kind.mask is not None or causal:
             grouping = find(pattern_as_mask=True)
 
-    # The projections. Rearranging one input is cheaper than rearranging its projections.
-    one_input = kind.context is None and config.context_channels is None and config.qk_norm != "match"
-    one_input = one_input and grouping.key_layout is grouping.query_layout
-
     # The mask. The causal order alone is left to the kernel, which then skips later keys.
     causal = causal and grouping.is_global and kind.mask is None and not config.adds_bias
 
-    return Plan(kind, grouping, one_input, causal, selected={})
+    return Plan(kind, grouping, causal, selected={})
 
 
 class PlanCache:

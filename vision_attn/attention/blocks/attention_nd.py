@@ -210,7 +210,8 @@ class Attention(ConfigurableImpl):
         if self.groups > 1:  # queries, keys and values have separate groups of channels
             x = torch.cat([x] * 3, dim=1)
             context = None if context is None else torch.cat([context] * 3, dim=1)
-        if plan.one_input:
+        # Rearranging one input is cheaper than rearranging its projections.
+        if context is None and keys is queries and self.qk_norm != "match":
             rank = x.dim()
             y = self.qkv(x if queries.is_identity else to_groups(kernel, queries, x).permute(*TO_FIRST[rank]))
             y = y.permute(*TO_LAST[rank])

@@ -112,8 +112,7 @@ class Grouping:
         if self.query_layout.is_identity and self.key_layout.is_identity:
             return mask[:, None]
         queries, keys = self.query_layout.index()[:, :, None], self.key_layout.index()[:, None, :]
-        rows = queries.clamp(min=0) if mask.shape[2] > 1 else torch.zeros_like(queries)
-        columns = keys.clamp(min=0) if mask.shape[3] > 1 else torch.zeros_like(keys)
+        rows, columns = queries.clamp(0, mask.shape[2] - 1), keys.clamp(0, mask.shape[3] - 1)
         partitioned = mask[:, :, rows, columns].transpose(1, 2)
         return partitioned.masked_fill(torch.logical_or(queries < 0, keys < 0)[:, None], mask.dtype == torch.bool)
 
