@@ -86,8 +86,8 @@ def attach_blocks_(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[No
             stack.callback(detach_, model, [block])
         torch.compiler.reset()  # compiled graphs have no guards on hooks
         yield
+        warn_if_untrained(model, {get_record(block).site: block for block in blocks})
         stack.pop_all()
-    warn_if_untrained(model, {get_record(block).site: block for block in blocks})
 
 
 def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
