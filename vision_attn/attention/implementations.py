@@ -113,5 +113,4 @@ def attend(
     grouping = Grouping(full, q.shape[2:3], k.shape[2:3], q.device, causal=causal)
     modes = not q.is_meta and torch.is_autocast_enabled(q.device.type), in_graph(q), can_chunk(q)
     kind = Kind(IMPLEMENTATIONS[impl], q.shape, q.device, None, None, scale, causal, dropout, *modes)
-    plan = Plan(kind, grouping, causal=causal and mask is None, selected={})
-    return plan.attend(AttentionInputs(q, k, v, scale, grouping, mask=mask))
+    return Plan(kind, grouping, {}).attend(AttentionInputs(q, k, v, scale, grouping, mask=mask))

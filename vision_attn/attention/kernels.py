@@ -74,7 +74,7 @@ def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
 
 
 def to_map(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
-    """Merge the heads and the groups of ``(b·groups, n, i, e)``, unless there is one group, into ``(b, n·e, *size)``."""
+    """Merge heads and several groups, ``(b·groups, n, i, e)``, into a feature map, ``(b, n·e, *size)``."""
     if layout.rearrangement is not None:
         return kernel.reverse(y, layout.rearrangement)
     c, y = y.shape[1] * y.shape[3], y.transpose(1, 2)

@@ -34,8 +34,6 @@ class AttentionConfig(NamedTuple):
     kv_stride: int
     #: The pattern for the axes of the block's feature maps.
     resolved_pattern: AnyPattern
-    #: True if the position encoding may add a bias to the logits.
-    adds_bias: bool = False
     #: True if the position encoding is relative: queries and keys must come from the same feature map.
     is_relative: bool = False
 

@@ -29,8 +29,6 @@ class Plan(NamedTuple):
     kind: Kind
     #: The groups of the pattern for this size.
     grouping: Grouping
-    #: True if the kernel excludes later keys itself, which it then skips.
-    causal: bool
     #: The selected implementations, by the properties of the inputs that are not in the kind.
     selected: dict[Any, Callable[..., Tensor]]
     #: Functions of the active ``with`` blocks, which receive the inputs of attention.
@@ -49,9 +47,11 @@ class Plan(NamedTuple):
         q, k, v, scale, grouping, bias, mask = inputs
         if k.shape[1] != q.shape[1]:
             k, v = repeat_kv(q, k), repeat_kv(q, v)
+        # The causal order alone is left to the kernel, which then skips later keys.
+        causal = kind.causal and grouping.is_global and mask is None and bias is None
         if mask is not None:
             mask, row_has_key = grouping.combine(mask)
-        elif not self.causal and not grouping.is_dense:
+        elif not causal and not grouping.is_dense:
             mask = grouping.attn_mask(q.dtype)
         if bias is not None and bias.is_chunkable and kind.can_chunk:
             chunk = partial(kind.kernel.attend, scale=scale, dropout=kind.dropout)
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
             if select is not None:
                 key = q.dtype, q.requires_grad, mask is not None and mask.requires_grad
                 attend = self.selected.get(key) or self.selected.setdefault(key, select(q, k, mask, kind.dropout))
-            y = attend(q, k, v, mask=mask, causal=self.causal, scale=scale, dropout=kind.dropout)
+            y = attend(q, k, v, mask=mask, causal=causal, scale=scale, dropout=kind.dropout)
         return y if row_has_key is None else zero_fully_masked_rows(y, row_has_key)
 
 
@@ -73,24 +73,21 @@ def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]
 
     ``find(size, keys_size, device, causal=…, pattern_as_mask=…)`` returns a grouping of the block's pattern.
     """
-    shape, kernel, causal = kind.shape, kind.kernel, kind.causal
+    shape = kind.shape
     if 0 in shape:  # some implementations and patterns do not support empty tensors
         return None
     keys_size = pooled_size((kind.context or shape)[2:], config.kv_stride)
-    find = partial(find, tuple(shape[2:]), keys_size, kind.device, causal=causal)
+    find = partial(find, tuple(shape[2:]), keys_size, kind.device, causal=kind.causal)
 
     # The groups. A kernel for patterns gets the feature map as one group, unless the groups are a plain reshape.
     grouping = find()
-    queries, keys = grouping.query_layout, grouping.key_layout
-    if kernel.takes_pattern and not grouping.is_global:
-        is_reshape = keys is queries and queries.rearrangement is not None
-        if not is_reshape or kind.mask is not None or causal:
+    if kind.kernel.takes_pattern and not grouping.is_global:
+        layout = grouping.query_layout
+        is_reshape = layout is grouping.key_layout and layout.rearrangement is not None
+        if not is_reshape or kind.mask is not None or kind.causal:
             grouping = find(pattern_as_mask=True)
 
-    # The mask. The causal order alone is left to the kernel, which then skips later keys.
-    causal = causal and grouping.is_global and kind.mask is None and not config.adds_bias
-
-    return Plan(kind, grouping, causal, selected={})
+    return Plan(kind, grouping, {})
 
 
 class PlanCache:

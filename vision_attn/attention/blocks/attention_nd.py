@@ -29,7 +29,7 @@ from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
 from vision_attn.checks import product
 
 #: The attributes of a block that are its configuration.
-OPTIONS = AttentionConfig._fields[:-2]
+OPTIONS = AttentionConfig._fields[:-1]
 
 
 class Attention(ConfigurableImpl):
@@ -96,7 +96,7 @@ class Attention(ConfigurableImpl):
         self.gate: Conv | None = conv(channels, n * e, 1, **factory) if output_gate else None
         self.position: PositionEncoding | None = None if position is None else new_encoding(position, config, **factory)
         if self.position is not None:
-            config = config._replace(adds_bias=self.position.adds_bias, is_relative=self.position.is_relative)
+            config = config._replace(is_relative=self.position.is_relative)
         self.plans: PlanCache = PlanCache(config)
         self.init_match()
 

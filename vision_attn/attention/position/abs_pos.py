@@ -47,8 +47,6 @@ class AbsPos:
 
 
 class AbsPosEncoding(TableEncoding):
-    adds_bias = False
-
     def __init__(self, config: AbsPos, block: AttentionConfig, device: Any, dtype: Any) -> None:
         check_lengths("AbsPos", "feat_size", config.feat_size)
         lengths = to_ntuple("AbsPos", "feat_size", config.feat_size, block.rank)

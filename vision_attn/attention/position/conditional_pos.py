@@ -46,7 +46,6 @@ class ConditionalPos:
 
 class ConditionalEncoding(PositionEncoding):
     adds_to_map = True
-    adds_bias = False
 
     def __init__(self, config: ConditionalPos, block: AttentionConfig, device: Any, dtype: Any) -> None:
         super().__init__(config)

@@ -36,8 +36,6 @@ class PositionEncoding(FixedOptions):
     is_relative = False
     #: True if the encoding is added to the feature map and depends on its number of channels.
     adds_to_map = False
-    #: True if :meth:`forward` may return a bias of the logits.
-    adds_bias = True
 
     def __init__(self, config: AnyPosition) -> None:
         super().__init__()

@@ -70,7 +70,6 @@ class Rope:
 
 
 class RotaryEncoding(PositionEncoding):
-    adds_bias = False
     config: Rope
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:

@@ -54,7 +54,6 @@ class SinCos:
 class SinCosEncoding(PositionEncoding):
     config: SinCos
     adds_to_map = True
-    adds_bias = False
 
     def add_to_map(self, x: Tensor, grouping: Grouping) -> Tensor:
         size = x.shape[2:]

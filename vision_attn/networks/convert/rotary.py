@@ -27,7 +27,6 @@ class CallRotation:
 
 
 class CallRotationEncoding(PositionEncoding):
-    adds_bias = False
     config: CallRotation
     sin: Tensor
     cos: Tensor
