@@ -68,28 +68,6 @@ class Plan(NamedTuple):
         return y if row_has_key is None else zero_fully_masked_rows(y, row_has_key)
 
 
-def make_plan(kind: Kind, config: AttentionConfig, find: Callable[..., Grouping]) -> Plan | None:
-    """Decide how a block attends on inputs of this kind; None if they are empty.
-
-    ``find(size, keys_size, device, causal=…, pattern_as_mask=…)`` returns a grouping of the block's pattern.
-    """
-    shape = kind.shape
-    if 0 in shape:  # some implementations and patterns do not support empty tensors
-        return None
-    keys_size = pooled_size((kind.context or shape)[2:], config.kv_stride)
-    find = partial(find, tuple(shape[2:]), keys_size, kind.device, causal=kind.causal)
-
-    # The groups. A kernel for patterns gets the feature map as one group, unless the groups are a plain reshape.
-    grouping = find()
-    if kind.kernel.takes_pattern and not grouping.is_global:
-        layout = grouping.query_layout
-        is_reshape = layout is grouping.key_layout and layout.rearrangement is not None
-        if not is_reshape or kind.mask is not None or kind.causal:
-            grouping = find(pattern_as_mask=True)
-
-    return Plan(kind, grouping, {})
-
-
 class PlanCache:
     """The plans of a block for recent kinds of calls; copies and pickles of a block have none."""
 
@@ -110,28 +88,32 @@ class PlanCache:
             ValueError: the mask or the context is invalid.
         """
         check_kind(kind, self.config)
-        if kind.in_graph:
-            return make_plan(kind, self.config, self.create)
-        plan = self.captured.get(kind) or make_plan(kind, self.config, self.find)
-        if plan is not None and can_cache(plan.grouping.axes[0].queries.positions):
+        plan = None if kind.in_graph else self.captured.get(kind)
+        if plan is None and 0 not in kind.shape:  # some implementations and patterns do not support empty tensors
+            grouping = self.find(kind)
+            if kind.kernel.takes_pattern and not grouping.is_global:
+                # Such a kernel receives the feature map as one group, unless the groups are a plain reshape.
+                layout = grouping.query_layout
+                is_reshape = layout is grouping.key_layout and layout.rearrangement is not None
+                if not is_reshape or kind.mask is not None or kind.causal:
+                    grouping = self.find(kind, pattern_as_mask=True)
+            plan = Plan(kind, grouping, {})
+        if plan is not None and not kind.in_graph and can_cache(plan.grouping.axes[0].queries.positions):
             if len(self.recent) >= CACHED_PLANS:
                 self.recent.clear()
             self.recent[kind] = plan
         return plan
 
-    def find(self, *sizes: Any, **options: Any) -> Grouping:
+    def find(self, kind: Kind, pattern_as_mask: bool = False) -> Grouping:
         """Return a grouping, which the plans for a size share."""
-        key = (*sizes, *options.items())
-        grouping = self.groupings.get(key)
+        size, keys_size = tuple(kind.shape[2:]), pooled_size((kind.context or kind.shape)[2:], self.config.kv_stride)
+        key = (size, keys_size, kind.device, kind.causal, pattern_as_mask)
+        grouping = None if kind.in_graph else self.groupings.get(key)
         if grouping is None:
-            grouping = self.create(*sizes, **options)
-            if can_cache(grouping.axes[0].queries.positions):
+            grouping = outside_graph((*size, *keys_size), partial(Grouping, self.config.resolved_pattern, *key))
+            if not kind.in_graph and can_cache(grouping.axes[0].queries.positions):
                 if len(self.groupings) >= CACHED_SIZES:
                     self.groupings.clear()
                     self.recent.clear()
                 self.groupings[key] = grouping
         return grouping
-
-    def create(self, size: Any, keys_size: Any, device: torch.device, **options: bool) -> Grouping:
-        make = partial(Grouping, self.config.resolved_pattern, size, keys_size, device, **options)
-        return outside_graph((*size, *keys_size), make)

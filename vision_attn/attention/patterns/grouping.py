@@ -27,7 +27,6 @@ class Grouping:
         size: Size,
         keys_size: Size,
         device: torch.device,
-        *,
         causal: bool = False,
         pattern_as_mask: bool = False,
     ) -> None:
