@@ -9,8 +9,7 @@ from impls import CASES, CPU_IMPLS, make_position
 from small_networks import results
 
 import vision_attn as va
-from vision_attn.attention.inputs import PositionBias
-from vision_attn.attention.position import PositionEncoding
+from vision_attn.attention.position import PositionBias, PositionEncoding
 
 
 def layer(**options):

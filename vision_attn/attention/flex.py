@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vision_attn.attention.graphs import active_transform, in_graph
-from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.masks import broadcast_mask
 from vision_attn.attention.patterns import Grouping
+from vision_attn.attention.plan import AttentionInputs
 from vision_attn.attention.scopes import outside_scopes
 
 #: Devices that FlexAttention supports.

@@ -10,11 +10,10 @@ from vision_attn.attention import masks
 from vision_attn.attention.dispatch import attend_auto, can_chunk, repeat_kv, select_auto
 from vision_attn.attention.flex import attend_flex
 from vision_attn.attention.graphs import in_graph
-from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.kernels import BMM, EINX, Kernel, attend_einsum, attend_sdpa, to_4d_mask
 from vision_attn.attention.kind import Kind
 from vision_attn.attention.patterns import Grouping, resolve_pattern
-from vision_attn.attention.plan import Plan
+from vision_attn.attention.plan import AttentionInputs, Plan
 from vision_attn.checks import check_choice
 
 IMPLEMENTATIONS: dict[str, Kernel] = {
@@ -112,5 +111,5 @@ def attend(
     full, scale = resolve_pattern("full").expand_to_rank(1), q.shape[-1] ** -0.5 if scale is None else scale
     grouping = Grouping(full, q.shape[2:3], k.shape[2:3], q.device, causal=causal)
     modes = not q.is_meta and torch.is_autocast_enabled(q.device.type), in_graph(q), can_chunk(q)
-    kind = Kind(IMPLEMENTATIONS[impl], q.shape, q.device, None, None, scale, causal, dropout, *modes)
+    kind = Kind(IMPLEMENTATIONS[impl], q.shape, q.device, None, None, causal, dropout, *modes)
     return Plan(kind, grouping, {}).attend(AttentionInputs(q, k, v, scale, grouping, mask=mask))

@@ -59,7 +59,6 @@ class Kind(NamedTuple):
     mask: tuple[torch.Size, torch.dtype] | None
     #: The shape of the context.
     context: torch.Size | None
-    scale: float
     causal: bool
     #: The dropout probability of the weights; zero in evaluation mode.
     dropout: float

@@ -14,13 +14,25 @@ from torch import Tensor
 
 from vision_attn.attention.dispatch import attend_chunked, repeat_kv
 from vision_attn.attention.graphs import can_cache, outside_graph
-from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.kind import AttentionConfig, Kind, check_kind, pooled_size
-from vision_attn.attention.masks import zero_fully_masked_rows
+from vision_attn.attention.masks import Mask, zero_fully_masked_rows
 from vision_attn.attention.patterns.grouping import Grouping
+from vision_attn.attention.position.encoding import PositionBias
 
 #: Maximum number of groupings, and of plans, that a block keeps.
 CACHED_SIZES, CACHED_PLANS = 4, 32
+
+
+class AttentionInputs(NamedTuple):
+    """The inputs of a kernel: attention in the groups of a pattern."""
+
+    q: Tensor  # (b·groups, n, i, d)
+    k: Tensor  # (b·groups, m, j, d)
+    v: Tensor  # (b·groups, m, j, e)
+    scale: float
+    grouping: Grouping
+    bias: PositionBias | None = None
+    mask: Mask = None  # the mask passed by the user, broadcastable to (b, n, tokens, key tokens)
 
 
 class Plan(NamedTuple):

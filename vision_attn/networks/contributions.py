@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.blocks.gated_residual import GatedResidual
-from vision_attn.attention.inputs import AttentionInputs
+from vision_attn.attention.plan import AttentionInputs
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
 from vision_attn.errors import SiteError

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from vision_attn.attention import masks
 from vision_attn.attention.dispatch import repeat_kv, without_autocast
-from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.patterns import Grouping
+from vision_attn.attention.plan import AttentionInputs
 
 
 def weights_on_map(

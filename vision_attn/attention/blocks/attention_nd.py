@@ -16,14 +16,14 @@ from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unb
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, is_qk_tied, qk_norms
 from vision_attn.attention.graphs import active_transform, has_driver, in_graph
 from vision_attn.attention.implementations import IMPLEMENTATIONS
-from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.kernels import TO_FIRST, TO_LAST, to_groups, to_map
 from vision_attn.attention.kind import AttentionConfig, Kind, check_arguments, pooled_size, shape_error
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.padding import latest_pixels, mask_padding
 from vision_attn.attention.patterns import AnyPattern, resolve_pattern
-from vision_attn.attention.plan import Plan, PlanCache
-from vision_attn.attention.position import AnyPosition, PositionEncoding, TableEncoding, new_encoding
+from vision_attn.attention.plan import AttentionInputs, Plan, PlanCache
+from vision_attn.attention.position import AnyPosition, PositionEncoding, new_encoding
+from vision_attn.attention.position.encoding import TableEncoding
 from vision_attn.attention.recomputation import graph_task_id
 from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
 from vision_attn.checks import product
@@ -165,21 +165,17 @@ class Attention(ConfigurableImpl):
             impl = [impl, *impls][-1]
             if (pixels := latest_pixels(padded, graph)) is not None:
                 x, mask, context, valid = mask_padding(self, pixels, x, mask, context)
-        dropout, scale = self.attn_drop, self.scale
-        if isinstance(scale, Tensor):  # the keys are multiplied by a learned scale
-            if scale.numel() != 1:
-                raise ValueError(f"scale must be a number or a tensor with one element, got shape {tuple(scale.shape)}")
-            scale = 1.0
         # Reading device.type builds a string, which takes longer than reading any other property of the inputs.
         device_type = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
         autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
-        rate = getattr(dropout, "p", 0.0) if dropout.training else 0.0  # other code may replace it by nn.Identity
+        drop = self.attn_drop
+        rate = getattr(drop, "p", 0.0) if drop.training else 0.0  # other code may replace it by nn.Identity
         mask_kind = None if mask is None else (mask.shape, mask.dtype)
         context_shape = None if context is None else context.shape
         can_chunk = device_type in dispatch.CHUNKED_DEVICES and not graph and active_transform() is None
         # A tuple equals the Kind with these fields, which takes longer to create.
         inputs, modes = (x.shape, x.device, mask_kind, context_shape), (autocast, graph, can_chunk)
-        kind = (IMPLEMENTATIONS[impl], *inputs, scale, self.causal, rate, *modes)
+        kind = (IMPLEMENTATIONS[impl], *inputs, self.causal, rate, *modes)
         plan = None if graph else self.plans.recent.get(kind)
         if plan is None:
             plan = self.plans.make(Kind(*kind))
@@ -199,9 +195,12 @@ class Attention(ConfigurableImpl):
             # Under autocast, normalization returns float32; the kernel expects the dtype of the values.
             q, k = self.q_norm(q).to(v.dtype), plan.grouping.zero_padding(self.k_norm(k).to(v.dtype))
         q, k, bias = (q, k, None) if position is None else position(q, k, plan.grouping)
-        if isinstance(self.scale, Tensor):
-            k = (k * self.scale).to(k.dtype)  # a scale with one axis would change the dtype
-        return AttentionInputs(q, k, v, plan.kind.scale, plan.grouping, bias, mask)
+        scale = self.scale
+        if isinstance(scale, Tensor):
+            if scale.numel() != 1:
+                raise ValueError(f"scale must be a number or a tensor with one element, got shape {tuple(scale.shape)}")
+            k, scale = (k * scale).to(k.dtype), 1.0  # a scale with one axis would change the dtype
+        return AttentionInputs(q, k, v, scale, plan.grouping, bias, mask)
 
     def project(self, plan: Plan, x: Tensor, context: Tensor | None) -> list[Tensor]:
         """Project to queries ``(b·groups, n, i, d)``, keys ``(…, m, j, d)`` and values ``(…, m, j, e)``."""
@@ -247,10 +246,6 @@ class Attention(ConfigurableImpl):
         exact = upcast(y) if self.rank == 3 and y.device.type == "cpu" else y
         return getattr(F, f"avg_pool{self.rank}d")(exact, squares, ceil_mode=True).to(y.dtype)
 
-    def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
-        """Return the size of the keys' feature map, in positions."""
-        return pooled_size((x if context is None else context).shape[-self.rank :], self.kv_stride)
-
     def attention_weights(
         self, x: Tensor, mask: Tensor | None = None, queries: Tensor | None = None, context: Tensor | None = None
     ) -> Tensor:
@@ -279,7 +274,8 @@ class Attention(ConfigurableImpl):
         plan, x, mask, context = self.prepare(x, mask, context)
         if plan is None:
             tokens = x.shape[2:].numel() if queries is None else len(queries)
-            return x.new_zeros(x.shape[0], self.num_heads, tokens, product(self.keys_size(x, context)))
+            keys_size = pooled_size((x if context is None else context).shape[2:], self.kv_stride)
+            return x.new_zeros(x.shape[0], self.num_heads, tokens, product(keys_size))
         return weights_on_map(self.encode(plan, x, mask, context), queries)
 
     @property

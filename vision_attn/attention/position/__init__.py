@@ -7,7 +7,7 @@ of the block. Each encoding changes the feature map (:class:`ConditionalPos`, :c
 
 from vision_attn.attention.position.abs_pos import AbsPos
 from vision_attn.attention.position.conditional_pos import ConditionalPos
-from vision_attn.attention.position.encoding import AnyPosition, PositionEncoding, TableEncoding, new_encoding
+from vision_attn.attention.position.encoding import AnyPosition, PositionBias, PositionEncoding, new_encoding
 from vision_attn.attention.position.rel_pos_decomposed import RelPosDecomposed
 from vision_attn.attention.position.rel_pos_table import RelPosTable
 from vision_attn.attention.position.rope import Rope

@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vision_attn.attention.inputs import PositionBias
 from vision_attn.attention.kind import AXIS_NAMES, AttentionConfig
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.grouping import Grouping
-from vision_attn.attention.position.encoding import Encoded, PositionEncoding, TableEncoding
+from vision_attn.attention.position.encoding import Encoded, PositionBias, PositionEncoding, TableEncoding
 from vision_attn.attention.position.relative_table import RelativePosition, resize_by_offset, table_lengths
 from vision_attn.checks import product
 

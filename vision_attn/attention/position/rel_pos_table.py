@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.inputs import PositionBias
 from vision_attn.attention.kind import AttentionConfig
 from vision_attn.attention.masks import Mask, combine_masks
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.layout import outer
-from vision_attn.attention.position.encoding import Encoded, PositionEncoding, TableEncoding
+from vision_attn.attention.position.encoding import Encoded, PositionBias, PositionEncoding, TableEncoding
 from vision_attn.attention.position.relative_table import RelativePosition, resize_by_offset, table_lengths
 from vision_attn.checks import product
 

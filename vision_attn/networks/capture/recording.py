@@ -15,8 +15,8 @@ from torch.func import debug_unwrap
 
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.blocks.attention_maps import weights_on_map
-from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.padding import can_show
+from vision_attn.attention.plan import AttentionInputs
 from vision_attn.attention.recomputation import backward_pass
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list, check_choice, product

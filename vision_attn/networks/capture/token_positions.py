@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vision_attn.attention.inputs import AttentionInputs
 from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, resolve_pattern
+from vision_attn.attention.plan import AttentionInputs
 from vision_attn.checks import product
 from vision_attn.networks.convert.swapped import MAP_SIZES
 from vision_attn.networks.inspection.example import tree_leaves
