@@ -7,7 +7,7 @@ folded into queries and keys. A pattern that is a plain reshape runs in groups, 
 other pattern runs on the complete feature map without copying tokens.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -42,7 +42,7 @@ def attend_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
         if add is not None:
             score_mods.append(lambda s, b, h, i, j: s + add(h, unravel(i, query_size), unravel(j, key_size)))
     is_masked = grouping.pattern_as_mask or grouping.causal
-    check_flex(q, v, dropout, trained=[q, k, v, mask, getattr(bias, "table", None)], is_masked=is_masked)
+    check_flex(q, v, dropout, [q, k, v, mask, getattr(bias, "table", None)], is_masked)
     block_mask = grouping.cached("block_mask", lambda: pattern_mask(grouping)) if is_masked else None
     if mask is not None:
         score_mods.append(mask_score_mod(broadcast_mask(mask), grouping.key_layout.index()[0]))
@@ -76,9 +76,7 @@ def compiled(*shapes: Sequence[int]) -> Any:
     return partial(outside_scopes, torch.compile(attend, fullgraph=True, dynamic=False))
 
 
-def check_flex(
-    q: Tensor, v: Tensor, dropout: float, *, trained: Iterable[Tensor | None], is_masked: bool = False
-) -> None:
+def check_flex(q: Tensor, v: Tensor, dropout: float, trained: Sequence[Tensor | None], is_masked: bool) -> None:
     """Raise if FlexAttention does not support the inputs, and recommend another implementation.
 
     ``trained`` contains the tensors that may require gradients; ``is_masked`` is True if there is a ``BlockMask``.

@@ -68,9 +68,8 @@ class Attention(ConfigurableImpl):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        arguments = SimpleNamespace(**locals())
+        config = check_arguments(SimpleNamespace(**locals()), resolve_pattern(pattern).expand_to_rank(self.rank))
         super().__init__()
-        config = check_arguments(arguments, resolve_pattern(pattern).expand_to_rank(self.rank))
         for name in OPTIONS:
             setattr(self, name, getattr(config, name))
         n, m, d, e = num_heads, config.num_kv_heads, config.key_dim, config.value_dim
@@ -95,9 +94,8 @@ class Attention(ConfigurableImpl):
         self.scale: float | Tensor = self.default_scale if scale is None else scale
         self.gate: Conv | None = conv(channels, n * e, 1, **factory) if output_gate else None
         self.position: PositionEncoding | None = None if position is None else new_encoding(position, config, **factory)
-        if self.position is not None:
-            config = config._replace(is_relative=self.position.is_relative)
-        self.plans: PlanCache = PlanCache(config)
+        is_relative = self.position is not None and self.position.is_relative
+        self.plans: PlanCache = PlanCache(config._replace(is_relative=is_relative))
         self.init_match()
 
     if TYPE_CHECKING:  # the options of AttentionConfig are attributes

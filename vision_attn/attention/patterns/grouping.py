@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vision_attn.attention.graphs import can_cache, is_fixed, outside_graph
+from vision_attn.attention.graphs import can_cache, outside_graph
 from vision_attn.attention.masks import Mask, align_mask, broadcast_mask, combine_masks, unmask_empty_rows
 from vision_attn.attention.patterns.expression_patterns import resolve_pattern
 from vision_attn.attention.patterns.layout import Size, TokenLayout, inverse_index, outer, padding_last
@@ -53,8 +53,7 @@ class Grouping:
             keys = [axis.keys for axis in axes]
             self.key_layout = TokenLayout(keys_size, keys, rearrangement, pattern.zero_padded)
         self.groups: int = self.query_layout.groups
-        #: True if the sizes are constants, and False if they may be symbolic: in a graph.
-        self.is_fixed: bool = is_fixed((*size, *keys_size))
+        #: True in a graph, where sizes may be symbolic.
         self.in_graph: bool = torch.compiler.is_compiling()
         #: True if queries attend to all keys of their group, so that :meth:`allowed` is None.
         self.is_dense: bool = not causal and all(axis.allowed is None for axis in axes)
