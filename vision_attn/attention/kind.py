@@ -124,22 +124,21 @@ def check_kind(kind: Kind, config: AttentionConfig) -> None:
     """Raise for an invalid mask or context, or if the block may not be causal."""
     check_causal(kind.causal, config)
     context, shape = kind.context, kind.shape
-    keys_size: Sequence[int] = shape[2:]
     if context is None and config.context_channels is not None:
         expected = f"feature maps, because the block was created with context_channels={config.context_channels}"
         raise ValueError(f"context must be {expected}, got None")
     if context is not None:
-        channels, keys_size = config.context_channels or config.channels, context[2:]
+        channels = config.context_channels or config.channels
         if len(context) != len(shape) or context[1] != channels:
             raise shape_error("context", tuple(context), channels, len(shape) - 2)
         if context[0] != shape[0]:
             raise ValueError(f"context must have the batch size of x, {shape[0]}, got {context[0]}")
         needs_size = not config.resolved_pattern.is_global or kind.causal or config.is_relative
-        if needs_size and keys_size != shape[2:]:
+        if needs_size and context[2:] != shape[2:]:
             cause = "with a pattern other than 'full', causal=True or relative positions"
-            raise ValueError(f"context must have the size of x {cause}, got {keys_size} and {shape[2:]}")
+            raise ValueError(f"context must have the size of x {cause}, got {context[2:]} and {shape[2:]}")
     if kind.mask is not None:
-        keys_size = pooled_size(keys_size, config.kv_stride)
+        keys_size = pooled_size((context or shape)[2:], config.kv_stride)
         check_mask(*kind.mask, shape[0], config.num_heads, shape[2:], keys_size)
 
 
