@@ -92,8 +92,8 @@ class ChannelNorm(nn.LayerNorm):
     """Layer normalization over the channels of ``(b, c, *size)``, at each position separately."""
 
     def forward(self, x: Tensor) -> Tensor:
-        dim = x.dim()
-        return super().forward(x.permute(*TO_LAST[dim])).permute(*TO_FIRST[dim])
+        y = F.layer_norm(x.permute(*TO_LAST[x.dim()]), self.normalized_shape, self.weight, self.bias, self.eps)
+        return y.permute(*TO_FIRST[x.dim()])
 
 
 def to_memory_format_of(x: Tensor, y: Tensor) -> Tensor:
