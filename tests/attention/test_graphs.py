@@ -71,13 +71,14 @@ def capture(patch):
 CACHED = [(va.Window(4, shift=2), va.RelPosTable), (va.Neighborhood(3), None), ("full", va.Rope()), ("rows", None)]
 
 
+@pytest.mark.parametrize("batch", [1, 2])  # of the call before the capture
 @pytest.mark.parametrize(("pattern", "position"), CACHED)
 @torch.no_grad()
-def test_memory_that_a_cuda_graph_reads_is_never_freed(monkeypatch, pattern, position):
+def test_memory_that_a_cuda_graph_reads_is_never_freed(monkeypatch, pattern, position, batch):
     """A replay reads the same memory as the capture, regardless of the sizes that were used in between."""
     block, x = layer(pattern, position, causal=pattern == "rows"), images(1)
     owned = set(map(pointer, (x, *block.parameters())))
-    block(x)
+    block(images(batch))
     kept, read = [one for one in gc.get_objects() if type(one) is torch.Tensor], set()
     with monkeypatch.context() as patch, Operations(lambda func, inputs, outputs: read.update(map(pointer, inputs))):
         capture(patch)

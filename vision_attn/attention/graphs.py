@@ -56,10 +56,14 @@ def outside_graph(size: Sequence[int], compute: Callable[[], Any]) -> Any:
 
 def can_cache(x: Tensor) -> bool:
     """Return True if a tensor may be cached: it belongs to no torch mode, transform, or captured CUDA graph."""
-    is_capturing = torch.cuda.is_current_stream_capturing
-    if torch.compiler.is_compiling() or (has_driver(is_capturing) and is_capturing()):
+    if torch.compiler.is_compiling() or is_capturing():
         return False
     return type(x) is Tensor and active_transform() is None
+
+
+def is_capturing() -> bool:
+    """Return True while a CUDA graph is being captured."""
+    return has_driver(query := torch.cuda.is_current_stream_capturing) and query()
 
 
 @cache

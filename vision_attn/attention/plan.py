@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vision_attn.attention.dispatch import attend_chunked, repeat_kv
-from vision_attn.attention.graphs import can_cache, outside_graph
+from vision_attn.attention.graphs import can_cache, is_capturing, outside_graph
 from vision_attn.attention.kind import AttentionConfig, Kind, check_kind, pooled_size
 from vision_attn.attention.masks import Mask, zero_fully_masked_rows
 from vision_attn.attention.patterns.grouping import Grouping
@@ -87,8 +87,8 @@ class PlanCache:
         self.config = config
         self.groupings: dict[Any, Grouping] = {}
         self.recent: dict[tuple[Any, ...], Plan] = {}
-        #: Plans that a captured CUDA graph uses. They are never removed: each replay reads the same memory.
-        self.captured: dict[Kind, Plan] = {}
+        #: Groupings that a captured CUDA graph uses. They are never removed: each replay reads the same memory.
+        self.captured: set[Grouping] = set()
 
     def __reduce__(self) -> Any:
         return PlanCache, (self.config,)
@@ -100,17 +100,17 @@ class PlanCache:
             ValueError: the mask or the context is invalid.
         """
         check_kind(kind, self.config)
-        plan = None if kind.in_graph else self.captured.get(kind)
-        if plan is None and 0 not in kind.shape:  # some implementations and patterns do not support empty tensors
-            grouping = self.find(kind)
-            if kind.kernel.takes_pattern and not grouping.is_global:
-                # Such a kernel receives the feature map as one group, unless the groups are a plain reshape.
-                layout = grouping.query_layout
-                is_reshape = layout is grouping.key_layout and layout.rearrangement is not None
-                if not is_reshape or kind.mask is not None or kind.causal:
-                    grouping = self.find(kind, pattern_as_mask=True)
-            plan = Plan(kind, grouping, {})
-        if plan is not None and not kind.in_graph and can_cache(plan.grouping.axes[0].queries.positions):
+        if 0 in kind.shape:  # some implementations and patterns do not support empty tensors
+            return None
+        grouping = self.find(kind)
+        if kind.kernel.takes_pattern and not grouping.is_global:
+            # Such a kernel receives the feature map as one group, unless the groups are a plain reshape.
+            layout = grouping.query_layout
+            is_reshape = layout is grouping.key_layout and layout.rearrangement is not None
+            if not is_reshape or kind.mask is not None or kind.causal:
+                grouping = self.find(kind, pattern_as_mask=True)
+        plan = Plan(kind, grouping, {})
+        if not kind.in_graph and can_cache(grouping.axes[0].queries.positions):
             if len(self.recent) >= CACHED_PLANS:
                 self.recent.clear()
             self.recent[kind] = plan
@@ -128,4 +128,6 @@ class PlanCache:
                     self.groupings.clear()
                     self.recent.clear()
                 self.groupings[key] = grouping
+        elif is_capturing():
+            self.captured.add(grouping)
         return grouping

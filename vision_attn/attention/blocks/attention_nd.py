@@ -178,7 +178,7 @@ class Attention(ConfigurableImpl):
         if plan is None:
             plan = self.plans.make(Kind(*kind))
         elif has_driver(capturing := torch.cuda.is_current_stream_capturing) and capturing():
-            self.plans.captured[plan.kind] = plan
+            self.plans.captured.add(plan.grouping)
         if plan is not None and (hooks or valid):
             plan = plan._replace(hooks=hooks, valid=valid)
         return plan, x, mask, context
