@@ -129,7 +129,7 @@ def reverse_einx(y: Tensor, bound: BoundRearrangement) -> Tensor:
 
 def partition_torch(x: Tensor, bound: BoundRearrangement) -> Tensor:
     c = x.shape[1]
-    x = x.reshape(-1, c, *bound.split_size).permute(*bound.forward_perm)
+    x = x.reshape(-1, c, *bound.sizes.values()).permute(*bound.forward_perm)
     return x.reshape(-1, *bound.group_size, c)
 
 

@@ -135,7 +135,6 @@ class BoundRearrangement:
         grouped = ["b", *line.groups, "n", *line.tokens, "d"]
         self.inverse_perm: list[int] = [grouped.index(name) for name in ("b", *line.names, "n", "d")]
         self.size: tuple[int, ...] = tuple([product(axis) for axis in lengths])
-        self.split_size: list[int] = list(self.sizes.values())
         self.group_size: tuple[int, ...] = tuple([product([self.sizes[name] for name in axis]) for axis in tokens])
         self.groups: list[int] = [self.sizes[name] for name in line.groups]
         self.tokens: list[int] = [self.sizes[name] for name in line.tokens]
