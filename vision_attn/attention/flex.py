@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vision_attn.attention.graphs import active_transform, in_graph
-from vision_attn.attention.masks import broadcast_mask
-from vision_attn.attention.patterns import Grouping
+from vision_attn.attention.graphs import active_transform, in_graph, outside_graph
+from vision_attn.attention.masks import Mask, broadcast_mask
+from vision_attn.attention.patterns import Grouping, resolve_pattern
 from vision_attn.attention.plan import AttentionInputs
 from vision_attn.attention.scopes import outside_scopes
 
@@ -28,7 +28,7 @@ DEVICES = ("cpu", "cuda", "hpu", "xpu")
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def attend_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
+def attend_pattern_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
     """Compute attention in the groups of a pattern, ``(b·groups, n, i, e)``."""
     # The import is deferred because it is slow, a third of the time that importing torch takes.
     from torch.nn.attention.flex_attention import flex_attention
@@ -59,6 +59,14 @@ def attend_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
     kernel = flex_attention if torch.compiler.is_compiling() else compiled(q.shape, k.shape, query_size, key_size)
     options = {"block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     return kernel(q, k, v, score_mod=score_mod if score_mods else None, **options)[..., :e]
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
+    """Compute attention between tokens, the positions of a feature map with one axis; the mask has one group."""
+    full, size, keys_size = resolve_pattern("full").expand_to_rank(1), q.shape[2:3], k.shape[2:3]
+    grouping = outside_graph((*size, *keys_size), partial(Grouping, full, size, keys_size, q.device, causal))
+    inputs = AttentionInputs(q, k, v, scale, grouping, mask=None if mask is None else mask[:, 0])
+    return attend_pattern_flex(inputs, dropout)
 
 
 @cache

@@ -3,17 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from vision_attn.attention import masks
-from vision_attn.attention.dispatch import attend_auto, can_chunk, repeat_kv, select_auto
-from vision_attn.attention.flex import attend_flex
-from vision_attn.attention.graphs import in_graph
+from vision_attn.attention.dispatch import attend_auto, repeat_kv, select_auto, without_autocast
+from vision_attn.attention.flex import attend_flex, attend_pattern_flex
 from vision_attn.attention.kernels import BMM, EINX, Kernel, attend_einsum, attend_sdpa, to_4d_mask
-from vision_attn.attention.kind import Kind
-from vision_attn.attention.patterns import Grouping, resolve_pattern
-from vision_attn.attention.plan import AttentionInputs, Plan
 from vision_attn.checks import check_choice
 
 IMPLEMENTATIONS: dict[str, Kernel] = {
@@ -21,7 +16,7 @@ IMPLEMENTATIONS: dict[str, Kernel] = {
     "bmm": BMM,
     "einsum": replace(BMM, attend=attend_einsum),
     "sdpa": replace(BMM, attend=attend_sdpa),
-    "flex": replace(BMM, attend=attend_flex, takes_pattern=True),
+    "flex": replace(BMM, attend=attend_flex, attend_pattern=attend_pattern_flex),
     "auto": replace(BMM, attend=attend_auto, select=select_auto),
 }
 
@@ -107,9 +102,13 @@ def attend(
         masks.check_mask(mask.shape, mask.dtype, q.shape[0], q.shape[1], q.shape[2:3], k.shape[2:3])
     if 0 in (q.shape[0], q.shape[2], k.shape[2]):  # some implementations do not support empty tensors
         return (q @ repeat_kv(q, k).mT).to(v.dtype) @ repeat_kv(q, v)
-    # The tokens are the positions of a feature map with one axis.
-    full, scale = resolve_pattern("full").expand_to_rank(1), q.shape[-1] ** -0.5 if scale is None else scale
-    grouping = Grouping(full, q.shape[2:3], k.shape[2:3], q.device, causal=causal)
-    modes = not q.is_meta and torch.is_autocast_enabled(q.device.type), in_graph(q), can_chunk(q)
-    kind = Kind(IMPLEMENTATIONS[impl], q.shape, q.device, None, None, causal, dropout, *modes)
-    return Plan(kind, grouping, {}).attend(AttentionInputs(q, k, v, scale, grouping, mask=mask))
+    row_has_key = None
+    if mask is not None:
+        later = masks.causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
+        mask, row_has_key = masks.unmask_empty_rows(masks.combine_masks(masks.broadcast_mask(mask)[:, None], later))
+        causal = False
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with without_autocast(q):
+        k, v = repeat_kv(q, k), repeat_kv(q, v)
+        y = IMPLEMENTATIONS[impl].attend(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
+        return masks.zero_fully_masked_rows(y, row_has_key)

@@ -49,8 +49,8 @@ class Kernel:
     attend: Callable[..., Tensor]
     merge_heads: Callable[[Tensor, Sequence[int]], Tensor]
     reverse: Callable[[Tensor, BoundRearrangement], Tensor]
-    #: True if ``attend`` receives :class:`.AttentionInputs` instead of heads and one combined mask.
-    takes_pattern: bool = False
+    #: If given, this function replaces ``attend``. It receives :class:`.AttentionInputs` instead of one combined mask.
+    attend_pattern: Callable[..., Tensor] | None = None
     #: If given, ``select(q, k, mask, dropout)`` returns the function to run as ``attend``.
     select: Callable[..., Callable[..., Tensor]] | None = None
 

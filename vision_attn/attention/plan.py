@@ -54,8 +54,8 @@ class Plan(NamedTuple):
         if kind.autocast:  # it would compute the logits in half precision
             with torch.autocast(kind.device.type, enabled=False):
                 return self._replace(kind=kind._replace(autocast=False)).attend(inputs)
-        if kind.kernel.takes_pattern:
-            return kind.kernel.attend(inputs, kind.dropout)
+        if kind.kernel.attend_pattern is not None:
+            return kind.kernel.attend_pattern(inputs, kind.dropout)
         q, k, v, scale, grouping, bias, mask = inputs
         if k.shape[1] != q.shape[1]:
             k, v = repeat_kv(q, k), repeat_kv(q, v)
@@ -103,7 +103,7 @@ class PlanCache:
         if 0 in kind.shape:  # some implementations and patterns do not support empty tensors
             return None
         grouping = self.find(kind)
-        if kind.kernel.takes_pattern and not grouping.is_global:
+        if kind.kernel.attend_pattern is not None and not grouping.is_global:
             # Such a kernel receives the feature map as one group, unless the groups are a plain reshape.
             layout = grouping.query_layout
             is_reshape = layout is grouping.key_layout and layout.rearrangement is not None
