@@ -123,7 +123,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     blocks = require_branches(model)
 
     def ablate(off: Iterable[nn.Module]) -> Ablation:
-        with scope(model, "output", dict.fromkeys(off, return_input)):
+        with scope(model, "output", dict.fromkeys(off, lambda x, y: x)):
             ablated = compute_scores(model, images)
         if scores is None or ablated is None:
             return Ablation(predictions_changed=None, loss=None)
@@ -257,7 +257,7 @@ def disabled(model: nn.Module, names: Globs = None, *, where: Where = None) -> A
     sites = select_inside(blocks, blocks, names, where)
     if where is not None and not sites:
         raise SiteError(f"where returns True for no block. The model has blocks at {', '.join(blocks)}")
-    return scope(model, "output", {blocks[site]: lambda x, y: x for site in sites})
+    return scope(model, "output", dict.fromkeys((blocks[site] for site in sites), lambda x, y: x))
 
 
 def rms_ratio(squares: Tensor) -> Tensor:
