@@ -159,6 +159,8 @@ def test_invalid_input_is_an_error(capsys, image_folder, saved, tmp_path, monkey
 
 def test_output_is_escaped_for_any_encoding(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    cli.print_escaped("a\x07\nb")
+    assert sys.stdout.buffer.getvalue() == b"a\\x07\nb\n", "printed at once"
     assert cli.main(["inspect", "resnet20"]) == 0
     print("8×8 ± 2 … naïve ŵ 木", flush=True)
     assert sys.stdout.buffer.getvalue().endswith(rb"8\xd78 \xb1 2 \u2026 na\xefve \u0175 \u6728" + b"\n")

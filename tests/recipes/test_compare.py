@@ -14,13 +14,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 from scipy import stats
 
 import vision_attn as va
 from vision_attn.errors import TrainingError
 from vision_attn.recipes import compare as module
 from vision_attn.recipes.compare import compare_settings, settings_for_variant, trials
-from vision_attn.recipes.differences import compare_scores, difference_table, report
+from vision_attn.recipes.differences import compare_scores, difference_table, plot, report
 from vision_attn.recipes.runs import import_block, newest_state
 from vision_attn.recipes.settings import Settings, parse_options
 
@@ -55,7 +57,7 @@ def test_variants_with_other_seeds_have_the_intervals_of_games_and_howell_for_a_
     assert paired.low == pytest.approx(stats.t.interval(0.975, 4, difference.mean(), stats.sem(difference))[0])
 
 
-def test_verdicts_respect_the_direction_and_p_is_printed():
+def test_verdicts_respect_the_direction_and_p_is_printed(tmp_path):
     near, far, block = [10.0, 11.0, 12.5], [5.0, 6.1, 6.0], [10.3, 11.0, 12.1]
     scores = {name: dict(enumerate(of)) for name, of in {"near": near, "far": far, "block": block}.items()}
     near, far = compare_scores(scores)
@@ -67,6 +69,9 @@ def test_verdicts_respect_the_direction_and_p_is_printed():
     table = difference_table([near, far, replace(near, p=0.0004)])
     printed = re.findall(r"\| +(\S+ ?\S*) \| +(?:no significant difference|better) \|", table)
     assert printed == ["1.000", f"{expected:.3f}", "< 0.001"]
+    plot({"top-1 %": [near, far], "steps": [far] * 2}, tmp_path / "plot.png")
+    with Image.open(tmp_path / "plot.png") as image:
+        assert image.size == (7 * 150, round((2 * 1.2 + 4 * 0.35) * 150))
 
 
 RUNS = [((40.0, 41.0), (41.0, 43.0)), ((40.0,), (60.0,)), ((40.0, 40.0), (40.0, 40.0)), ((63.2, 64.3), (50.1, 51.2))]
@@ -75,9 +80,10 @@ RUNS = [((40.0, 41.0), (41.0, 43.0)), ((40.0,), (60.0,)), ((40.0, 40.0), (40.0, 
 @pytest.mark.parametrize("values", RUNS)
 def test_tables_have_intervals_for_differences_that_vary(values):
     by_name = zip(("plain", "other"), values, strict=True)
-    runs = {name: {str(seed): {"top-1 %": x} for seed, x in enumerate(of)} for name, of in by_name}
+    runs = {name: {str(seed): {"top-1 %": x, "MACs": 2603} for seed, x in enumerate(of)} for name, of in by_name}
     text, differences = report(runs)
     assert "| : |" not in text  # which is no line below a header in Markdown
+    assert (f" {np.mean(values[0]):.1f}" in text, "| 2,603 |" in text) == (True, True)
     known = values[1] == (41.0, 43.0)
     (found,) = compare_scores({name: {seed: one["top-1 %"] for seed, one in of.items()} for name, of in runs.items()})
     assert (found.verdict, found.low is not None) == ("no significant difference" if known else "no verdict", known)
@@ -197,6 +203,19 @@ def score(variant, seed, **options):
 def test_a_failed_run_is_named(tmp_path):
     with pytest.raises(va.errors.TrainingError, match="broken, seed 0 failed: ValueError: a bug"):
         trials(score, ["small", "broken"], seeds=[0], output=tmp_path, jobs=1)
+
+
+@pytest.mark.parametrize(("gpus", "cores", "jobs"), [(0, 64, 16), (0, 4, 4), (3, 64, 3)])
+def test_runs_are_divided_among_gpus_or_at_most_sixteen_cores(tmp_path, monkeypatch, gpus, cores, jobs):
+    for name in ("joblib.Parallel", "torch.cuda.set_device", "threading.Thread", "multiprocessing.set_start_method"):
+        monkeypatch.setattr(name, mock.Mock(side_effect=KeyboardInterrupt if name == "joblib.Parallel" else None))
+    monkeypatch.setattr("joblib.cpu_count", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(KeyboardInterrupt):
+        trials(score, ["small"], seeds=range(20), output=tmp_path)
+    assert module.joblib.Parallel.call_args.args == (jobs,)
+    module.make_run(score, "small", 0, {}, tmp_path / "run.json", os.getppid(), 4)
+    assert torch.cuda.set_device.call_args_list == ([mock.call(4 % gpus)] if gpus else [])
 
 
 @pytest.mark.slow

@@ -28,9 +28,10 @@ def test_each_glyph_on_black_has_the_color_of_the_same_glyph():
 
 
 def test_the_demo_writes_its_results_and_no_other_folder(tmp_path, capsys, image_folder):
-    scores = demo.demo(Demo(output=tmp_path / "out", steps=2))
-    assert json.loads((tmp_path / "out" / "demo.json").read_text()) == scores
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"demo.json", "attention.png", "explorer.html"}
+    output = tmp_path / "new" / "out"
+    scores = demo.demo(Demo(output=output, steps=2))
+    assert json.loads((output / "demo.json").read_text()) == scores
+    assert {path.name for path in output.iterdir()} == {"demo.json", "attention.png", "explorer.html"}
     out = capsys.readouterr().out
     assert all(f"{name:<16}" in out for name in demo.VARIANTS)
     for folder in (image_folder, image_folder / "train", image_folder / "train" / "red"):

@@ -62,7 +62,7 @@ ABOUT = {
 
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
 def test_an_exported_file_matches_the_network_and_a_different_file_is_rejected(tmp_path, monkeypatch, suffix):
-    path = tmp_path / "new" / f"net{suffix}"
+    path = tmp_path / "new" / "folder" / f"net{suffix}"
     report = va.export_model(small_network(), path)
     assert_computes(path, small_network(), torch.rand(5, 3, 16, 24))
     assert f"{report.difference:.1e}" in str(report)
@@ -80,7 +80,7 @@ def test_an_exported_file_matches_the_network_and_a_different_file_is_rejected(t
     (tmp_path / f"net{suffix}").write_bytes(b"old")
     with pytest.raises(va.errors.ExportError, match=r"has a different output in .* \d\.\de-\d\d, "):
         va.export_model(network, tmp_path / f"net{suffix}")
-    assert sorted(tmp_path.iterdir()) == sorted([path.parent, tmp_path / f"net{suffix}"])
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "new", tmp_path / f"net{suffix}"])
     assert (tmp_path / f"net{suffix}").read_bytes() == b"old"
 
 

@@ -172,13 +172,15 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
         module.train(replace(base, seed=1), log=quiet)
 
 
-def test_the_command_of_a_comparison_compares_the_block_of_the_run(base, tmp_path):
+def test_the_command_of_a_comparison_compares_the_block_of_the_run(base, tmp_path, monkeypatch):
     lines, output = [], tmp_path / "a run"
     other = replace(base, output=output, block="se", block_options=("rd_ratio=0.5",), seed=3, epochs=1)
     module.train(other, log=lines.append)
-    words = shlex.split(lines[-1].splitlines()[1])[2:]
+    command = lines[-1].splitlines()[1]
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
     with mock.patch.object(compare, "trials") as trials:
-        compare.compare(cli.parse(Comparison, words, "compare"))
+        compare.compare(cli.parse(Comparison, sys.argv[2:], "compare"))
+    assert trials.call_args.kwargs["note"].endswith(f" Command: `{command}`")
     plain, trained = trials.call_args.args[1].values()
     assert (plain["names"], plain["lr"]) == ((), base.lr)
     assert (trained["names"], trained["block"], trained["block_options"]) == (base.names, "se", ("rd_ratio=0.5",))
