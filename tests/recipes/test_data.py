@@ -215,6 +215,20 @@ def test_a_worker_ignores_signals_to_the_group_until_training_ends(image_folder,
     assert worker.exitcode == 0
 
 
+WORKERS = [(319, 1, 4), (320, 1, 5), (10_000, 1, 16), (10_000, 4, 10)]
+
+
+@pytest.mark.parametrize(("count", "processes", "workers"), WORKERS)
+def test_workers_are_at_most_one_per_core_and_sixteen_and_decode_64_images(
+    image_folder, monkeypatch, count, processes, workers
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(40))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    images = open_data(Settings(data=image_folder))[1]
+    images.rows = range(count)
+    assert make_loader(make_accelerator(Settings(device="cpu")), images, 2, None).num_workers == workers
+
+
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_named(image_folder, tmp_path):
     words = f"train --data {image_folder} --model test_resnet --img-size 72 --epochs 99999 --batch-size 24 --workers 1"

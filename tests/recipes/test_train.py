@@ -181,6 +181,7 @@ def test_the_command_of_a_comparison_compares_the_block_of_the_run(base, tmp_pat
     with mock.patch.object(compare, "trials") as trials:
         compare.compare(cli.parse(Comparison, sys.argv[2:], "compare"))
     assert trials.call_args.kwargs["note"].endswith(f" Command: `{command}`")
+    assert trials.call_args.kwargs["seeds"] == (0, 1, 2, 3, 4)
     plain, trained = trials.call_args.args[1].values()
     assert (plain["names"], plain["lr"]) == ((), base.lr)
     assert (trained["names"], trained["block"], trained["block_options"]) == (base.names, "se", ("rd_ratio=0.5",))
@@ -316,6 +317,7 @@ def test_images_are_mixed_by_timm_and_erased(base, monkeypatch):
     mixed = [call.args[1] for call in loss.call_args_list if call.args[1].dim() == 2]
     assert [tuple(labels.shape) for labels in mixed] == [(16, 3)] * 4
     assert all(torch.equal(labels, found) for labels, (_, found) in zip(mixed, made, strict=True))
+    assert all((labels == 0).any(1).all() for labels in mixed), "smoothed only by the loss"
     config = create_model("tiny").pretrained_cfg | {"input_size": (3, 16, 16)}
     image = Image.new("RGB", (16, 16), (200, 100, 50))
     train, evaluation = make_transforms(replace(base, reprob=1.0, crop_scale=1.0, hflip=0.0), config)

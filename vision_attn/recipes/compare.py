@@ -155,7 +155,8 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     history = train(s, log)
     complete = [file.parent for file in output.glob(f"*-{seed}/run.json")]  # the states of other runs may change
     states = filter(None, map(runs.newest_state, [folder, *complete]))
-    if len({json.dumps(runs.read_progress(state)["data"], sort_keys=True) for state in states}) > 1:
+    first, *others = [runs.read_progress(state)["data"] for state in states]
+    if any(other != first for other in others):
         what = f"the runs in {output} with seed {seed} have different classes or images"
         raise DataError(f"{what}. Restore the images of --data, or choose another --output")
     model: Any = va.load_model(folder, block=runs.import_block(s.block) if ":" in s.block else None)
