@@ -93,9 +93,10 @@ def demo(d: Demo) -> dict[str, float]:
         print(f"{name:<16}{scores[name]:5.1f} %", flush=True)
     write_file(d.output / "demo.json", json.dumps(scores))
     images, labels = draw(64, torch.Generator().manual_seed(0))
-    chosen = (labels[:, 4, 2] >= 0).nonzero()[:2, 0]  # images with a glyph on black in this cell
-    with va.capture(model, queries=[(4.5 * PIXELS, 2.5 * PIXELS)]) as maps, torch.no_grad():
-        predicted = model(images[chosen]).argmax(1)[:, 4, 2]
+    row, column = 4, 2
+    chosen = (labels[:, row, column] >= 0).nonzero()[:2, 0]  # images with a glyph on black in this cell
+    with va.capture(model, queries=[((row + 0.5) * PIXELS, (column + 0.5) * PIXELS)]) as maps, torch.no_grad():
+        predicted = model(images[chosen]).argmax(1)[:, row, column]
     titles = [f"prediction for the framed glyph: {[*COLORS][label]}" for label in predicted]
     figure = next(iter(maps.values())).figure(images[chosen], titles=titles, width=7.5)
     figure.savefig(d.output / "attention.png", dpi=150)
