@@ -1,13 +1,13 @@
 r"""Change the package at one position at a time, and list the changes that no fast test detects.
 
 cosmic-ray generates the changes, and coverage selects the tests that run the changed line, fastest first. A line that
-also runs at import is tested by all tests of its function or, outside of functions, by the tests of its module.
+also runs at import is tested by all tests of its function or, outside of functions, by the tests of its module. A line
+that runs in a fixture of a test module is tested by all tests that use the fixture.
 Libraries are imported once, and each change is tested in a forked process. From the root of a checkout:
 
     pip install cosmic-ray coverage
-    export COVERAGE_FILE=/tmp/coverage OMP_NUM_THREADS=1
-    printf '[run]\nsource = vision_attn\ndynamic_context = test_function\n' > /tmp/coveragerc
-    coverage run --rcfile=/tmp/coveragerc -m pytest -p no:xdist --durations=0 tests > /tmp/durations
+    export COVERAGE_FILE=/tmp/coverage OMP_NUM_THREADS=1 PYTHONPATH=.:.ci
+    coverage run --source=vision_attn -m pytest -p mutants -p no:xdist --durations=0 tests > /tmp/durations
     printf '[cosmic-ray]\nmodule-path = "vision_attn"\ntimeout = 0\ntest-command = ""\n' > /tmp/cosmic.toml
     cosmic-ray init /tmp/cosmic.toml /tmp/session.sqlite
     python .ci/mutants.py /tmp/session.sqlite /tmp/coverage /tmp/durations --count 300 --output /tmp/mutants.jsonl
@@ -44,9 +44,25 @@ from cosmic_ray.work_db import WorkDB, use_db
 from scipy.stats import binomtest
 
 ROOT = Path.cwd()
-#: Test modules, whose names are unique -> files.
-TEST_FILES = {path.stem: str(path) for path in Path("tests").rglob("test_*.py")}
 LIBRARIES = "accelerate", "einx", "hypothesis", "matplotlib", "scipy.stats", "timm", "torch._dynamo", "torchvision"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Record the coverage of each test, with ``pytest -p mutants``."""
+    coverage.Coverage.current().switch_context(item.nodeid)
+
+
+pytest_runtest_call = pytest_runtest_setup
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef, request):
+    """Record the coverage of a fixture of a module for all tests that use it."""
+    if fixturedef.scope == "module":
+        tests = [item for item in request.session.items if item.nodeid.startswith(f"{fixturedef.baseid}::")]
+        users = [item.nodeid for item in tests if fixturedef.argname in item.fixturenames]
+        coverage.Coverage.current().switch_context("\n".join(users))
 
 
 class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -132,7 +148,8 @@ class Tests:
         lines = self.data.contexts_by_lineno(self.files[path]) if path in self.files else {}
         body = function_body(path, first, last)
         wanted = range(first, last + 1) if body is None else body or lines
-        tests = {self.node(x) for line in wanted for x in lines.get(line, ())} - {None}
+        contexts = (context for line in wanted for context in lines.get(line, ()) if context)
+        tests = {test.partition("[")[0] for context in contexts for test in context.split("\n")}
         chosen, total = [], 0.0
         for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
             total += self.seconds[test]
@@ -140,11 +157,6 @@ class Tests:
                 return chosen, False
             chosen.append(test)
         return chosen, True
-
-    def node(self, context):
-        parts = context.split(".")
-        file = next((part for part in parts if part.startswith("test_")), None)
-        return f"{TEST_FILES[file]}::{parts[-1]}" if file and parts[-1] != file else None
 
 
 def attempt(path, source, tests, log, limit):
