@@ -9,6 +9,7 @@ from launches import Operations
 from torch.nn import functional as F
 
 import vision_attn as va
+from vision_attn.attention import dispatch
 from vision_attn.attention.blocks.linear import attend_linear
 from vision_attn.attention.implementations import IMPLEMENTATIONS, attend
 
@@ -48,6 +49,19 @@ def test_causal_and_grouped_query_attention_equal_torch(impl):
             attend(*wrong, impl=impl)
     with pytest.raises(ValueError, match=r"q must .*heads of k and v, got 6 and 4"):
         attend(q, *heads((2, 4, 5, 4), (2, 4, 5, 4)), impl=impl)
+
+
+@pytest.mark.parametrize(("pattern", "logits"), [("full", 1152), ("rows", 288), (va.Window(3), 648)], ids=str)
+@pytest.mark.parametrize("mask_shape", [(5, 1, 24, 24), (1, 2, 24, 24), (5, 2, 1, 24)], ids=str)
+def test_bmm_computes_a_few_images_at_a_time_on_a_cpu(pattern, logits, mask_shape, monkeypatch):
+    mask, x = torch.randn(mask_shape, requires_grad=True), torch.randn(5, 8, 4, 6)
+    block = va.Attention2d(8, 2, pattern=pattern, impl="bmm")
+    expected = block(x, mask)
+    monkeypatch.setattr(dispatch, "attend_bmm", bmm := mock.Mock(wraps=dispatch.attend_bmm))
+    monkeypatch.setattr(dispatch, "CHUNK_LOGITS", 2 * logits)
+    va.set_impl_(block, "auto")
+    close(block(x, mask), expected, 1e-6)
+    assert bmm.call_count == 3
 
 
 # --- numerical edge cases ---------------------------------------------------------------------------------------------

@@ -235,6 +235,7 @@ def test_wrong_arguments_are_rejected():
         ([64, 96], "valid must be a list of sizes, got int"),
         (torch.tensor([(64, 96), (64, 64)]), r"sizes with valid\.tolist\(\)"),
         ([(64, 96)], "got 1 for a batch of 2"),
+        ([(64, 96)] * 3, "got 3 for a batch of 2"),
         (torch.ones(2, 1, 64, 96) > 0, r"\(4, 6\) is not one of images of \(1, 64, 96\)"),
         (torch.ones(2, 96, 64) > 0, r"\(4, 6\) is not one of images of \(96, 64\)"),
     ):

@@ -86,6 +86,7 @@ INVALID = [
     ({"seed": 2**32}, r"--seed must be at most 4294967295, got 4294967296"),
     ({"hflip": -0.5}, r"--hflip must be at least 0, got -0\.5"),
     ({"reprob": 1.5}, r"--reprob must be at most 1, got 1\.5"),
+    ({"layer_decay": 1.0}, r"--layer-decay must be at most 0\.999999, got 1\.0"),
     ({"model": "vit_tiny_patch16_224", "names": (), "img_size": 64}, "64×64.* needs --img-size 224"),
     ({"block_options": ("pos=Rope()",)}, "--block-options do not match --block attention: .*'pos'"),
     ({"block_options": ("num_heads=4", "num_heads=2")}, "--block-options .*'num_heads=2'"),

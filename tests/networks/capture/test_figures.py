@@ -1,8 +1,11 @@
 """Figures of attention maps: panels, labels and files."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from vision_attn.networks.capture import figures
 from vision_attn.networks.capture.maps import AttentionMap
@@ -106,6 +109,9 @@ def test_figures_are_written_as_png_svg_or_pdf(tmp_path):
     for ending, begin in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         figures.save_figure(figure, tmp_path / f"attention.{ending}")
         assert (tmp_path / f"attention.{ending}").read_bytes().startswith(begin)
+    contents = (tmp_path / "attention.png").read_bytes(), figure._repr_png_()
+    widths = [Image.open(io.BytesIO(content)).width for content in contents]
+    assert widths[0] / widths[1] == pytest.approx(150 / 100, rel=4e-3), "dots per inch of a file and in a notebook"
     with pytest.raises(ValueError, match="txt"):
         figures.save_figure(figure, tmp_path / "attention.txt")
     assert not (tmp_path / "attention.txt").exists()
