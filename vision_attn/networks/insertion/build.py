@@ -142,6 +142,9 @@ def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> st
     >>> model = nn.Sequential(nn.ModuleDict({"conv": nn.Conv2d(3, 8, 1)}), nn.Flatten())
     >>> choose_block_path(model, "1"), choose_block_path(model, "0")
     ('1.inserted', '0.conv.inserted_0')
+    >>> layers = nn.Sequential(nn.TransformerEncoderLayer(8, 2))
+    >>> choose_block_path(layers, "0.norm1"), choose_block_path(layers, "0.self_attn")
+    ('0.inserted_norm1', '0.self_attn.inserted')
     """
     module = model.get_submodule(target)
     # The network itself is not considered: it may run its children in sequence.

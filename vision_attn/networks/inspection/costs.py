@@ -163,6 +163,14 @@ def propose(stages: Iterable[tuple[int, tuple[int, ...]]]) -> list[str]:
 
     Returns:
         Calls of :func:`vision_attn.insert_`, each with a reason.
+
+    >>> for size in ((36, 42), (45, 54), (50, 70), (35, 65), (34, 34)):
+    ...     print(propose([(1, size)])[0].partition(":")[0])
+    va.insert_(model, stages=[1], pattern=va.Window(6))
+    va.insert_(model, stages=[1], pattern=va.Window(9))
+    va.insert_(model, stages=[1], pattern=va.Window(10))
+    va.insert_(model, stages=[1], pattern=va.Window(5))
+    va.insert_(model, stages=[1], pattern=va.Window(7))
     """
     sizes = dict(stages)
     sides = {index: math.sqrt(product(size)) for index, size in sizes.items()}
