@@ -33,7 +33,7 @@ class Values(dict[tuple[str, nn.Module], Any]):
     """The values of a ``with`` block by kind and module."""
 
     #: The backward pass in which the ``with`` block was entered; -1 outside backward passes.
-    entered_in: int = -1
+    entered_in: int
     #: The tensors among the values of a segment, and their versions, which count changes in place.
     versions: tuple[tuple[Tensor, int], ...] = ()
 
