@@ -165,7 +165,8 @@ def test_dropout_keeps_the_mean_and_is_off_in_evaluation(impl):
 
 
 @pytest.mark.parametrize("case", ["plain", "dropout", "a bias with gradients"])
-def test_a_named_implementation_runs_and_auto_selects_one(case):
+@pytest.mark.parametrize("chunked", [("cpu",), ()], ids=str)  # as outside and inside of graphs
+def test_a_named_implementation_runs_and_auto_selects_one(case, chunked):
     """On a CPU, torch has no fused kernel with dropout or gradients of a mask, so auto selects bmm."""
     q, k, v = heads(*[(2, 2, 6, 8)] * 3)
     mask = torch.randn(1, 2, 6, 6, requires_grad=True) if case.startswith("a bias") else None
@@ -173,6 +174,7 @@ def test_a_named_implementation_runs_and_auto_selects_one(case):
         with (
             mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as fused,
             mock.patch.object(torch, "bmm", wraps=torch.bmm) as bmm,
+            mock.patch.object(dispatch, "CHUNKED_DEVICES", chunked),
         ):
             attend(q, k, v, impl=impl, mask=mask, dropout=0.5 if case == "dropout" else 0.0)
         assert (fused.called, bmm.called) == (expected, not expected), impl

@@ -803,6 +803,15 @@ def test_the_configuration_of_a_folder_is_checked(saved, change, message, inside
             va.load_model(tmp_path)
 
 
+def test_a_loaded_network_does_not_name_the_source_of_other_weights(saved, tmp_path):
+    config = json.loads((saved[0] / "config.json").read_text())
+    config["pretrained_cfg"] |= {"url": "https://example.com/net.pth", "hf_hub_id": "owner/net"}
+    (tmp_path / "config.json").write_text(json.dumps(config, indent=2))
+    rewrite(saved[0] / "model.safetensors", tmp_path / "model.safetensors", metadata={})
+    found = va.load_model(tmp_path).pretrained_cfg
+    assert not (found.get("url") or found.get("hf_hub_id"))
+
+
 CONFIG_CLASSES = [
     *(va.Window((4, 8), 3), va.Grid((2, 3, 4)), va.Halo(8, 3), va.Neighborhood(7), va.Neighborhood(7, (3, 5), 2, True)),
     *(va.AbsPos(7), va.RelPosDecomposed(), va.RelPosTable((7, 9)), va.Rope(1e4, (2, 4)), va.SinCos(2.5)),

@@ -250,8 +250,8 @@ def track_gradient(
     """Store one tensor of the output of a module, or of its arguments in a pre-hook, to compute its gradient."""
 
     def keep(x: Tensor) -> Tensor:
-        tensors.append(x * 1 if x.requires_grad else x.detach().clone().requires_grad_())
-        return tensors[-1] * 1  # The network may change this copy in place.
+        tensors.append(x.clone() if x.requires_grad else x.detach().clone().requires_grad_())
+        return tensors[-1].clone()  # The network may change this copy in place.
 
     return feature_maps.apply_to_call(args, kwargs, output, element, keep)
 
