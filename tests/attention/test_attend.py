@@ -12,6 +12,7 @@ import vision_attn as va
 from vision_attn.attention import dispatch
 from vision_attn.attention.blocks.linear import attend_linear
 from vision_attn.attention.implementations import IMPLEMENTATIONS, attend
+from vision_attn.attention.kernels import FLASH_FROM_KEYS, align_widths
 
 HALVES = (torch.float16, torch.bfloat16)
 each_implementation = pytest.mark.parametrize("impl", CPU_IMPLS)
@@ -178,6 +179,30 @@ def test_a_named_implementation_runs_and_auto_selects_one(case, chunked):
         ):
             attend(q, k, v, impl=impl, mask=mask, dropout=0.5 if case == "dropout" else 0.0)
         assert (fused.called, bmm.called) == (expected, not expected), impl
+
+
+@pytest.mark.parametrize(
+    ("d", "e", "keys", "width"),
+    [
+        (64, 32, FLASH_FROM_KEYS, 64),
+        (64, 32, FLASH_FROM_KEYS - 1, 32),
+        (32, 64, FLASH_FROM_KEYS, 64),
+        (264, 32, 5000, 32),
+    ],
+)
+def test_values_are_padded_to_the_width_of_many_keys_for_flash_attention(d, e, keys, width):
+    q, k, v = heads((1, 1, 2, d), (1, 1, keys, d), (1, 1, keys, e), dtype=torch.float16)
+    q, k, padded = align_widths(q, k, v, None)
+    assert (q.shape[3], k.shape[3], padded.shape[3]) == (d, d, width)
+    assert torch.equal(padded[..., :e], v)
+
+
+@pytest.mark.parametrize(("stride", "keys", "copied"), [(256, 1025, True), (255, 1025, False), (256, 1024, False)])
+def test_many_keys_with_large_strides_are_copied_for_the_fused_kernel_on_a_cpu(stride, keys, copied):
+    q, k, v = (torch.randn(1, 1, tokens, stride)[..., :16] for tokens in (2, keys, keys))
+    with mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as fused:
+        attend(q, k, v, impl="sdpa")
+    assert [x.is_contiguous() for x in fused.call_args.args] == [copied] * 3
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -432,7 +432,7 @@ INVALID = [
     (va.Attention2d, {**MATCH, **CROSS}, "qk_norm must .* context_channels.*8"),
     (va.Attention2d, {"groups": 3}, "groups must divide channels"),
     (va.Attention2d, {"groups": 4, "out_channels": 6}, "groups must divide out_channels"),
-    (va.Attention2d, {"groups": 8, "key_dim": 1, "value_dim": 1}, "groups must divide .* key_dim"),
+    (va.Attention2d, {"groups": 8, "key_dim": 3, "value_dim": 3}, "groups must divide .* key_dim"),
     (va.Attention2d, {"groups": 2, "num_kv_heads": 1}, "groups must .* num_kv_heads"),
     (va.Attention2d, {"groups": 2, **CROSS}, "groups must .* num_kv_heads"),
     (va.AttentionBlock2d, {"out_channels": 4}, "out_channels must"),
