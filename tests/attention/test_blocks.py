@@ -468,8 +468,10 @@ def test_invalid_arguments_raise_an_error_at_construction():
         given = AUGMENTED if block is va.blocks.AugmentedConv2d else {"channels": 16, "num_heads": 4}
         with pytest.raises(ValueError, match=f"^{message}"):
             block(**{**given, **options})
-    with pytest.raises(ValueError, match=r"x must be feature maps of shape \(batch, 8,"):
-        va.Attention2d(8, 2).attention_weights(torch.zeros(1, 4, 3, 3))
+    block = va.Attention2d(8, 2)
+    for run in (block, block.attention_weights):
+        with pytest.raises(ValueError, match=r"^x must be feature maps of shape \(batch, 8,.* got \(8, 4, 3, 3\)"):
+            run(torch.zeros(8, 4, 3, 3))
 
 
 @pytest.mark.parametrize("options", [{"kv_stride": 2}, {"qk_norm": "match"}, {"pattern": va.Neighborhood(3)}, {}])

@@ -131,6 +131,7 @@ NOT_REPLACED = [
     (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' cannot be replaced: .* another selected module"),
     (lambda: Scaled(SCALE), "0", "'0' cannot be replaced: .*unexpected keyword argument 'scale'"),
     (lambda: Scaled(SCALE, nn.Identity()), "0", "'0' .*: it receives 2 tensors"),
+    (lambda: Net(lambda net, x: net.part(2, x), part=Net(lambda part, scale, x: x)), "part", "Net returns 'b c h"),
     (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # The feature map is in a list.
     (lambda: timm.create_model("test_vit"), "blocks.3.attn", r"Attention returns 'b \(1 \+ h w\) c' of shape"),
     (lambda: nn.Sequential(WRAPPED), "0", "'0' .*wraps this layer. Call va.replace_ before"),

@@ -124,13 +124,16 @@ def test_blocks_are_inserted_into_swapped_networks(site):
 
 
 class Lazy(nn.Module):
-    """A table that is empty until the first forward pass, and another one that does not exist before."""
+    """A counter with two names, a table that is empty until the first call, and one that does not exist before."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("table", None)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("count", self.calls)
 
     def forward(self, x):
+        self.count += 1
         if self.table is None:
             self.table = torch.ones(x.shape[2:])
         if not hasattr(self, "other"):
@@ -142,5 +145,7 @@ def test_a_table_that_a_forward_pass_creates_is_empty_again():
     model = nn.Sequential(nn.Conv2d(3, 8, 1), Lazy(), nn.ReLU())
     va.insert_(model, names="2", num_heads=2, example_input=(1, 3, 8, 8))
     assert model[1].table is None
+    assert model[1].calls is model[1].count
+    assert model[1].calls == 0
     assert model(torch.rand(1, 3, 8, 8)).shape == (1, 8, 8, 8)
     assert isinstance(model[1].table, torch.Tensor)
