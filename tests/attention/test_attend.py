@@ -12,7 +12,7 @@ import vision_attn as va
 from vision_attn.attention import dispatch
 from vision_attn.attention.blocks.linear import attend_linear
 from vision_attn.attention.implementations import IMPLEMENTATIONS, attend
-from vision_attn.attention.kernels import FLASH_FROM_KEYS, align_widths
+from vision_attn.attention.kernels import FLASH_FROM_KEYS, align_widths, to_4d_mask
 
 HALVES = (torch.float16, torch.bfloat16)
 each_implementation = pytest.mark.parametrize("impl", CPU_IMPLS)
@@ -203,6 +203,13 @@ def test_many_keys_with_large_strides_are_copied_for_the_fused_kernel_on_a_cpu(s
     with mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as fused:
         attend(q, k, v, impl="sdpa")
     assert [x.is_contiguous() for x in fused.call_args.args] == [copied] * 3
+
+
+@pytest.mark.parametrize(("keys", "dtype"), [(8, torch.bool), (7, torch.bool), (7, torch.float32)], ids=str)
+def test_masks_for_fused_kernels_on_a_gpu_are_additive_with_aligned_rows(keys, dtype):
+    q, k, v = (torch.empty(2, 3, tokens, 4, device="meta") for tokens in (6, keys, keys))
+    mask = to_4d_mask(q, k, v, torch.empty(2, 1, 1, 6, keys, dtype=dtype, device="meta"))[3]
+    assert (mask.shape, mask.dtype, mask.stride(2) % 8) == ((2, 1, 6, keys), q.dtype, 0)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
