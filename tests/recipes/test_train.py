@@ -8,8 +8,9 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -25,7 +26,18 @@ from vision_attn import cli
 from vision_attn.networks.models import create_model
 from vision_attn.recipes import compare, train as module
 from vision_attn.recipes.runs import read_settings
-from vision_attn.recipes.settings import Comparison, Evaluation, Settings, check
+from vision_attn.recipes.settings import (
+    Comparison,
+    Demo,
+    Evaluation,
+    Exploration,
+    Export,
+    Inspection,
+    Prediction,
+    Settings,
+    check,
+    check_values,
+)
 from vision_attn.recipes.train import build_network, evaluate, make_accelerator, make_transforms
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +96,13 @@ INVALID = [
     ({"lr": math.nan}, "--lr must be at least 1e-12, got nan"),
     ({"lr": 1e9}, r"--lr must be at most 1000, got 1e\+?09|--lr must be at most 1000, got 1000000000.0"),
     ({"seed": 2**32}, r"--seed must be at most 4294967295, got 4294967296"),
+    ({"seed": -1}, "--seed must be at least 0, got -1"),
+    ({"epochs": 10**7}, "--epochs must be at most 1000000, got 10000000"),
+    ({"weight_decay": -1.0}, r"--weight-decay must be at least 0, got -1\.0"),
+    ({"mixup": 1e4}, r"--mixup must be at most 1000, got 10000\.0"),
+    ({"crop_scale": 0.0}, r"--crop-scale must be at least 1e-06, got 0\.0"),
+    ({"crop_scale": 2.0}, r"--crop-scale must be at most 1, got 2\.0"),
+    ({"val_fraction": 0.0}, r"--val-fraction must be at least 1e-06, got 0\.0"),
     ({"hflip": -0.5}, r"--hflip must be at least 0, got -0\.5"),
     ({"reprob": 1.5}, r"--reprob must be at most 1, got 1\.5"),
     ({"layer_decay": 1.0}, r"--layer-decay must be at most 0\.999999, got 1\.0"),
@@ -182,7 +201,6 @@ def test_the_command_of_a_comparison_compares_the_block_of_the_run(base, tmp_pat
     with mock.patch.object(compare, "trials") as trials:
         compare.compare(cli.parse(Comparison, sys.argv[2:], "compare"))
     assert trials.call_args.kwargs["note"].endswith(f" Command: `{command}`")
-    assert trials.call_args.kwargs["seeds"] == (0, 1, 2, 3, 4)
     plain, trained = trials.call_args.args[1].values()
     assert (plain["names"], plain["lr"]) == ((), base.lr)
     assert (trained["names"], trained["block"], trained["block_options"]) == (base.names, "se", ("rd_ratio=0.5",))
@@ -470,6 +488,26 @@ def test_a_copy_of_the_recipe_with_a_few_changed_lines_trains_resumes_and_is_use
     assert "resumed at epoch 2" in run("my_train.py", "--resume", "run", "--epochs", "2")
     assert run("-m", "vision_attn", "predict", "run", str(image_folder / "val" / "red" / "0.png")).count("%") == 3
     assert "largest difference" in run("-m", "vision_attn", "export", "run", "-o", "net.pt2")
+
+
+#: Defaults other than None, False, zero and empty tuples; those of a run determine its result.
+TRAINING = {
+    "dataset": "folder", "train_split": "train", "val_split": "validation", "at": "after", "block": "attention",
+    "epochs": 30, "weight_decay": 5e-4, "grad_accum_steps": 1, "crop_scale": 0.08, "hflip": 0.5,
+}  # fmt: skip
+VARIANTS = {"variants": ("plain", "convolution", "se", "attention"), "seeds": (0, 1, 2, 3, 4), "backend": "loky"}
+DEFAULTS = {
+    Settings: TRAINING, Comparison: TRAINING | VARIANTS, Evaluation: {}, Prediction: {"top": 5, "batch_size": 32},
+    Export: {"dynamic": ("batch",), "normalize": True}, Exploration: {"output": Path("report.html")},
+    Demo: {"output": Path("demo-output"), "steps": 400}, Inspection: {"pattern": "full"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DEFAULTS, ids=lambda kind: kind.__name__)
+def test_flags_have_these_defaults(kind):
+    found = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    check_values(SimpleNamespace(**found))
+    assert {name: value for name, value in found.items() if value not in (None, False, ())} == DEFAULTS[kind]
 
 
 def test_every_setting_has_a_help_text():
