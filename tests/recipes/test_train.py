@@ -394,7 +394,7 @@ def test_blocks_are_inserted_from_the_settings(base):
 
 def test_a_network_has_the_size_of_the_data_and_no_crop_for_small_images(base):
     plain = replace(base, model="test_resnet", names=(), img_size=None)
-    for side, fraction in ((16, 1.0), (72, 0.95)):
+    for side, fraction in ((64, 1.0), (65, 0.95)):
         config = build(plain, side).pretrained_cfg
         assert (config["input_size"], config["crop_pct"]) == ((3, side, side), fraction)
 
