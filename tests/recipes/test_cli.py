@@ -172,6 +172,7 @@ ERRORS = [
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 TB"), 1, "error: DefaultCPUAllocator: can't "),
     (MemoryError(), 1, "error: MemoryError"),
     (KeyboardInterrupt(), 130, "interrupted\n"),
+    (errors.Interrupted(signal.SIGTERM, "saved after step 2"), 143, "saved after step 2\n"),
     (AssertionError("a bug"), 1, None),
     (ModuleNotFoundError("No module", name="vision_attn.gone"), 1, None),
     (ImportError("figures require x: pip install 'x'"), 1, "error: figures require x: pip install 'x'\n"),

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,14 @@ def test_each_glyph_on_black_has_the_color_of_the_same_glyph():
     assert not torch.equal(demo.draw(8, torch.Generator().manual_seed(1))[0], images)
 
 
-def test_the_demo_writes_its_results_and_no_other_folder(tmp_path, capsys, image_folder):
-    output = tmp_path / "new" / "out"
+def test_the_demo_writes_its_results_and_no_other_folder(tmp_path, capsys, image_folder, monkeypatch):
+    made, build, output = [], demo.build, tmp_path / "new" / "out"
+    monkeypatch.setattr(demo, "build", lambda options: made.append((one := build(options), deepcopy(one))) or one)
     scores = demo.demo(Demo(output=output, steps=2))
     assert json.loads((output / "demo.json").read_text()) == scores
     assert {path.name for path in output.iterdir()} == {"demo.json", "attention.png", "explorer.html"}
+    for trained, initial in made:
+        assert not all(map(torch.equal, trained.parameters(), initial.parameters()))
     out = capsys.readouterr().out
     assert all(f"{name:<16}" in out for name in demo.VARIANTS)
     for folder in (image_folder, image_folder / "train", image_folder / "train" / "red"):

@@ -20,7 +20,7 @@ import vision_attn as va
 from vision_attn.networks.capture.figures import OPAQUE
 from vision_attn.networks.capture.maps import AttentionMap
 
-CLASSES = ("cat", "dog </script><script>alert(1)</script>", "bird")
+CLASSES = ("cat", "dog </script><script>alert(1)</script>", "bécasse")
 
 
 #: Classifier with clearly different scores of three classes.
@@ -82,6 +82,7 @@ def test_the_page_has_the_maps_within_their_rounding(page):
         largest = [seen.weights.max().item() * seen.weights[0, 0, 0].numel() for seen in maps.values()]
         assert [block["largest"] for block in one["blocks"]] == pytest.approx(largest)
     assert "</script><script>alert" not in path.read_text()
+    assert CLASSES[2] in path.read_text(), "names can be read in the file"
     assert not re.search(r"https?://", path.read_text())
 
 

@@ -230,8 +230,9 @@ def test_a_resumed_run_has_the_same_classes_and_images(base, photos):
     base = replace(base, data=photos, resume="auto", epochs=1)
     train(base)
     shutil.copy(photos / "red" / "0.png", photos / "red" / "another.png")
-    with pytest.warns(UserWarning, match=r"images changed .*\[67, 6\] .*, \[66, 6\] before"):
+    with pytest.warns(UserWarning, match=r"images changed .*\[67, 6\] .*, \[66, 6\] before") as caught:
         train(base, epochs=2)
+    assert caught[0].filename == __file__
     Image.new("RGB", (30, 30)).save(photos / "red" / "another.png")
     with pytest.warns(UserWarning, match="images changed"):
         train(base, epochs=2)
@@ -363,6 +364,14 @@ def test_only_errors_of_the_disk_advise_to_check_it(base, monkeypatch, error, ex
     at_step(monkeypatch, 0, 1, lambda: monkeypatch.setattr(module.Accelerator, "save_state", breaking))
     with pytest.raises(Exception, match=expected):
         train(base)
+
+
+def test_a_file_is_replaced_only_by_a_complete_file(tmp_path, monkeypatch):
+    (tmp_path / "settings.json").write_text("old")
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(MemoryError):
+        module.runs.write_file(tmp_path / "settings.json", "new")
+    assert (tmp_path / "settings.json").read_text() == "old"
 
 
 @pytest.mark.slow

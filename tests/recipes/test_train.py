@@ -206,6 +206,14 @@ def test_the_command_of_a_comparison_compares_the_block_of_the_run(base, tmp_pat
     assert (trained["names"], trained["block"], trained["block_options"]) == (base.names, "se", ("rd_ratio=0.5",))
 
 
+def test_scores_are_means_over_all_images_also_in_batches_of_different_sizes(base):
+    logits, labels = 5 * torch.eye(3)[[0, 1, 1, 2, 0]], torch.tensor([0, 1, 2, 2, 1])
+    batches = zip(logits.split(3), labels.split(3), strict=True)
+    scores, predictions = module.score(torch.nn.Identity(), batches, make_accelerator(base))
+    assert (scores["top1"], predictions.tolist()) == (60, [0, 1, 1, 2, 0])
+    assert scores["loss"] == pytest.approx(F.cross_entropy(logits, labels).item())
+
+
 def test_of_equal_accuracies_the_epoch_with_the_lower_loss_is_saved():
     rows = [{"eval_top1": top1, "eval_loss": loss} for top1, loss in ((80, 0.5), (90, 0.9), (90, 0.4), (90, 0.4))]
     assert module.best_epoch(rows) is rows[2]

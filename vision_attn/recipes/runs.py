@@ -177,7 +177,7 @@ def compare_data(before: dict[str, Any], data: dict[str, Any]) -> None:
         raise DataError(f"the classes differ from those of the run: expected {old}, got {new}. Restore --data")
     if before["digests"] != data["digests"]:
         numbers = f"{data['images']} training and validation images, {before['images']} before"
-        warnings.warn(f"the images changed since the run was started ({numbers}): results may differ", stacklevel=2)
+        warnings.warn(f"the images changed since the run was started ({numbers}): results may differ", stacklevel=3)
 
 
 def save_state(acc: Any, folder: Path, progress: dict[str, Any]) -> Path:
