@@ -116,6 +116,7 @@ INVALID = [
     (["export", "SAVED", "-o", "net.pt2", "--dynamic", "width"], 2, "--dynamic must contain batch or size, got 'w"),
     (["export", "SAVED", "-o", "broken.png/net.pt2"], 1, "'broken.png'"),
     (["compare", "--variants", "plain", "plain"], 2, "error: --variants: expected at least 2 distinct names"),
+    (["compare", "--variants", "plain"], 2, "error: --variants: expected at least 2 distinct names, got plain"),
     (["compare", "--variants", "plain", "a/b=attention"], 2, "error: --variants: expected …'a/b=attention'"),
     (["compare", "--seeds", "1", "1"], 2, "error: --seeds must be distinct"),
     (["compare", "--block", "se"], 2, "error: --block: not available in a comparison"),
@@ -482,8 +483,9 @@ def test_a_network_is_explored_by_name_with_swapped_attention(capsys, image_fold
     assert (warning in out, f'"note": "{warning}' in page) == (True, True)
 
 
-def test_a_run_leaves_its_process_group_also_after_an_error(tmp_path):
+def test_a_run_leaves_its_process_group_also_after_an_error(tmp_path, capsys):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     assert cli.main(["train", "--data", str(tmp_path / "nothing"), "--model", "resnet20", "--device", "cpu"]) != 0
     assert not torch.distributed.is_initialized()
+    assert "nothing: no such folder" in capsys.readouterr().err

@@ -232,6 +232,15 @@ def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
     assert "1 epochs of 8 steps of 9 images on cpu, in runs/train-8" in lines, "at least eight steps per epoch"
 
 
+def test_a_step_has_at_most_128_images_by_default(base, photos, monkeypatch):
+    for number in range(1100):
+        os.symlink(photos / "red" / "0.png", photos / "red" / f"{number} again.png")
+    monkeypatch.setattr(module, "make_loader", loader := mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        module.train(replace(base, data=photos, batch_size=None), log=quiet)
+    assert loader.call_args.args[2] == 128
+
+
 def spy(monkeypatch, name):
     """Record the results of a function of the recipe."""
     made, original = [], getattr(module, name)
