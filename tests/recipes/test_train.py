@@ -24,20 +24,9 @@ from timm.utils import ModelEmaV3
 import vision_attn as va
 from vision_attn import cli
 from vision_attn.networks.models import create_model
-from vision_attn.recipes import compare, train as module
+from vision_attn.recipes import compare, settings as flags, train as module
 from vision_attn.recipes.runs import read_settings
-from vision_attn.recipes.settings import (
-    Comparison,
-    Demo,
-    Evaluation,
-    Exploration,
-    Export,
-    Inspection,
-    Prediction,
-    Settings,
-    check,
-    check_values,
-)
+from vision_attn.recipes.settings import Comparison, Evaluation, Settings, check
 from vision_attn.recipes.train import build_network, evaluate, make_accelerator, make_transforms
 
 ROOT = Path(__file__).parents[2]
@@ -514,16 +503,16 @@ TRAINING = {
 }  # fmt: skip
 VARIANTS = {"variants": ("plain", "convolution", "se", "attention"), "seeds": (0, 1, 2, 3, 4), "backend": "loky"}
 DEFAULTS = {
-    Settings: TRAINING, Comparison: TRAINING | VARIANTS, Evaluation: {}, Prediction: {"top": 5, "batch_size": 32},
-    Export: {"dynamic": ("batch",), "normalize": True}, Exploration: {"output": Path("report.html")},
-    Demo: {"output": Path("demo-output"), "steps": 400}, Inspection: {"pattern": "full"},
+    Settings: TRAINING, Comparison: TRAINING | VARIANTS, Evaluation: {}, flags.Prediction: {"top": 5, "batch_size": 32},
+    flags.Export: {"dynamic": ("batch",), "normalize": True}, flags.Exploration: {"output": Path("report.html")},
+    flags.Demo: {"output": Path("demo-output"), "steps": 400}, flags.Inspection: {"pattern": "full"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", DEFAULTS, ids=lambda kind: kind.__name__)
 def test_flags_have_these_defaults(kind):
     found = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
-    check_values(SimpleNamespace(**found))
+    flags.check_values(SimpleNamespace(**found))
     assert {name: value for name, value in found.items() if value not in (None, False, ())} == DEFAULTS[kind]
 
 
