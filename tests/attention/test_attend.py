@@ -63,6 +63,10 @@ def test_bmm_computes_a_few_images_at_a_time_on_a_cpu(pattern, logits, mask_shap
     va.set_impl_(block, "auto")
     close(block(x, mask), expected, 1e-6)
     assert bmm.call_count == 3
+    q, options = torch.randn(9, 2, 4, 3), {"mask": None, "scale": 1.0, "causal": False, "dropout": 0.0}
+    monkeypatch.setattr(dispatch, "CHUNK_LOGITS", 5 * 2 * 4 * 4)
+    close(dispatch.attend_bmm_chunked(q, q, q, **options), bmm(q, q, q, **options), 1e-6)
+    assert bmm.call_count == 3 + 2 + 1
 
 
 # --- numerical edge cases ---------------------------------------------------------------------------------------------
