@@ -104,6 +104,14 @@ def test_a_layer_shared_with_the_network_is_not_set_to_zero():
     assert torch.equal(model(x), expected)
 
 
+def test_a_frozen_layer_of_a_block_is_not_set_to_zero():
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1)), torch.rand(1, 3, 8, 8)
+    frozen, expected = nn.Conv2d(8, 8, 1).requires_grad_(False), model(x)
+    va.insert_(model, lambda channels: Net(lambda net, x: x + net.conv(x), conv=frozen), names="0", example_input=x)
+    assert frozen.weight.all()
+    assert torch.equal(model(x), expected)
+
+
 def attend(net, x):
     """Run attention between the positions of a feature map."""
     x = net.stem(x)
