@@ -221,7 +221,12 @@ def test_auto_starts_or_resumes_and_more_epochs_extend_a_run(base, monkeypatch):
     again = train(base)
     assert not any(line.startswith("epoch ") for line in again)
     assert any(line.startswith("all 1 epochs are complete; a larger --epochs continues the run") for line in again)
-    assert any(line.startswith("epoch 2/2") for line in train(base, epochs=2, output=None, resume=str(base.output)))
+    assert not any("depends on their number" in line for line in again)
+    file = newest_state(base.output) / "progress.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"processes": 2}))
+    more = train(base, epochs=2, output=None, resume=str(base.output))
+    assert "resumed by 1 processes instead of 2: the result depends on their number" in more
+    assert any(line.startswith("epoch 2/2") for line in more)
     with pytest.raises(ValueError, match=r"settings differ from .*: --epochs"):
         train(base)
 
