@@ -1,6 +1,7 @@
 """Blocks: common behavior, unbatched inputs, projections, cross-attention, residual blocks, invalid arguments."""
 
 import math
+import re
 from functools import partial
 
 import pytest
@@ -469,6 +470,9 @@ def test_invalid_arguments_raise_an_error_at_construction():
         with pytest.raises(ValueError, match=f"^{message}"):
             block(**{**given, **options})
     block = va.Attention2d(8, 2)
+    for shape in ((), (1, 1, 1, 9, 9), (9, 8)):
+        with pytest.raises(ValueError, match=rf"^mask must broadcast .* = \(1, 2, 9, 9\), got {re.escape(str(shape))}"):
+            block(torch.zeros(1, 8, 3, 3), torch.ones(shape))
     for run in (block, block.attention_weights):
         with pytest.raises(ValueError, match=r"^x must be feature maps of shape \(batch, 8,.* got \(8, 4, 3, 3\)"):
             run(torch.zeros(8, 4, 3, 3))

@@ -113,7 +113,11 @@ INVALID = [
     (["export", "IMAGE"], 2, "error: --output is required"),
     (["export", "IMAGE", "-o", "net.onnx"], 2, "is a file, not the folder of a run. The order is export RUN"),
     (["export", "SAVED", "-o", "net.pth"], 2, "output must end in .onnx or .pt2, got 'net.pth'"),
-    (["export", "SAVED", "-o", "net.pt2", "--dynamic", "width"], 2, "--dynamic must contain batch or size, got 'w"),
+    (
+        ["export", "SAVED", "-o", "net.pt2", "--dynamic", "width", "depth"],
+        2,
+        "--dynamic must contain batch or size, got 'w",
+    ),
     (["export", "SAVED", "-o", "broken.png/net.pt2"], 1, "'broken.png'"),
     (["compare", "--variants", "plain", "plain"], 2, "error: --variants: expected at least 2 distinct names"),
     (["compare", "--variants", "plain"], 2, "error: --variants: expected at least 2 distinct names, got plain"),
