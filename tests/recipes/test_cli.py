@@ -485,6 +485,7 @@ def test_a_network_is_explored_by_name_with_swapped_attention(capsys, image_fold
     warning = "The weights of test_vit are random. "
     assert ("replaced 6 attention modules" in out, "blocks.5.attn" in page) == (True, True)
     assert (warning in out, f'"note": "{warning}' in page) == (True, True)
+    assert '["class ' not in page, "the page shows the names of the classes"
 
 
 def test_a_run_leaves_its_process_group_also_after_an_error(tmp_path, capsys):
