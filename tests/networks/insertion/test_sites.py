@@ -121,6 +121,13 @@ def test_a_module_that_has_two_names_is_one_site():
     assert len(va.insert_(model, names=["alias", "layer3"]).blocks) == 1
 
 
+def test_a_module_may_receive_several_views_of_each_image():
+    views = lambda net, x: net.conv(torch.cat([x, x.flip(3)])).unflatten(0, (2, -1)).mean(0)  # noqa: E731
+    model = Net(views, conv=nn.Conv2d(3, 8, 1))
+    (block,) = va.insert_(model, names="conv", num_heads=2, example_input=(2, 3, 8, 8)).blocks
+    assert (block.channels, block.map_size) == (8, (8, 8))
+
+
 def test_before_applies_the_block_to_the_input():
     (block,) = va.insert_(resnet18(), names="layer3", at="before", example_input=(2, 3, 64, 64)).blocks
     assert (block.site, block.target.at, block.channels, block.map_size) == ("layer3.0", "before", 128, (8, 8))
