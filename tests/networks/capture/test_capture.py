@@ -134,7 +134,7 @@ def test_a_single_query_stores_one_row():
 
 def test_wrong_arguments_are_rejected():
     model, x = network(), torch.randn(1, 3, 32, 32)
-    with pytest.raises(ValueError, match="Attention2d"), va.capture(nn.ReLU()):
+    with pytest.raises(ValueError, match="model has no Attention2d to capture"), va.capture(nn.ReLU()):
         pass
     for query in ((-1, 0), (0, 32)):
         with pytest.raises(ValueError, match=r"in pixels of an image of \(32, 32\)"), va.capture(model, [query]):
