@@ -97,9 +97,7 @@ FILES = {
     "made again.pth": lambda path: path.write_bytes(as_zip(crafted.again_and_again(ONE, 600_000), [bytes(4)])),
     "claims more.pth": lambda path: path.write_bytes(as_legacy(pickled([crafted.tensor(2**28, (2**28,), (1,), None)]))),
     "lists.index.json": lambda path: path.write_text('{"a":[' + f"{'[' * 100}{']' * 100}," * 10_000 + "0]}"),
-    "names.index.json": lambda path: path.write_text(
-        json.dumps({"weight_map": {f"{i}": f"{i}" for i in range(350_000)}})
-    ),
+    "names.index.json": lambda path: path.write_text(json.dumps({"weight_map": {i: f"{i}" for i in range(350_000)}})),
     "holes.index.json": lambda path: (path.touch(), os.truncate(path, 2**36)),
     # Computing the hash would take minutes.
     "holes-abcdef12.pth": lambda path: (path.touch(), os.truncate(path, 2**36)),

@@ -5,6 +5,7 @@ import io
 import pickle
 from itertools import pairwise
 
+import pytest
 import timm
 import torch
 import torchvision
@@ -101,6 +102,15 @@ def assert_same(state, other):
     """Assert that two state dicts have the same keys in the same order and bitwise identical values."""
     assert list(state) == list(other)
     assert all(torch.equal(value, other[key]) for key, value in state.items())
+
+
+def assert_rejected(load, message, model, path, *, error=va.errors.CheckpointError, **options):
+    """Assert that loading a file raises an error with a message, and that the model is unchanged."""
+    modules, before = dict(model.named_modules()), copied(model)
+    with pytest.raises(error, match=message):
+        load(model, path, **options)
+    assert dict(model.named_modules()) == modules
+    assert_same(model.state_dict(), before)
 
 
 def results(function, *maps, parameters=()):

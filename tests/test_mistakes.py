@@ -43,7 +43,6 @@ MISTAKES = [
     (lambda: insert(position=va.Rope), "position must be .*, got the class Rope. Pass an instance"),
     (lambda: insert(pattern="window"), r"got 'window'. Pass va.Window\(7\)"),
     (lambda: insert(pattern=va.Grid), r"got <class .*Grid'>. Pass va.Grid\(7\)"),
-    (lambda: va.AttentionBlock2d(64)(torch.ones(2, 49, 64)), r"\(batch, 64, height, width\), got \(2, 49, 64\)"),
     (lambda: va.explore(CONV, 3 * CHECKS, "a.html"), r"0…1, got -3.0…3.0. Pass .* normalize="),
     (lambda: one_map().figure(3 * CHECKS), r"0…1, got -3.0…3.0. Pass the images before normalization"),
     (lambda: insert(heads=4), "unexpected keyword argument 'heads'. Did you mean 'num_heads'"),

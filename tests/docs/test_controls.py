@@ -49,9 +49,8 @@ def test_the_costs_of_the_solver_are_ratios_of_gaussian_likelihoods():
     neighbors = borders @ torch.randn(3, 3, dtype=torch.double) + torch.randn(500, 3, dtype=torch.double) + 1
     solver = BorderSolver(borders, neighbors, ridge=0)
     residual = neighbors - neighbors.mean(0) - (borders - borders.mean(0)) @ solver.weight
-    one, other = (
-        torch.distributions.MultivariateNormal(z.mean(0), z.T.cov(correction=0)) for z in (residual, neighbors)
-    )
+    normal = torch.distributions.MultivariateNormal
+    one, other = (normal(z.mean(0), z.T.cov(correction=0)) for z in (residual, neighbors))
     predicted = neighbors.mean(0) + (borders[:5] - borders.mean(0)) @ solver.weight
     ratio = one.log_prob(neighbors[None, :5] - predicted[:, None]) - other.log_prob(neighbors[:5])
     constant = one.log_prob(one.mean) - other.log_prob(other.mean)

@@ -10,8 +10,8 @@ from functools import cache
 
 import pytest
 import torch
+from crossings.plain_network import Net
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import vision_attn as va
 from vision_attn.attention.scopes import RECORDED
@@ -19,28 +19,8 @@ from vision_attn.attention.scopes import RECORDED
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the teacher
 
 
-class Net(nn.Module):
-    """A stem, a part with a block that may be checkpointed, and a head."""
-
-    use_reentrant = None  # no checkpointing
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.a = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)
-        self.c, self.b = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
-
-    def part(self, x):
-        return torch.tanh(self.c(self.a(x)))
-
-    def forward(self, x):
-        y = self.stem(x)
-        checkpointed = self.use_reentrant is not None
-        y = checkpoint(self.part, y, use_reentrant=self.use_reentrant) if checkpointed else self.part(y)
-        return self.b(y).mean((2, 3))
-
-
 def image(number, side=32):
-    return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(number))
+    return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(number)).requires_grad_()
 
 
 OPTIONS = {"context": {"context_channels": 6}, "use_impl": {"attn_drop": 0.3}}
@@ -134,9 +114,9 @@ CELLS = [(kind, run) for kind in KINDS for run in SITUATIONS]
 CELLS += [(kind, run) for kind in sorted(OPTIONAL) for run in WITH_ORDINARY_PASS]
 
 
-def gradients(kind, run, use_reentrant):
+def gradients(kind, run, recompute):
     net, other = (copy.deepcopy(build(kind, seed)) for seed in (0, 1))
-    net.use_reentrant = other.use_reentrant = use_reentrant
+    net.recompute = other.recompute = recompute
     torch.manual_seed(5)
     run(net, other, KINDS[kind])
     assert not RECORDED  # the values are freed with the graphs
@@ -152,12 +132,12 @@ def float64():
 
 @pytest.mark.parametrize(("kind", "run"), CELLS, ids=lambda x: getattr(x, "__name__", x))
 def test_gradients_equal_those_without_checkpointing(kind, run):
-    expected = gradients(kind, run, None)
-    for use_reentrant in (False, True):
+    expected, in_one = gradients(kind, run, ""), kind == "context= in the segment"
+    for recompute in ("one segment", "one reentrant segment") if in_one else ("without reentry", "reentrant"):
         if kind == "context= outside":
             with pytest.raises(va.errors.SiteError, match="checkpoint both modules in one segment"):
-                gradients(kind, run, use_reentrant)
+                gradients(kind, run, recompute)
             continue
-        for found, gradient in zip(gradients(kind, run, use_reentrant), expected, strict=True):
+        for found, gradient in zip(gradients(kind, run, recompute), expected, strict=True):
             found, gradient = (torch.zeros(()) if x is None else x for x in (found, gradient))
             torch.testing.assert_close(found.expand_as(gradient), gradient)

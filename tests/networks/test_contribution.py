@@ -5,8 +5,8 @@ import copy
 import pytest
 import timm
 import torch
-import torchvision
 from reach import anatomy
+from small_networks import Net
 from torch import nn
 
 import vision_attn as va
@@ -151,31 +151,34 @@ def test_copies_of_a_block_in_a_wrapper_are_one_block(model, batch):
     assert len(va.contribution(tuned, batch).blocks) == len(sites)
 
 
-def test_scores_can_be_feature_maps():
-    images, labels = torch.randn(2, 3, 64, 64), torch.randint(4, (2, 64, 64))
-    segmenter = torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights_backbone=None, num_classes=4)
-    va.insert_(segmenter.backbone, names="4", num_heads=2, gate_init=1.0, example_input=images)
-    found, scores = va.contribution(segmenter, (images, labels)), segmenter.eval()(images)["out"]
-    with va.disabled(segmenter):
-        others = segmenter(images)["out"]
-    assert found.all_blocks.predictions_changed == int((scores.argmax(1) != others.argmax(1)).sum())
-    rise = nn.functional.cross_entropy(others, labels) - nn.functional.cross_entropy(scores, labels)
-    assert found.all_blocks.loss == pytest.approx(rise.item(), rel=1e-3) != 0
-    assert found.predictions == 2 * 64 * 64
+BCE = nn.functional.binary_cross_entropy_with_logits
+POOL = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1))
+#: The layers after the block, labels, the loss of scores and labels, and the predictions.
+SCORES = [
+    (
+        nn.Sequential(nn.Conv2d(8, 4, 1)),
+        torch.arange(8 * 14**2).view(8, 14, 14) % 4,
+        nn.functional.cross_entropy,
+        lambda y: y.argmax(1),
+    ),
+    # A single score is the logit of the second class.
+    (POOL, torch.arange(8) % 2, lambda y, labels: BCE(y[:, 0], labels.float()), lambda y: y > 0),
+]
 
 
-def test_a_single_score_is_the_logit_of_the_second_class():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1)).eval()
-    va.insert_(model, names="0", num_heads=2, gate_init=5.0, example_input=(1, 3, 16, 16))
-    images, labels, bce = torch.randn(8, 3, 16, 16), torch.arange(8) % 2, nn.functional.binary_cross_entropy_with_logits
+@pytest.mark.parametrize(("head", "labels", "loss", "predict"), SCORES)
+def test_scores_can_be_feature_maps_or_single_numbers(head, labels, loss, predict):
+    model = Net(lambda net, x: {"out": net.head(net.conv(x))}, conv=nn.Conv2d(3, 8, 3), head=copy.deepcopy(head)).eval()
+    images = torch.randn(8, 3, 16, 16)
+    va.insert_(model, names="conv", num_heads=2, gate_init=5.0, example_input=images)
     with torch.no_grad():
-        model[3].bias -= model(images).mean()
-        scores, found = model(images), va.contribution(model, (images, labels))
+        model.head[-1].bias -= model(images)["out"].mean()
+        scores, found = model(images)["out"], va.contribution(model, (images, labels))
         with va.disabled(model):
-            others = model(images)
-    assert found.all_blocks.predictions_changed == int(((scores > 0) != (others > 0)).sum()) > 0
-    rise = bce(others[:, 0], labels.float()) - bce(scores[:, 0], labels.float())
-    assert found.all_blocks.loss == pytest.approx(rise.item(), rel=1e-3)
+            others = model(images)["out"]
+    assert found.all_blocks.predictions_changed == int((predict(scores) != predict(others)).sum()) > 0
+    assert found.all_blocks.loss == pytest.approx((loss(others, labels) - loss(scores, labels)).item(), rel=1e-3)
+    assert found.predictions == labels.numel()
 
 
 def test_a_list_of_images_is_not_a_pair_and_missing_scores_are_reported():

@@ -143,6 +143,7 @@ def test_replaced_modules_are_frozen_when_they_are_restored():
     model = timm.create_model("resnet20", num_classes=5)
     va.replace_(model, names=["layer2.1", "layer3.*.conv2"], example_input=(1, 3, 32, 32))
     va.freeze_backbone_(model, also_train="layer3.1.*")
+    va.unfreeze_backbone_(unfrozen := copy.deepcopy(model))
     va.remove_(model)
     assert all(p.requires_grad == key.startswith("layer3.1.") for key, p in model.named_parameters())
     before = copy.deepcopy(model.state_dict())
@@ -151,7 +152,8 @@ def test_replaced_modules_are_frozen_when_they_are_restored():
     assert updated
     assert all(key.startswith("layer3.1.") for key in updated)
     va.unfreeze_backbone_(model)
-    assert all(p.requires_grad for p in model.parameters())
+    va.remove_(unfrozen)
+    assert all(p.requires_grad for p in (*model.parameters(), *unfrozen.parameters()))
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -222,14 +224,14 @@ def test_norms_that_other_code_converts_stay_frozen_in_parts_of_a_network():
     assert all(p.requires_grad for p in model.parameters())
 
 
-#: Functions that rename the weight of a layer.
+#: Functions that rename the weight of a layer of a residual block.
 RENAMES = [
-    lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
-    lambda layer: prune.remove(prune.l1_unstructured(layer, "weight", 0.5), "weight"),
-    nn.utils.weight_norm,
-    nn.utils.parametrizations.weight_norm,
-    nn.utils.parametrizations.spectral_norm,
-    lambda layer: delattr(layer, "weight"),
+    lambda block: prune.l1_unstructured(block.conv1, "weight", 0.5),
+    lambda block: prune.remove(prune.l1_unstructured(block.conv1, "weight", 0.5), "weight"),
+    lambda block: nn.utils.weight_norm(block.conv1),
+    lambda block: nn.utils.parametrizations.weight_norm(block.conv1),
+    lambda block: delattr(block.conv1, "weight"),
+    lambda block: setattr(block, "conv1", torch.compile(block.conv1, backend="eager")),
 ]
 
 
@@ -241,20 +243,12 @@ def test_parameters_that_other_code_renames_are_unfrozen(change, again):
     model.conv1.weight.requires_grad_(False)
     model.layer1[0].bn1.weight.requires_grad_(False)
     va.freeze_backbone_(model)
-    change(model.layer2[0].conv1)
+    change(model.layer2[0])
     if again:
         va.freeze_backbone_(model, also_train="fc.*")
     va.unfreeze_backbone_(model)
     frozen = {key for key, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {"conv1.weight", "layer1.0.bn1.weight"}
-
-
-def test_layers_that_are_compiled_in_place_are_unfrozen():
-    model = network()
-    va.freeze_backbone_(model)
-    model.conv1 = torch.compile(model.conv1, backend="eager")
-    va.unfreeze_backbone_(model)
-    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_additional_trained_parameters_are_selected_by_globs():

@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import copy
 import itertools
 import sys
 import threading
@@ -256,15 +255,6 @@ def test_an_export_inside_keeps_the_context(model, name):
     for exported in (program, traced):
         torch.testing.assert_close(exported(IMAGES[0]), run(model, IMAGES[0], name)[0])
         assert not torch.allclose(exported(IMAGES[0]), model(IMAGES[0]))
-
-
-def test_an_implementation_that_is_set_inside_stays(model):
-    model = copy.deepcopy(model)
-    blocks = [model[3].attn, va.inserted_blocks(model)["1"].attn]
-    with va.use_impl(model, "einsum"):
-        assert va.set_impl_(model, "bmm") == 2
-        assert [one.impl for one in blocks] == ["einsum", "einsum"]
-    assert [one.impl for one in blocks] == ["bmm", "bmm"]
 
 
 def test_replicas_in_new_threads_are_rejected(model):

@@ -23,7 +23,7 @@ def network():
     return model
 
 
-def test_queries_are_image_positions():
+def test_queries_are_image_positions_sites_are_selected_and_heads_are_reduced():
     model, x = network(), torch.randn(2, 3, 32, 32)
     with va.capture(model) as everything:
         expected = model(x)
@@ -36,6 +36,19 @@ def test_queries_are_image_positions():
             assert found.weights.shape == (2, 4, 2, side, side)
             torch.testing.assert_close(found.weights, everything[path].weights[:, :, [0, cell[0] * side + cell[1]]])
             torch.testing.assert_close(found.weights.sum((-2, -1)), torch.ones(2, 4, 2))
+    last = "layer3.2.inserted.attn"
+    chosen = maps[last].weights[:, [3, 1]]
+    for sites, reduction, heads, expected in (
+        ("layer3.*.inserted.attn", None, ("head 3", "head 1"), chosen),
+        (["layer3.2"], "mean", ("mean of 2 heads",), chosen.mean(1, keepdim=True)),
+        ("layer3", "max", ("max of 2 heads",), chosen.amax(1, keepdim=True)),
+    ):
+        with va.capture(model, queries, names=sites, reduction=reduction, heads=[3, 1]) as maps:
+            model(x)
+        assert maps[last].heads == heads
+        torch.testing.assert_close(maps[last].weights, expected)
+    with pytest.raises(KeyError, match=r"'layer2'.*'layer3\.2\.inserted\.attn'"):
+        maps["layer2"]
 
 
 def test_strided_keys_are_captured():
@@ -68,26 +81,6 @@ def test_the_recomputation_of_activation_checkpointing_is_not_captured(use_reent
             model(x).sum().backward()
             assert list(maps) == list(expected)
             assert all(torch.equal(maps[path].weights, one.weights) for path, one in expected.items())
-
-
-def test_sites_are_selected_and_heads_are_reduced():
-    model, x = network(), torch.randn(2, 3, 32, 32)
-    points, last = [(0, 0), (31, 8.5)], "layer3.2.inserted.attn"
-    with va.capture(model, points) as every:
-        model(x)
-    chosen = every[last].weights[:, [3, 1]]
-    cases = [
-        ("layer3.*.inserted.attn", None, ("head 3", "head 1"), chosen),
-        (["layer3.2"], "mean", ("mean of 2 heads",), chosen.mean(1, keepdim=True)),
-        ("layer3", "max", ("max of 2 heads",), chosen.amax(1, keepdim=True)),
-    ]
-    for sites, reduction, heads, expected in cases:
-        with va.capture(model, points, names=sites, reduction=reduction, heads=[3, 1]) as maps:
-            model(x)
-        assert maps[last].heads == heads
-        torch.testing.assert_close(maps[last].weights, expected)
-    with pytest.raises(KeyError, match=r"'layer2'.*'layer3\.2\.inserted\.attn'"):
-        maps["layer2"]
 
 
 RANKS = [(va.blocks.Attention1d, (12,), (11,), r"\(x\)")]

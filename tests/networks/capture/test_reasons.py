@@ -133,33 +133,32 @@ def as_backbone(net):
     return backbone
 
 
-@pytest.mark.parametrize("wrap", [forward_features, in_transformers, as_backbone])
-def test_a_vit_whose_forward_is_not_called_has_the_same_maps(wrap):
+def in_place(net, path, wrap):
+    """Wrap a module of a swapped network."""
+    va.swap_(net)
+    net.set_submodule(path, wrap(net.get_submodule(path)))
+    return net
+
+
+#: Functions that wrap a ViT, and two modules and wrappers around them.
+WRAPPERS = [checkpoint_wrapper, partial(torch.compile, backend="eager")]
+WRAPPED = [partial(in_place, path=path, wrap=wrap) for path in ("blocks.0", "blocks.0.attn") for wrap in WRAPPERS]
+
+
+@pytest.mark.parametrize("wrap", [forward_features, in_transformers, as_backbone, *WRAPPED])
+def test_a_vit_in_or_with_a_wrapper_has_the_same_maps(wrap):
     net, wrapped = vit(), wrap(vit())
     for model in (net, wrapped):
         va.swap_(model)
     expected, found = captured(net, IMAGES), captured(wrapped, IMAGES)
-    assert len(expected) == len(found) == 2
-    for one, other in zip(expected.values(), found.values(), strict=True):
+    assert len(expected) == len(found) == va.set_impl_(wrapped, "bmm") == 2
+    for (path, one), (key, other) in zip(expected.items(), found.items(), strict=True):
+        assert unwrap_key(key).endswith(path)
         assert (one.weights.shape[3:], one.prefix.shape[2]) == ((4, 4), 1)
         torch.testing.assert_close(other.weights, one.weights, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
-@pytest.mark.parametrize("path", ["blocks.0", "blocks.0.attn"])
-def test_swapped_attention_that_is_wrapped_in_place_has_the_same_maps(path, wrap):
-    net = vit()
-    va.swap_(net)
-    expected = captured(net, IMAGES)
-    net.set_submodule(path, wrap(net.get_submodule(path)))
-    found = captured(net, IMAGES)
-    assert [unwrap_key(key) for key in found] == list(expected)
-    for one, other in zip(expected.values(), found.values(), strict=True):
-        torch.testing.assert_close(other.weights, one.weights, atol=1e-6, rtol=1e-5)
-    assert va.set_impl_(net, "bmm") == 2
-
-
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
+@pytest.mark.parametrize("wrap", WRAPPERS)
 def test_wrapped_attention_of_this_library_does_not_belong_to_another_one(wrap):
     net = nn.Sequential(nn.Conv2d(3, 8, 4, 4), va.AttentionBlock2d(8, 2))
     net[1].attn = wrap(net[1].attn)

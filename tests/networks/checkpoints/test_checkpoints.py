@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small_networks
 import timm
 import torch
 from crafted import shards
@@ -39,12 +40,7 @@ def save(content, folder):
     return folder / "file.pth"
 
 
-def assert_rejected(message, model, path, *, error=va.errors.CheckpointError, **options):
-    """Assert that a checkpoint is rejected with a message, and that the model is unchanged."""
-    before = copied(model)
-    with pytest.raises(error, match=message):
-        va.load_checkpoint_(model, path, **options)
-    assert_same(model.state_dict(), before)
+assert_rejected = partial(small_networks.assert_rejected, va.load_checkpoint_)
 
 
 def averaged(state):
@@ -305,16 +301,9 @@ def test_values_out_of_range_of_the_model_are_rejected_by_key(dtype, value, tmp_
     assert_rejected(message, model, save({"x": torch.tensor([1, value])}, tmp_path))
 
 
-class Extra(nn.Linear):
-    def get_extra_state(self):
-        return {"factor": 3}
-
-    def set_extra_state(self, state):
-        pass
-
-
 def test_extra_state_is_refused_by_name_unless_it_is_skipped(tmp_path):
-    model = nn.Sequential(Extra(2, 2))
+    state = {"get_extra_state": lambda self: {"factor": 3}, "set_extra_state": lambda self, state: None}
+    model = nn.Sequential(type("Extra", (nn.Linear,), state)(2, 2))
     path = save(model.state_dict(), tmp_path)
     with pytest.raises(ValueError, match=r"0\._extra_state cannot be loaded.* Pass skip=\"\*_extra_state\""):
         va.load_checkpoint_(model, path)
@@ -487,9 +476,8 @@ def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error
     assert_rejected('Pass rename="efficientnet-pytorch"', model, efficientnet_lite0)
     va.load_checkpoint_(model, efficientnet_lite0, rename="efficientnet-pytorch")
     theirs = read_file(efficientnet_lite0).content
-    assert [torch.equal(*pair) for pair in zip(model.state_dict().values(), theirs.values(), strict=True)] == [
-        True
-    ] * 296
+    assert len(theirs) == len(model.state_dict()) == 296
+    assert all(map(torch.equal, model.state_dict().values(), theirs.values()))
     pairs, key = parse_rename("efficientnet-pytorch", ["blocks.1.0.bn1.weight"]), "_blocks.0._se_reduce.bias"
     assert rename_keys({key: key}, pairs) == {key: "blocks.1.0.se.conv_reduce.bias"}  # this network has no such layers
 

@@ -58,9 +58,6 @@ def requests(folder, tmp_path, monkeypatch):
 
         do_HEAD = do_GET  # noqa: N815
 
-        def log_message(self, *arguments):
-            pass
-
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_port}"

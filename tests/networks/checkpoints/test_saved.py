@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import small_networks
 import timm
 import torch
 from controls import ConvBlock2d
@@ -59,40 +60,33 @@ def network_with_block(names="layer3.0"):
     return model
 
 
-def assert_rejected(message, path, model=None, *, error=va.errors.CheckpointError, **options):
-    """Assert that an adapter is rejected with a message, and that the network is unchanged."""
-    model = model or small_network()
-    modules, before = dict(model.named_modules()), copied(model)
-    with pytest.raises(error, match=message):
-        va.load_adapter_(model, path, **options)
-    assert dict(model.named_modules()) == modules
-    assert_same(model.state_dict(), before)
+def assert_rejected(message, path, model=None, **options):
+    small_networks.assert_rejected(va.load_adapter_, message, model or small_network(), path, **options)
 
 
-PLACES = {
-    "before": lambda model: va.insert_(model, names="layer3.0", at="before", num_heads=2, example_input=IMAGES),
-    "branch": lambda model: va.insert_(model, names="layer3.0.bn2", num_heads=2, example_input=IMAGES),
-    "context": lambda model: va.insert_(model, names="layer3", context="layer2", num_heads=2, example_input=IMAGES),
-    "instead": lambda model: va.replace_(model, names="layer[23].0.conv2", num_heads=2, example_input=IMAGES),
-    "several at once": lambda model: (
-        va.replace_(model, names="layer4.0.conv1", num_heads=4, example_input=IMAGES),
-        va.insert_(model, va.blocks.TransformerBlock2d, names=["layer1", "layer3"], num_heads=2, example_input=IMAGES),
-        va.insert_(model, names="layer2", num_heads=1, gate_init=0.5, example_input=(2, 3, 64, 32)),
-        va.insert_(model, names="conv1", pattern=va.Window(2), position=va.RelPosTable(), example_input=IMAGES),
-    ),
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_blocks_are_restored_and_completely_removed(place, tmp_path):
-    model = small_network()
-    PLACES[place](model)
+def network_with_many_blocks():
+    """Return a network with blocks after, before and instead of modules, in a branch, and with a context."""
+    model, common = small_network(), {"num_heads": 2, "example_input": IMAGES}
+    va.replace_(model, names=["layer2.0.conv2", "layer4.0.conv1"], **common)
+    va.insert_(model, va.blocks.TransformerBlock2d, names=["layer1", "layer3"], **common)
+    va.insert_(model, names="layer2", num_heads=1, gate_init=0.5, example_input=(2, 3, 64, 32))
+    va.insert_(model, names="conv1", pattern=va.Window(2), position=va.RelPosTable(), example_input=IMAGES)
+    va.insert_(model, names="layer3.0.conv1", at="before", **common)
+    va.insert_(model, names="layer3.0.bn2", **common)
+    va.insert_(model, names="layer4", context="layer2", **common)
     train(model)
+    return model
+
+
+def test_blocks_are_restored_and_completely_removed(tmp_path):
+    model = network_with_many_blocks()
     va.save_adapter(model, tmp_path / "adapter.safetensors")
 
     other = small_network()
     before, random = copied(other), torch.get_rng_state()
+    other.forward = None  # never called
     report = va.load_adapter_(other, tmp_path / "adapter.safetensors")
+    del other.forward
     assert torch.equal(torch.get_rng_state(), random)
     assert_same(other.state_dict(), model.state_dict())
     assert records(other) == records(model)
@@ -103,7 +97,7 @@ def test_blocks_are_restored_and_completely_removed(place, tmp_path):
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(other(x), model(x))
     assert not torch.equal(other(x), small_network()(x))
-    with pytest.raises(ValueError, match=r"got blocks at '.*'\. Call va.remove_\(model\)"):
+    with pytest.raises(ValueError, match=r"got blocks at 'conv1', .*Call va.remove_\(model\)"):
         va.load_adapter_(other, tmp_path / "adapter.safetensors")
     va.remove_(other)
     assert_same(other.state_dict(), before)
@@ -216,8 +210,9 @@ def test_another_network_is_rejected_before_it_is_changed(what, adapter):
         del model.fc
     elif what == "values":
         message, differing = r"2 of 67 tensors.* bn1.running_mean, layer2.0.conv1.weight ", 2
-        nn.init.ones_(model.layer2[0].conv1.weight)
+        nn.init.ones_(model.to(memory_format=torch.channels_last).layer2[0].conv1.weight)
         model.bn1.running_mean.add_(1)
+        model.bn1.num_batches_tracked.add_(7)  # counters and the memory format are not compared
     else:
         model.bfloat16()
     before = copied(model)
@@ -232,16 +227,9 @@ def test_another_network_is_rejected_before_it_is_changed(what, adapter):
         assert_same(model.state_dict(), before)
 
 
-def test_counters_of_batches_and_the_memory_format_are_not_compared(adapter):
-    model = small_network().to(memory_format=torch.channels_last)
-    model.bn1.num_batches_tracked.add_(7)
-    assert not va.load_adapter_(model, adapter).changed_tensors
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_late_failure_leaves_the_model_unchanged(error, tmp_path, monkeypatch):
-    model = small_network()
-    PLACES["several at once"](model)
+    model = network_with_many_blocks()
     train(model, also=["fc.weight"])
     path = va.save_adapter(model, tmp_path / "adapter.safetensors", also="fc.*")
 
@@ -406,9 +394,7 @@ def test_custom_blocks_with_another_configuration_are_rejected(tmp_path):
     va.insert_(model, make, names="layer3.0", example_input=IMAGES)
     train(model)
     path = va.save_adapter(model, tmp_path / "adapter.safetensors")
-    assert_rejected(
-        r"layer3\.0\.inserted.*: num_heads=4 in the checkpoint, 1 in the model.* block=", path, block=Attend
-    )
+    assert_rejected(r"layer3\.0\.inserted.*: num_heads=4 in the check.*, 1 in the model.* block=", path, block=Attend)
     va.load_adapter_(other, path, block=make)
     assert torch.equal(other(x := torch.randn(IMAGES)), model(x))
     with pytest.raises(ValueError, match=r"(?s)num_heads=4 .* function that builds custom blocks as block$"):
@@ -478,9 +464,8 @@ NETWORKS = {
     "another block": ("tiny_attention", {}, replace_block),
 }
 #: With older versions of timm, ``save_model`` requires ``model_args=``.
-notes_arguments = pytest.mark.skipif(
-    tuple(map(int, timm.__version__.split(".")[:3])) < (1, 0, 31), reason="timm does not record the arguments"
-)
+is_old = tuple(map(int, timm.__version__.split(".")[:3])) < (1, 0, 31)
+notes_arguments = pytest.mark.skipif(is_old, reason="timm does not record the arguments")
 
 
 @notes_arguments
@@ -495,7 +480,7 @@ def test_networks_with_any_blocks_are_restored_bitwise(case, tmp_path):
     assert va.save_model(model, tmp_path / "net", classes=["a", "b", "c"]) == tmp_path / "net"
     how = {"block": CustomBlock} if case == "custom" else {}
     if how:
-        with pytest.raises(va.errors.CheckpointError, match="block=CustomBlock"):
+        with pytest.raises(va.errors.CheckpointError, match=r"custom classes: CustomBlock\. Pass the class: block="):
             va.load_model(tmp_path / "net")
     again = va.load_model(tmp_path / "net", **how)
     assert torch.equal(torch.get_rng_state(), state)
@@ -564,7 +549,7 @@ def test_if_the_writer_is_killed_the_folder_has_the_old_or_the_new_network(kille
     os.wait()
     images = torch.rand(2, 3, 32, 32)
     # Three calls: the temporary weights, the final weights, config.json.
-    mixed = pytest.warns(UserWarning, match=r"config.json differs from the configuration in model.safeten")
+    mixed = pytest.warns(UserWarning, match="config.json differs .* model.safeten.* save the network again")
     with mixed if killed_at == 2 else nullcontext() as warned:
         again = va.load_model(tmp_path / "net")
     assert not warned or warned[0].filename == __file__
@@ -574,11 +559,6 @@ def test_if_the_writer_is_killed_the_folder_has_the_old_or_the_new_network(kille
     va.save_model(models[1], tmp_path / "net", classes=["d", "e", "f"])
     names = {file.name for file in (tmp_path / "net").iterdir() if not file.name.startswith(".vision_attn-")}
     assert names == {"README.md", "config.json", "model.safetensors"}
-    # A changed configuration is not ignored in silence.
-    path = tmp_path / "net" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "label_names": [*"xyz"]}))
-    with pytest.warns(UserWarning, match="config.json differs.* save the network again"):
-        assert va.load_model(tmp_path / "net").classes == ("d", "e", "f")
 
 
 @notes_arguments

@@ -521,6 +521,8 @@ def test_dropout_rates_are_converted():
         assert drops(convert.from_layer(layer)) == expected
 
 
+WINDOWS = partial(torchvision_maxvit.RelativePositionalMultiHeadAttention, 8, 4, 9)
+#: The message of the error, and a function that creates or converts a layer.
 REFUSED = [
     ("attn_drop", lambda: with_parts(vit(), attn_drop=nn.AlphaDropout(0.1))),
     ("rel_pos.mlp", partial(maxvit, rel_pos_cls=MLP)),
@@ -533,6 +535,11 @@ REFUSED = [
     ("cannot be run", partial(maxvit, rel_pos_cls=partial(BIAS, prefix_tokens=1))),
     ("cannot be run", lambda: with_parts(SOURCES["timm_attention"](), q_norm=nn.Identity())),
     ("cannot be run", lambda: with_parts(diffusers(), processor=lambda attn, x, **others: x)),
+    ("rank", lambda: convert.from_layer(mha(), rank=4)),
+    ("rank", lambda: convert.from_layer(SOURCES["torchvision_swin"](), rank=2)),
+    ("pattern", lambda: convert.from_layer(mha(), pattern=va.Window(7))),
+    ("pattern", lambda: convert.from_layer(WINDOWS(), pattern=va.Neighborhood(3))),
+    ("feat_size", lambda: convert.from_layer(WINDOWS(), pattern=va.Window(7))),
 ]
 
 
@@ -557,19 +564,6 @@ def test_hooks_parametrizations_and_mixed_modes_are_rejected():
     nn.utils.parametrizations.spectral_norm(source.query.proj)
     with pytest.raises(ValueError, match="has parametrizations"):
         convert.from_layer(source)
-
-
-def test_incompatible_ranks_and_patterns_are_rejected():
-    windows = torchvision_maxvit.RelativePositionalMultiHeadAttention(8, 4, 9)
-    for layer, options, name in (
-        (mha(), {"rank": 4}, "rank"),
-        (SOURCES["torchvision_swin"](), {"rank": 2}, "rank"),
-        (mha(), {"pattern": va.Window(7)}, "pattern"),
-        (windows, {"pattern": va.Neighborhood(3)}, "pattern"),
-        (windows, {"pattern": va.Window(7)}, "feat_size"),
-    ):
-        with pytest.raises(ValueError, match=name):
-            convert.from_layer(layer, **options)
 
 
 #: A function of the input and the output, and the message of the error.

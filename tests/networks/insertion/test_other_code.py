@@ -187,14 +187,13 @@ def test_a_block_at_a_norm_is_kept_when_the_norm_is_converted(convert):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-#: Layers that are wrapped like the layer and the stage in the fast tests.
-WRAPPED = ["layer2.1.conv1", "layer2.1", "conv1"]
+#: Layers and stages; those in the slow tests are wrapped like the others.
+WRAPPED = ["layer2.1.bn2", "layer2"]
+WRAPPED += [pytest.param(path, marks=pytest.mark.slow) for path in ("layer2.1.conv1", "layer2.1", "conv1")]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
-@pytest.mark.parametrize(
-    "path", ["layer2.1.bn2", "layer2", *(pytest.param(x, marks=pytest.mark.slow) for x in WRAPPED)]
-)
+@pytest.mark.parametrize("path", WRAPPED)
 @pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), checkpoint_wrapper])
 def test_a_block_at_a_wrapped_layer_has_the_keys_of_the_layer_alone(wrap, path, tmp_path):
     model, plain = NarrowResNet().eval(), NarrowResNet().eval()
@@ -584,13 +583,6 @@ def test_head_is_the_classifier_that_the_model_declares(make, head):
     assert all(name.startswith(head) for name in trained)
     with pytest.raises(ValueError, match=f"also_train='nothing.*'.* classifier .*'{head}"):
         va.freeze_backbone_(model, also_train="nothing.*")
-
-
-def test_the_children_of_a_network_with_a_block_run_in_sequence():
-    # nn.Sequential(*list(model.children())[:-2]), the common way to cut off a head
-    model, _ = with_block(["conv1", "layer2.1"])
-    rows = nn.Sequential(*list(model.children())[:-2])
-    assert torch.equal(model.fc(model.avgpool(rows(IMAGE)).flatten(1)), model(IMAGE))
 
 
 def test_an_error_for_a_checkpoint_names_the_site_of_a_block_stored_in_the_parent(tmp_path):

@@ -98,19 +98,6 @@ def test_a_block_rejects_a_pruned_number_of_channels():
         model(torch.randn(SHAPE))
 
 
-CHANGES = [(va.insert_, {"stages": -2}), (va.replace_, {"names": "layer4.*.conv2", "num_heads": 4})]
-
-
-@pytest.mark.parametrize(("change", "options"), CHANGES)
-def test_blocks_are_inserted_for_the_channels_of_a_pruned_network(change, options):
-    model, images = prune_channels(network()), torch.randn(SHAPE)
-    expected, report = model(images), change(model, example_input=images, **options)
-    assert all(block.channels < CHANNELS * 2 and block.channels % 8 == 0 for block in report.blocks)
-    assert model(images).shape == expected.shape
-    va.remove_(model)
-    assert torch.equal(model(images), expected)
-
-
 @pytest.mark.slow
 def test_the_code_of_the_page_runs():
     pytest.importorskip("torch_pruning")

@@ -176,12 +176,3 @@ def test_a_replacement_in_a_wrapper_of_peft_is_restored_there():
     assert list(va.inserted_blocks(model)) == ["1.original_module", "1.modules_to_save.default"]
     va.remove_(model)
     torch.testing.assert_close(model(x), before)
-
-
-def test_replaced_modules_are_unfrozen_with_the_model():
-    model = resnet18()
-    va.freeze_backbone_(model, also_train="fc.*")
-    va.replace_(model, names="layer3.1.conv2", example_input=(1, 3, 64, 64))
-    va.unfreeze_backbone_(model)
-    va.remove_(model)
-    assert all(parameter.requires_grad for parameter in model.parameters())
