@@ -73,7 +73,9 @@ class Attention(ConfigurableImpl):
         for name in OPTIONS:
             setattr(self, name, getattr(config, name))
         n, m, d, e = num_heads, config.num_kv_heads, config.key_dim, config.value_dim
-        self.qkv_bias, self.proj_bias, self.output_gate = qkv_bias, proj_bias, output_gate
+        self.qkv_bias: bool = qkv_bias
+        self.proj_bias: bool = proj_bias
+        self.output_gate: bool = output_gate
         self.impl = impl
         self.pattern: str | AnyPattern = pattern
         self.causal = causal
