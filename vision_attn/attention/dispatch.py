@@ -60,21 +60,21 @@ def select_auto(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> Callable[..
     and narrow heads. torch has no fused CPU kernel for dropout or for a mask that requires gradients, such as the bias
     from a table: its fallback takes more steps than bmm. Where the fused kernel has no derivative, bmm runs instead.
 
-    The selection depends on the shapes, the dtype and ``requires_grad`` of the tensors, and not on their values.
+    The selection depends on the shapes, the dtype and whether gradients are required, and not on values.
     """
     if not q.is_cpu:
         return attend_fused
-    without_kernel = dropout > 0 or (mask is not None and mask.requires_grad)
+    is_unfused = dropout > 0 or (mask is not None and mask.requires_grad)
     if not can_chunk(q):
-        return attend_bmm if without_kernel else attend_fused
-    keys, width = k.shape[2:]
+        return attend_bmm if is_unfused else attend_fused
+    (keys, width), trained = k.shape[2:], torch.is_grad_enabled() and q.requires_grad
     bmm = attend_bmm if q.shape[:3].numel() * keys <= CHUNK_LOGITS else attend_bmm_chunked
-    if without_kernel:
+    if is_unfused:
         return bmm
     if q.dtype == torch.bfloat16:
-        return attend_fused if keys > (196 if q.requires_grad else 64) else bmm
+        return attend_fused if keys > (196 if trained else 64) else bmm
     is_small = keys <= 49 and keys * width <= 2048 and q.shape[0] * q.shape[2] >= 2048
-    return bmm if is_small and q.requires_grad and q.dtype != torch.float16 else attend_fused
+    return bmm if is_small and trained and q.dtype != torch.float16 else attend_fused
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -96,10 +96,10 @@ def attend_bmm_chunked(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **options
     def attend(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend_bmm(q, k, v, mask=mask, **options)
 
-    return by_image(attend, 1 if mask is None else mask.shape[1], mask, q, k, v)
+    return attend_image_chunks(attend, 1 if mask is None else mask.shape[1], mask, q, k, v)
 
 
-def by_image(compute: Callable[..., Tensor], groups: int, mask: Mask, *tensors: Tensor) -> Tensor:
+def attend_image_chunks(compute: Callable[..., Tensor], groups: int, mask: Mask, *tensors: Tensor) -> Tensor:
     """Call ``compute(mask, q, k, v, …)`` for as many images at a time as fit into the caches of a CPU."""
     q, k, *_ = tensors
     images = max(1, CHUNK_LOGITS // (groups * q.shape[1] * q.shape[2] * k.shape[2]))
@@ -137,10 +137,10 @@ def attend_chunked(
         early_stop = attend.func is not attend_einx  # einx wraps the exception with which torch stops early
         compute = partial(checkpoint, attend_chunk, use_reentrant=False, early_stop=early_stop)
 
-    def by_row(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *logits: Tensor) -> Tensor:
+    def attend_query_chunks(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *logits: Tensor) -> Tensor:
         if rows >= q.shape[2]:
             return compute(mask, q, k, v, *logits)
         chunks: Any = zip(split_mask(mask, rows, axis=3), *(x.split(rows, dim=2) for x in (q, *logits)), strict=False)
         return torch.cat([compute(part, chunk, k, v, *added) for part, chunk, *added in chunks], dim=2)
 
-    return by_image(by_row, groups, mask, q, k, v, *terms)
+    return attend_image_chunks(attend_query_chunks, groups, mask, q, k, v, *terms)

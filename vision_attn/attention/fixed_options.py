@@ -22,5 +22,6 @@ class FixedOptions(nn.Module):
                 why = f"cannot change after it was built, got {value!r} in place of {old!r}"
                 raise AttributeError(f"{what} {why}. {remedy}")
         elif isinstance(layer, FixedOptions) and name in {*layer.fixed, *layer.live} and not hasattr(self, name):
-            raise AttributeError(f"{what} is an option of its attention layer. Assign to the attribute of .attn")
+            remedy = "Assign to the attribute of .attn" if name in layer.live else "Build another block"
+            raise AttributeError(f"{what} is an option of its attention layer. {remedy}")
         super().__setattr__(name, value)

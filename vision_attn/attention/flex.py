@@ -28,8 +28,8 @@ DEVICES = ("cpu", "cuda", "hpu", "xpu")
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def attend_pattern_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
-    """Compute attention in the groups of a pattern, ``(b·groups, n, i, e)``."""
+def attend_pattern_flex(inputs: AttentionInputs, dropout: float, causal: bool = False) -> Tensor:
+    """Compute attention in the groups of a pattern, ``(b·groups, n, i, e)``; with ``causal``, between tokens."""
     # The import is deferred because it is slow, a third of the time that importing torch takes.
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -46,6 +46,8 @@ def attend_pattern_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
     block_mask = grouping.cached("block_mask", lambda: pattern_mask(grouping)) if is_masked else None
     if mask is not None:
         score_mods.append(mask_score_mod(broadcast_mask(mask), grouping.key_layout.index()[0]))
+    if causal:
+        score_mods.append(lambda score, b, h, i, j: torch.where(j <= i, score, -torch.inf))
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         for modify in score_mods:
@@ -64,9 +66,9 @@ def attend_pattern_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
     """Compute attention between tokens, the positions of a feature map with one axis; the mask has one group."""
     full, size, keys_size = resolve_pattern("full").expand_to_rank(1), q.shape[2:3], k.shape[2:3]
-    grouping = outside_graph((*size, *keys_size), partial(Grouping, full, size, keys_size, q.device, causal))
+    grouping = outside_graph((*size, *keys_size), partial(Grouping, full, size, keys_size, q.device))
     inputs = AttentionInputs(q, k, v, scale, grouping, mask=None if mask is None else mask[:, 0])
-    return attend_pattern_flex(inputs, dropout)
+    return attend_pattern_flex(inputs, dropout, causal)
 
 
 @cache

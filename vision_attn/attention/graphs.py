@@ -40,9 +40,9 @@ def is_fixed(size: Sequence[int]) -> bool:
 
 
 def outside_graph(size: Sequence[int], compute: Callable[[], Any]) -> Any:
-    """Call a function whose tensors may be kept: they are valid in training, also if they were computed in inference.
+    """Call a function whose tensors may be kept: they can be used in training, even if the call is in inference mode.
 
-    ``torch.export`` stores them as constants if the size is fixed. For other sizes, the graph computes the tensors in
+    ``torch.export`` stores the tensors as constants if the size is fixed. For other sizes, the graph computes them in
     every call, with operations that not every runtime supports.
     """
     if not torch.compiler.is_compiling():

@@ -6,7 +6,7 @@ query token, ``j`` key token, ``d`` width of queries and keys, ``e`` width of va
     partition     (b, c, h, w)                                             ->  (b·groups, h', w', c)
     split heads   (b·groups, h', w', n·d + …)                              ->  (b·groups, n, i, d), …
     attend        q (b·groups, n, i, d)   k (…, n, j, d)   v (…, n, j, e)  ->  (b·groups, n, i, e)
-    merge heads   (b·groups, n, i, e)                                      ->  (b·groups, n·e, h', w')
+    merge heads   (b, n, i, e)                                             ->  (b, n·e, h, w)
     reverse       (b·groups, n, i, e)                                      ->  (b, n·e, h, w)
 
 ``partition`` and ``reverse`` are for patterns that are a plain reshape; ``reverse`` merges the heads as well, and
@@ -74,7 +74,7 @@ def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
 
 
 def to_map(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
-    """Merge heads and several groups, ``(b·groups, n, i, e)``, into a feature map, ``(b, n·e, *size)``."""
+    """Merge the heads and the groups, ``(b·groups, n, i, e)``, into a feature map, ``(b, n·e, *size)``."""
     if layout.rearrangement is not None:
         return kernel.reverse(y, layout.rearrangement)
     c, y = y.shape[1] * y.shape[3], y.transpose(1, 2)

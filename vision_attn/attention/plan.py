@@ -1,8 +1,8 @@
-"""The plan of a forward pass: every decision that depends on the kind of its inputs, and not on their values.
+"""The plan of a forward pass: the groups of the pattern, and the selected implementations.
 
-A plan is a function of two values: the :class:`.Kind` of a call, and the :class:`.AttentionConfig` of the block, which
-never changes. A block makes a plan once for each kind and keeps it. In graphs, traces and transforms, where sizes may
-be symbolic and tensors belong to the graph, it makes a plan in every call.
+The groups depend on the :class:`.Kind` of a call and the :class:`.AttentionConfig` of the block, which never changes. A
+block makes a plan once for each kind and keeps it. Plans made in graphs, traces and transforms are not kept, because
+sizes may be symbolic and tensors belong to the graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class AttentionInputs(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The decisions of a forward pass, in the order in which it needs them."""
+    """The groups and the implementations of a forward pass, and the active ``with`` blocks."""
 
     kind: Kind
     #: The groups of the pattern for this size.
@@ -104,7 +104,7 @@ class PlanCache:
             return None
         grouping = self.find(kind)
         if kind.kernel.attend_pattern is not None and not grouping.is_global:
-            # Such a kernel receives the feature map as one group, unless the groups are a plain reshape.
+            # A kernel for patterns receives the feature map as one group, unless the groups are a plain reshape.
             layout = grouping.query_layout
             is_reshape = layout is grouping.key_layout and layout.rearrangement is not None
             if not is_reshape or kind.mask is not None or kind.causal:
@@ -119,7 +119,7 @@ class PlanCache:
     def find(self, kind: Kind, pattern_as_mask: bool = False) -> Grouping:
         """Return a grouping, which the plans for a size share."""
         size, keys_size = tuple(kind.shape[2:]), pooled_size((kind.context or kind.shape)[2:], self.config.kv_stride)
-        key = (size, keys_size, kind.device, kind.causal, pattern_as_mask)
+        key = (size, keys_size, kind.device, kind.causal, pattern_as_mask)  # in the order of Grouping's arguments
         grouping = None if kind.in_graph else self.groupings.get(key)
         if grouping is None:
             grouping = outside_graph((*size, *keys_size), partial(Grouping, self.config.resolved_pattern, *key))

@@ -123,7 +123,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     blocks = require_branches(model)
 
     def ablate(off: Iterable[nn.Module]) -> Ablation:
-        with scope(model, "output", dict.fromkeys(off, lambda x, y: x)):
+        with disable(model, off):
             ablated = compute_scores(model, images)
         if scores is None or ablated is None:
             return Ablation(predictions_changed=None, loss=None)
@@ -133,8 +133,10 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     with quiet_eval(model):
         with measure_branches(model, blocks) as squares:
             scores = compute_scores(model, images)
-        ratios = [(site, rms_ratio(x.sum(1)).item(), rms_ratio(x)) for site, x in squares.items()]
-        contributions = tuple(BlockContribution(*ratio, ablate([blocks[ratio[0]]])) for ratio in ratios)
+        contributions = tuple(
+            BlockContribution(site, rms_ratio(x.sum(1)).item(), rms_ratio(x), ablate([blocks[site]]))
+            for site, x in squares.items()
+        )
         all_blocks = ablate(blocks.values())
     return Contribution(contributions, all_blocks, 0 if scores is None else scores.argmax(1).numel())
 
@@ -257,7 +259,12 @@ def disabled(model: nn.Module, names: Globs = None, *, where: Where = None) -> A
     sites = select_inside(blocks, blocks, names, where)
     if where is not None and not sites:
         raise SiteError(f"where returns True for no block. The model has blocks at {', '.join(blocks)}")
-    return scope(model, "output", dict.fromkeys((blocks[site] for site in sites), lambda x, y: x))
+    return disable(model, [blocks[site] for site in sites])
+
+
+def disable(model: nn.Module, blocks: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Return the input of these blocks as their output, inside a ``with`` block."""
+    return scope(model, "output", dict.fromkeys(blocks, lambda x, y: x))
 
 
 def rms_ratio(squares: Tensor) -> Tensor:

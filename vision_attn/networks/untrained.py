@@ -21,8 +21,8 @@ def warn_if_untrained(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None
     Each block is checked in every backward pass that reaches it, until it was updated. Copies are not checked.
     """
     network = ref(model)
-    #: by site: the hook of a block that was not updated yet; the sums of the parameters of the block, and of the last
-    #: other parameter, in the last backward pass; the number of backward passes before which only the other was updated
+    # By site: the hook of a block that was not updated yet; the sums of its parameters and of the last other parameter
+    # in the last backward pass; the number of backward passes before which only the last other parameter was updated.
     hooks, sums, missed = dict[str, Any](), dict[str, list[float]](), Counter[str]()
 
     def check(site: str, block: ref[nn.Module], parameter: object) -> None:

@@ -36,7 +36,7 @@ def weights_on_map(
             groups, tokens = group[:, None], queries[None] if is_one_group else row[:, None]
             rows = [x if x is None else x.expand(-1, outer.groups, -1, q.shape[3], -1) for x in (q, *masking)]
             q, *masking = (x if x is None else x[:, groups, :, tokens].movedim((0, 1), (1, 3)) for x in rows)
-            k = k[:, group]
+            k = k if is_one_group else k[:, group]
         mask, row_has_key = masking
         logits = masks.add_mask((q @ k.mT).flatten(0, 1), mask, causal=False)
         weights = masks.zero_fully_masked_rows(logits.softmax(-1), row_has_key).unflatten(0, (-1, q.shape[1]))
@@ -51,8 +51,9 @@ def fold_bias(inputs: AttentionInputs, outer: Grouping) -> list[Any]:
     """Include scale and position bias in queries, keys and mask; the batch axis may run over the groups of ``outer``.
 
     Returns:
-        Queries ``(b, groups, n, i, d)``, keys ``(b, groups, n, j, d)``, the mask ``(b or 1, groups or 1, n or 1, i,
-        j)``, and the rows with at least one allowed key, ``(b or 1, groups or 1, n or 1, i, 1)``.
+        Queries ``(b, groups, n, i, d)``, keys ``(b, groups, n, j, d)``, the mask
+        ``(b or 1, groups or 1, n or 1, i, j)``, and the rows with at least one allowed key,
+        ``(b or 1, groups or 1, n or 1, i, 1)``.
     """
     q, k, _, scale, grouping, bias, mask = inputs
     q, k = masks.upcast(q), masks.upcast(repeat_kv(q, k))

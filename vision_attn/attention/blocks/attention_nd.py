@@ -302,7 +302,7 @@ class Attention(ConfigurableImpl):
     def get_config(self) -> dict[str, object]:
         config = {"num_heads": self.num_heads, "pattern": self.pattern, **self.non_default_config()}
         if self.position is not None:
-            position: Any = self.position.config  # the shapes of tables state the size, and loading resizes them
-            has_tables = isinstance(self.position, TableEncoding)
+            position: Any = self.position.config
+            has_tables = isinstance(self.position, TableEncoding)  # shapes state the size, and loading resizes them
             config["position"] = replace(position, feat_size=None) if has_tables else position
         return config

@@ -60,11 +60,14 @@ class Grouping:
         self.cache: dict[Any, Any] = {}
 
     def cached(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Return a cached value that depends on the pattern and the size only; compute it on the first call."""
+        """Return a cached value that depends on the pattern and the size only; compute it on the first call.
+
+        In a graph, compute it in each call.
+        """
         value = None if self.in_graph else self.cache.get(key)  # in a graph, the key may contain symbolic sizes
         if value is None:
             value = outside_graph((*self.query_layout.size, *self.key_layout.size), compute)
-            if can_cache(torch.empty(())):
+            if not self.in_graph and can_cache(torch.empty(())):
                 self.cache[key] = value
         return value
 

@@ -50,8 +50,8 @@ class AbsPosEncoding(TableEncoding):
     def __init__(self, config: AbsPos, block: AttentionConfig, device: Any, dtype: Any) -> None:
         check_lengths("AbsPos", "feat_size", config.feat_size)
         lengths = to_ntuple("AbsPos", "feat_size", config.feat_size, block.rank)
-        d, named = block.key_dim, zip(AXIS_NAMES[-block.rank :], lengths, strict=True)
-        tables = {name: (length, d) for name, length in named}
+        d, names = block.key_dim, AXIS_NAMES[-block.rank :]
+        tables = {name: (length, d) for name, length in zip(names, lengths, strict=True)}
         super().__init__(config, d**-0.5, tables, device=device, dtype=dtype)
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:

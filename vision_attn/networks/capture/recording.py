@@ -251,10 +251,10 @@ def select_modules(model: nn.Module, names: Any, where: Any) -> tuple[dict[str, 
     if not (selected := select_inside(named, modules, names, where)):
         unconverted = shorten(others[path] for path in select_inside(named, others, names, where))
         reason = f". {unconverted}: {NOT_CONVERTED}" if unconverted else ""
-        what, available = "model has no Attention2d to capture", "Call va.insert_ to add a block"
+        what, remedy = "model has no Attention2d to capture", "" if unconverted else ". Call va.insert_ to add a block"
         if modules:
-            what, available = "names and where must select an Attention2d", f"Available: {', '.join(modules)}"
-        raise ValueError(f"{what}. {available}{reason}")
+            what, remedy = "names and where must select an Attention2d", f". Available: {', '.join(modules)}"
+        raise ValueError(f"{what}{remedy}{reason}")
     reasons = dict.fromkeys(others, NOT_CONVERTED) | dict.fromkeys(modules.keys() - {*selected}, NOT_SELECTED)
     return {path: modules[path] for path in selected}, reasons
 

@@ -188,7 +188,9 @@ def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     size, images, second_size = (tuple(map(int, v[name])) for name in ("map_size", "input_shape", "context_size"))
     site = Site(v["site"], v["at"], v["channels"], size, images, v["layout"], v["element"], v["used"])
     second = SecondMap(v["context"], v["context_layout"], v["context_element"], second_size) if v["context"] else None
-    option_code.check_saved_arguments({v["block_path"]: v["options"]})
+    for code in option_code.check_saved_arguments({v["block_path"]: v["options"]})[v["block_path"]].values():
+        if option_code.class_names(code) <= option_code.CONFIG_CLASSES.keys():
+            option_code.from_code(code)  # raises for an invalid value, before anything is built
     identity, cost = (v["identity_init"], v["wrapper_options"]), BlockCost(v["parameters"], v["macs"])
     return InsertedBlock(site, v["block"], v["options"], v["block_path"], second, identity, cost)
 

@@ -134,7 +134,7 @@ def save_model(
     if network is None and not hasattr(model, "num_classes"):  # such as the networks of features_only=True
         raise ValueError(f"model must be a classifier of timm, got {type(model).__name__}. {remedy}")
     count, known = (getattr(model, name, None) for name in ("num_classes", "classes"))
-    if classes is None and isinstance(known, list | tuple) and count in (None, len(known)):  # not their number
+    if classes is None and isinstance(known, list | tuple) and count in (None, len(known)):  # some store the number
         classes = known if all(isinstance(name, str) for name in known) else None
     classes = [classes] if isinstance(classes, str) else classes
     if classes is not None and count not in (None, len(classes)):

@@ -10,17 +10,18 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any
 
-from vision_attn.attention import patterns, position
 from vision_attn.attention.blocks.config import CONFIG_KEY
+from vision_attn.attention.patterns import Grid, Halo, Neighborhood, Pattern, Window
+from vision_attn.attention.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope, SinCos
 from vision_attn.networks.inspection.wrappers import unwrap_key
 from vision_attn.networks.safe.pickled import METADATA
 
 #: name -> class or function
 Classes = Mapping[str, Callable[..., Any]]
-#: The classes of this library that are allowed in the code: patterns and position encodings.
-PUBLIC = {**vars(patterns), **vars(position)}
-CONFIG_CLASSES: Classes = {name: x for name, x in PUBLIC.items() if isinstance(x, type) and is_dataclass(x)}
-
+PATTERNS = (Window, Grid, Halo, Neighborhood, Pattern)
+POSITIONS = (RelPosDecomposed, RelPosTable, AbsPos, Rope, ConditionalPos, SinCos)
+#: The classes of this library that are allowed in the code.
+CONFIG_CLASSES: Classes = {cls.__name__: cls for cls in (*PATTERNS, *POSITIONS)}
 
 #: path of a block -> {argument: code}
 Arguments = Mapping[str, Mapping[str, str]]
@@ -32,7 +33,7 @@ MAX_LENGTH = 10_000
 def to_code(name: str, value: object) -> str:
     """Return the value of an option as code.
 
-    >>> to_code("pattern", patterns.Window(7, shift=3))
+    >>> to_code("pattern", Window(7, shift=3))
     'Window(size=7, shift=3)'
     """
     code, kind = repr(value), type(value)
@@ -93,7 +94,7 @@ def get_arguments(state: object) -> Arguments:
     """Return the arguments of the attention blocks in a state dict, by path in the network without wrappers.
 
     >>> from vision_attn.attention.blocks import Attention2d
-    >>> get_arguments(Attention2d(8, 2, pattern=patterns.Window(7)).state_dict())
+    >>> get_arguments(Attention2d(8, 2, pattern=Window(7)).state_dict())
     {'': {'num_heads': '2', 'pattern': 'Window(size=7, shift=0)'}}
     """
     metadata = getattr(state, METADATA, None) or {}

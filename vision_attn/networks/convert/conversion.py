@@ -33,7 +33,7 @@ Attend: TypeAlias = Callable[..., Tensor]
 FALLBACK: Any = object()
 
 
-def run_block(block: Any, rank: int, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Any:
+def run_converted(block: Any, rank: int, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Any:
     """Call a block on feature maps; a block of rank 1 receives the positions as a sequence of tokens."""
     if rank > 1:
         return block(x, mask, context)
@@ -195,7 +195,7 @@ def find_conversion(module: nn.Module) -> tuple[str, Any, LayerConversion]:
     """Return the class path, the class and the conversion of a layer, or raise an error with the reason."""
     path = class_path(kind := known_class(module) or type(module))
     if path in CONVERSIONS:
-        return path, kind, get_row(path)
+        return path, kind, get_conversion(path)
     why = next((f": {reason}" for names, reason in UNSUPPORTED.items() if kind.__name__ in names.split()), "")
     linear = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("qkv", "proj"))
     if why or not linear or not isinstance(getattr(module, "num_heads", None), int):
@@ -203,11 +203,11 @@ def find_conversion(module: nn.Module) -> tuple[str, Any, LayerConversion]:
     for name in (name for name in (*vars(module), *own_children(module)) if "drop" in name):
         if name not in ("attn_drop", "proj_drop") and get_dropout(module, name):
             raise ValueError(f"{path} is not supported: it has another dropout, {name!r}")
-    return path, kind, get_row(path)
+    return path, kind, get_conversion(path)
 
 
-def get_row(path: str) -> LayerConversion:
-    """Return the row of a class that :func:`find_conversion` supports."""
+def get_conversion(path: str) -> LayerConversion:
+    """Return the conversion of a class, by path; :func:`find_conversion` has accepted the class."""
     return CONVERSIONS.get(path) or conversion_by_structure()
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.patterns import AnyPattern, Grid, Window
-from vision_attn.networks.convert.conversion import find_conversion, run_block
+from vision_attn.networks.convert.conversion import find_conversion, run_converted
 from vision_attn.networks.convert.equivalence import check_equivalence, check_source
 
 
@@ -66,7 +66,7 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
 
     def compute(copied: Any, x: Tensor, *args: Any) -> Any:
         block = conversion.make_block(copied).to(conversion.dtype)
-        attend = partial(run_block, block, block.rank)
+        attend = partial(run_converted, block, block.rank)
         return conversion.forward(copied, lambda x, _=None, context=None: attend(x, None, context), x, *args)
 
     check_equivalence(module, compute, conversion)

@@ -18,7 +18,13 @@ from torch.fx import Proxy
 
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.scopes import ORIGINAL, scoped_values
-from vision_attn.networks.convert.conversion import FALLBACK, LayerConversion, find_conversion, get_row, run_block
+from vision_attn.networks.convert.conversion import (
+    FALLBACK,
+    LayerConversion,
+    find_conversion,
+    get_conversion,
+    run_converted,
+)
 from vision_attn.networks.convert.equivalence import check_equivalence, check_source, class_path, is_hooked
 from vision_attn.networks.convert.projection import to_parameters
 from vision_attn.networks.inspection.network import hook_dicts
@@ -47,7 +53,7 @@ class Swap:
 
     @property
     def conversion(self) -> LayerConversion:
-        return get_row(self.family)
+        return get_conversion(self.family)
 
     def __str__(self) -> str:
         dtype = "" if self.conversion.dtype == torch.float64 else f", compared in {self.conversion.dtype}"
@@ -61,7 +67,7 @@ class Swap:
         sizes = tuple(x.shape[2:]), None if context is None else tuple(context.shape[2:])
         extra = {ORIGINAL: self.block, MAP_SIZES: sizes}
         block: Any = copy_with_weights(self.block, weights, extra, module.training)
-        return run_block(block, self.block.rank, x, mask, context)
+        return run_converted(block, self.block.rank, x, mask, context)
 
 
 def copy_with_weights(

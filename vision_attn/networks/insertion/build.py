@@ -44,8 +44,8 @@ def new_block(
 ) -> nn.Module:
     """Build a block with its record.
 
-    A block that replaces a module maps the feature map ``x`` to one like ``y``. Any other block is made an identity by
-    a ``method`` of :func:`init_identity_`, and is stored in a module inside its target with ``inside``.
+    A block that replaces a module maps the feature map ``x`` to one like ``y``. A ``method`` of
+    :func:`init_identity_` initializes any other block, which is stored in a module inside its target with ``inside``.
     """
     make, channels, spec = block_factories.get_block_factory(block, len(x.size)), x.shape[1], x.spec
     spec = spec._replace(device=torch.device("meta")) if dry_run else spec

@@ -21,9 +21,9 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.inspection.costs import feature_map_error
 from vision_attn.networks.inspection.network import fixed_seed, quiet_eval
 
-#: Ways to make a block an identity. ``ZEROS`` sets its last layers to zero if necessary. ``WRAPPED`` also returns the
+#: Methods of :func:`init_identity_`. ``ZEROS`` sets its last layers to zero if necessary. ``WRAPPED`` also returns the
 #: memory format of the input, on which the rounding of the next layers depends. ``GATE`` adds a gate. ``UNCHANGED``
-#: does not make it an identity.
+#: keeps the block as it is.
 ZEROS, WRAPPED, GATE, UNCHANGED = "zeros", "wrapped", "gate", "unchanged"
 
 #: Ratio of output to input for an identity, and for a product with one to three factors of sigmoid(0).
@@ -88,7 +88,7 @@ def wrap_exactly(block: nn.Module, channels: int, like: Any, options: Mapping[st
 def init_identity_(
     block: nn.Module, site: str, shape: tuple[int, ...], like: Any, method: str, shared: bool
 ) -> tuple[str, dict[str, Any]]:
-    """Run a block on random feature maps, and make it an identity at initialization.
+    """Run a block on random feature maps, and make it an identity at initialization unless it stays unchanged.
 
     Args:
         block: the block.

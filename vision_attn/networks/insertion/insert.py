@@ -291,7 +291,8 @@ def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> Fea
     for x in maps:
         equal = len(run.calls[x.target]) == len(run.calls[second_map.target])
         if not equal or order.index(second_map.target) >= order.index(x.target):
-            what = f"context: {second_map.target!r} does not run before {x.target!r}{'' if equal else ' in each call'}"
+            relation = "does not run before" if equal else "runs more or less often than"
+            what = f"context: {second_map.target!r} {relation} {x.target!r}"
             raise SiteError(f"{what}. Choose a module that runs earlier and equally often")
     return second_map
 

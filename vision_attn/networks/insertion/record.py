@@ -66,7 +66,7 @@ class InsertedBlock:
     target: Site
     #: class name of the block
     block: str
-    #: options of the block
+    #: options of the block; their code in a record that was read from a file
     options: Mapping[str, Any]
     #: path of the block in the model
     block_path: str

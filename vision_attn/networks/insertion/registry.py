@@ -110,7 +110,7 @@ def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def detach_all_(network: nn.Module) -> tuple[InsertedBlock, ...]:
-    """Remove all blocks of a network without wrappers, and return the records of those that run."""
+    """Remove all blocks of an unwrapped network, and return the records of the blocks that run."""
     blocks, records = all_blocks(network), tuple(iter_records(network))
     if not blocks:
         raise ValueError("model has no inserted block to remove")
