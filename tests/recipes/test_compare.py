@@ -88,7 +88,7 @@ def test_tables_have_intervals_for_differences_that_vary(values):
     by_name = zip(("plain", "other"), values, strict=True)
     runs = {name: {str(seed): {"top-1 %": x, "MACs": 2603} for seed, x in enumerate(of)} for name, of in by_name}
     text, differences = report(runs)
-    assert "| : |" not in text  # which is no line below a header in Markdown
+    assert "| : |" not in text  # Markdown requires a dash below each header
     assert len({len(line) for line in text.partition("\n\n")[0].splitlines()}) == 1
     assert (f" {np.mean(values[0]):.1f}" in text, "| 2,603 |" in text) == (True, True)
     known = values[1] == (41.0, 43.0)

@@ -496,7 +496,7 @@ def test_a_copy_of_the_recipe_with_a_few_changed_lines_trains_resumes_and_is_use
     assert "largest difference" in run("-m", "vision_attn", "export", "run", "-o", "net.pt2")
 
 
-#: Defaults other than None, False, zero and empty tuples; those of a run determine its result.
+#: Defaults of flags, except None, False, zero and empty tuples. The result of a run depends on its defaults.
 TRAINING = {
     "dataset": "folder", "train_split": "train", "val_split": "validation", "at": "after", "block": "attention",
     "epochs": 30, "weight_decay": 5e-4, "grad_accum_steps": 1, "crop_scale": 0.08, "hflip": 0.5,

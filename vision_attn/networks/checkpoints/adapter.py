@@ -206,6 +206,8 @@ def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, 
         types = [", ".join(sorted({tensors[name][1] for name in changed})) for tensors in (ours, base)]
         what = f"{path} is for different weights of this network: {len(changed)} of {len(base)} tensors differ"
         which = f"{shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter)"
-        remedy = "Load the original checkpoint of the network first, or save all trained parameters with also="
-        raise CheckpointError(f"{what}, {which}. {remedy}. strict=False loads the adapter without this check")
+        remedy = "Load the original checkpoint of the network first"
+        trained = "If the network was trained together with the blocks, save all trained parameters with also="
+        save = f"{remedy}. {trained}, or use va.save_model"
+        raise CheckpointError(f"{what}, {which}. {save}. strict=False loads the adapter without this check")
     return changed

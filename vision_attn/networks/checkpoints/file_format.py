@@ -70,7 +70,7 @@ class Saved:
     """Content of a file of this format; the module docstring describes the fields."""
 
     tensors: Mapping[str, Tensor]
-    #: records of the blocks; with the code of their options after reading
+    #: records of the blocks; in a file that was read, their options are code
     blocks: tuple[InsertedBlock, ...]
     #: None if the file contains the complete network
     base: Fingerprint | None = None
@@ -188,8 +188,9 @@ def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     size, images, second_size = (tuple(map(int, v[name])) for name in ("map_size", "input_shape", "context_size"))
     site = Site(v["site"], v["at"], v["channels"], size, images, v["layout"], v["element"], v["used"])
     second = SecondMap(v["context"], v["context_layout"], v["context_element"], second_size) if v["context"] else None
-    for code in option_code.check_saved_arguments({v["block_path"]: v["options"]})[v["block_path"]].values():
-        if option_code.class_names(code) <= option_code.CONFIG_CLASSES.keys():
+    option_code.check_saved_arguments({v["block_path"]: v["options"]})
+    for code in v["options"].values():
+        if option_code.class_names(code) <= CONFIG_CLASSES.keys():
             option_code.from_code(code)  # raises for an invalid value, before anything is built
     identity, cost = (v["identity_init"], v["wrapper_options"]), BlockCost(v["parameters"], v["macs"])
     return InsertedBlock(site, v["block"], v["options"], v["block_path"], second, identity, cost)

@@ -22,13 +22,19 @@ def get_record(block: nn.Module) -> InsertedBlock:
 
 def set_record_(block: nn.Module, record: InsertedBlock | None) -> nn.Module:
     """Store the record of a block in it, or remove it, and return the block."""
-    vars(block).pop(RECORD, None) if record is None else setattr(block, RECORD, record)  # wrappers have no own record
+    if record is None:
+        vars(block).pop(RECORD, None)  # a wrapper has none, and may show that of the block
+    else:
+        setattr(block, RECORD, record)
     return block
 
 
 def set_random_(module: nn.Module, random: bool) -> None:
     """Record whether a replaced module has random weights, because no file contained them."""
-    setattr(module, RANDOM, True) if random else vars(module).pop(RANDOM, None)
+    if random:
+        setattr(module, RANDOM, True)
+    else:
+        vars(module).pop(RANDOM, None)
 
 
 def has_random_weights(module: nn.Module) -> bool:

@@ -65,7 +65,7 @@ class DryRun:
         self.needs_hooks: bool = False
         hooks = [(x, partial(self.record_call, x)) for x, _ in model.named_modules() if x]
         try:
-            self.output, self.cost = self.measure(hooks)  # of the network
+            self.output, self.cost = self.measure(hooks)
             self.needs_hooks = not get_tensors(self.output)
         except SiteError:
             self.needs_hooks = any(any(hook_dicts(module)[:2]) for module in model.modules())
