@@ -248,6 +248,15 @@ def test_a_wrapped_projection_is_called_once_as_with_lora():
     assert calls == ["qkv", "proj", "qkv", "qkv", "proj", "proj"]
 
 
+@pytest.mark.parametrize("name", ["AttentionBlock2d", "LinearAttention2d", "TransformerBlock2d", "StridedAttention2d"])
+def test_all_gradients_of_an_empty_batch_are_zero(name):
+    """DistributedDataParallel waits for the gradients of all parameters, also in a step without regions of interest."""
+    options = {} if name == "LinearAttention2d" else {"qk_norm": True, "position": va.ConditionalPos(3)}
+    block, x = getattr(va.blocks, name)(8, 2, **options), torch.randn(0, 8, 4, 4, requires_grad=True)
+    for grad in torch.autograd.grad(block(x).sum(), [x, *block.parameters()]):
+        assert not grad.any()
+
+
 GROUPED = [{"kv_stride": 2}, {"qkv_bias": False, "out_channels": 8}, {"key_dim": 4, "value_dim": 4}]
 
 

@@ -132,6 +132,11 @@ def test_blocks_of_the_network_count_and_replacements_do_not(batch):
     dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), va.AttentionBlock2d(8, 2, gate_init=1.0))
     found = va.contribution(dense, batch[0][:2])
     assert ([one.site for one in found.blocks], found.predictions) == (["1"], 2 * 16 * 16)
+    va.insert_(dense, names="1", num_heads=2, gate_init=1.0, example_input=(1, 3, 16, 16))
+    x = torch.randn(2, 3, 16, 16)
+    assert {*va.measure_blocks(dense, x)} == {"1", "1.inserted"}
+    with va.disabled(dense):
+        assert torch.equal(dense(x), dense[0](x))
     vit = timm.create_model("test_vit", img_size=64, num_classes=5)
     va.insert_(vit, names="blocks.0", num_heads=2, gate_init=1.0, example_input=(1, 3, 64, 64))
     assert va.contribution(vit, torch.randn(4, 3, 64, 64)).blocks[0].ratio > 0.01

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention_maps import weights_on_map
-from vision_attn.attention.blocks.gated_residual import GatedResidual
+from vision_attn.attention.blocks.gated_residual import is_residual
 from vision_attn.attention.plan import AttentionInputs
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.networks.capture.maps import AttentionMap
+from vision_attn.networks.insertion.attributes import get_record
 from vision_attn.networks.insertion.registry import inserted_blocks, replaced_modules
 from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.networks.inspection.selection import Globs, Where, select_inside
@@ -206,7 +207,8 @@ def split_batch(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor]
 def compute_scores(model: nn.Module, images: Tensor | list[Tensor]) -> Tensor | None:
     """Return the scores ``(b, classes, …)`` of a model, or None if the output has no scores."""
     output = unwrap_model(model)(images)
-    output = output.get("out", output) if isinstance(output, Mapping) else output  # torchvision's segmentation models
+    if isinstance(output, Mapping):
+        output = next((output[key] for key in ("out", "logits") if key in output), output)
     output = getattr(output, "logits", output)
     if not isinstance(output, Tensor) or output.dim() < 2:
         return None
@@ -219,8 +221,9 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
     replaced = replaced_modules(unwrap_model(model))
     blocks = {site: block for site, block in inserted_blocks(model).items() if site not in replaced}
     inside = {module for block in blocks.values() for module in block.modules()}  # a wrapper may have several copies
-    gated = {path: x for path, x in unwrap_model(model).named_modules() if isinstance(x, GatedResidual)}
-    return blocks | {path: x for path, x in gated.items() if x not in inside}
+    gated = {path: x for path, x in unwrap_model(model).named_modules() if is_residual(x) and x not in inside}
+    # A block that is inserted at a gated block has its own path, because the other one has the path of the site.
+    return {get_record(x).block_path if site in gated else site: x for site, x in blocks.items()} | gated
 
 
 def require_branches(model: nn.Module) -> dict[str, nn.Module]:

@@ -1,5 +1,6 @@
 """Attention maps of all implementations, and measures on cases that were computed by hand."""
 
+import copy
 import math
 from functools import partial
 
@@ -140,6 +141,9 @@ def test_wrong_arguments_are_rejected():
         model.forward_features(x)
     with pytest.raises(ValueError, match=r"not available inside torch\.vmap"), va.capture(model):
         torch.vmap(lambda image: model(image[None]))(x)
+    with va.capture(model) as maps:  # the tensors of torch.func.grad cannot be copied
+        torch.func.grad(lambda image: model(image).sum())(x)
+    assert copy.deepcopy(next(iter(maps.values())).weights).isfinite().all()
     for arguments, message in (
         ({"queries": "each"}, "queries"),
         ({"reduction": "sum"}, "reduction"),

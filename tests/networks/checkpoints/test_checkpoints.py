@@ -173,6 +173,10 @@ def test_a_file_may_contain_a_shared_parameter_once(tmp_path):
     assert len(load_file(path)) < len(model.state_dict())
     assert va.load_checkpoint_(other, path).missing == ()
     assert_same(other.state_dict(), model.state_dict())
+    state = {**model.state_dict(), "2.bias": torch.ones(3)}
+    assert_rejected(r'0\.bias and 2\.bias are one .*Pass skip="2\.bias"', other, save(state, tmp_path))
+    assert "2.bias" not in va.load_checkpoint_(other, save(state, tmp_path), skip="2.bias").missing
+    assert_same(other.state_dict(), model.state_dict())
     other[2] = nn.Conv2d(3, 3, 1)  # not shared, so it is missing
     assert_rejected("2 keys missing from the checkpoint", other, path)
 
@@ -437,7 +441,8 @@ def test_keys_are_renamed_by_regular_expressions_in_order(form, state, tmp_path)
     assert not va.load_checkpoint_(model, path, rename=form(rename)).ignored
     assert_same(model.state_dict(), state)
     path = save(content | {"neck.0.weight": torch.ones(1)}, tmp_path)
-    report = va.load_checkpoint_(small_network(), path, rename=[*rename, ("neck", "model")], skip="4.*", strict=False)
+    rename = [("neck", "x"), *rename, ("neck", "y"), ("x", "model")]  # an expression may occur twice
+    report = va.load_checkpoint_(small_network(), path, rename=rename, skip="4.*", strict=False)
     assert (report.unexpected, report.newly_initialized) == (("model.0.weight",), ("4.weight", "4.bias"))
 
 

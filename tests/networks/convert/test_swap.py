@@ -617,6 +617,20 @@ def test_masks_of_monai_causal_calls_and_later_processors_of_diffusers_run_the_l
     assert_same_calls(layer, [((x,), {}, 1), ((x,), {"attn_mask": mask}, 0), ((x, mask), {}, 0)])
 
 
+def test_a_parametrized_module_is_not_unswapped_and_a_block_at_a_swapped_module_keeps_it_swapped():
+    layer, x = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval(), torch.randn(1, 16, 8)
+    va.swap_(layer)
+    nn.utils.parametrize.register_parametrization(layer.self_attn, "in_proj_weight", nn.Identity())
+    expected = layer(x)
+    with pytest.raises(va.errors.SiteError, match=r"'self_attn' cannot be unswapped.*remove_parametrizations"):
+        va.unswap_(layer)
+    assert torch.equal(layer(x), expected)
+    vit = timm.create_model("test_vit", img_size=64).eval()
+    va.swap_(vit)
+    va.insert_(vit, names="blocks.0.attn", num_heads=2, example_input=(1, 3, 64, 64))
+    assert "blocks.0.attn" in captured(vit, torch.randn(1, 3, 64, 64))
+
+
 #: Changes of a layer after the swap.
 LATER_CHANGES = [
     lambda layer: setattr(layer, "qkv", nn.Sequential(layer.qkv, nn.ReLU())),  # similar to LoRA

@@ -75,6 +75,17 @@ def both(channels, **options):
     return nn.Sequential(*(va.AttentionBlock2d(channels, pattern=name, **options) for name in ("full", "rows")))
 
 
+class Shifted(va.AttentionBlock2d):
+    """A block whose residual branch is not added to its input."""
+
+    def __init__(self, channels):
+        super().__init__(channels, 2)
+        self.shift = nn.Parameter(torch.ones(channels, 1, 1))
+
+    def forward(self, x, mask=None, context=None):
+        return super().forward(x + self.shift, mask, context)
+
+
 GATE, ALL = "gate set to zero", "parameters of the block set to zero"
 #: Block and dtype, and the expected initialization and wrapper options.
 TRIED = {
@@ -95,6 +106,7 @@ TRIED = {
     (va.blocks.TransformerBlock2d, "float32"): ("attn.proj and fc2 set to zero", {}),
     (va.AttentionBlock2d, "float32"): ("", {}),
     (both, "float32"): ("", {}),
+    (Shifted, "float32"): (GATE, {"gated": True}),
 }
 
 
@@ -208,14 +220,17 @@ def test_blocks_are_restored_with_their_initialization(block, tmp_path):
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
-@pytest.mark.parametrize("block", [queries_and_keys, InPlace])
+@pytest.mark.parametrize("block", [queries_and_keys, InPlace, Shifted])
 def test_a_gate_interpolates_between_the_feature_map_and_the_block_output(block, scale):
     model, x, y = network(), torch.randn(IMAGES), network()(torch.randn(IMAGES))
+    plain = model(x)
     va.insert_(model, block, names="0", example_input=x)
     wrapped = va.inserted_blocks(model)["0"]
     wrapped.scale, gate = scale, nn.init.uniform_(wrapped.gate, -1, 2).detach()[:, None, None]
     with torch.no_grad():
         torch.testing.assert_close(wrapped(y.clone()), y + gate * (scale * wrapped.block(y.clone()) - y))
+        with va.disabled(model):
+            assert torch.equal(model(x), plain)
         nn.init.ones_(wrapped.gate)
         torch.testing.assert_close(wrapped(y.clone()), scale * wrapped.block(y.clone()))
 

@@ -122,6 +122,11 @@ class Scaled(nn.Sequential):
         return self[0](x, x.mean()) if len(self) > 1 else self[0](x, scale=2)
 
 
+def aliased(part):
+    """Return a network that calls its module through a list, as detectron2 does."""
+    return Net(lambda net, x: [part][0](x[..., ::16, ::16]), part=part)
+
+
 SCALE = Net(lambda net, x, scale: x * scale)
 WRAPPED = checkpoint_wrapper(nn.Conv2d(3, 3, 3, padding=1, device="meta"))
 #: A network, names of modules, and the message of the error.
@@ -134,6 +139,7 @@ NOT_REPLACED = [
     (lambda: Net(lambda net, x: net.part(2, x), part=Net(lambda part, scale, x: x)), "part", "Net returns 'b c h"),
     (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # The feature map is in a list.
     (lambda: timm.create_model("test_vit"), "blocks.3.attn", r"Attention returns 'b \(1 \+ h w\) c' of shape"),
+    (lambda: aliased(nn.Conv2d(3, 3, 1)), "part", "'part' .* calls this module through another reference"),
     (lambda: nn.Sequential(WRAPPED), "0", "'0' .*wraps this layer. Call va.replace_ before"),
     (lambda: nn.Sequential(WRAPPED), "0._checkpoint_wrapped_module", "wraps this layer. Call va.replace_ before"),
 ]

@@ -107,6 +107,14 @@ def test_a_module_that_has_two_names_is_one_site():
     assert len(va.insert_(model, names=["alias", "layer3"]).blocks) == 1
 
 
+def test_a_block_at_a_sequential_does_not_run_at_another_one_that_shares_its_last_module():
+    relu = nn.ReLU()
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(width, 8, 1), relu) for width in (3, 8))).eval()
+    va.insert_(model, names="0", num_heads=2, gate_init=1.0, example_input=(1, 3, 8, 8))
+    (block,), x = va.inserted_blocks(model).values(), torch.randn(1, 3, 8, 8)
+    torch.testing.assert_close(model(x), model[1](block(relu(model[0][0](x)))))
+
+
 def test_a_module_may_receive_several_views_of_each_image():
     views = lambda net, x: net.conv(torch.cat([x, x.flip(3)])).unflatten(0, (2, -1)).mean(0)  # noqa: E731
     model = Net(views, conv=nn.Conv2d(3, 8, 1))

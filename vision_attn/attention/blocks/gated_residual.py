@@ -55,6 +55,13 @@ class GatedResidual(FixedOptions):
 
     rank = 2
     fixed: ClassVar[Collection[str]] = ("channels", "gate_init", "zero_init")
+    #: True if the output is the sum above; False for a subclass of a block with another forward method.
+    adds_to_input: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "forward" in vars(cls):
+            cls.adds_to_input = GatedResidual in cls.__bases__
 
     def __init__(self, channels: int, gate_init: float | None, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
@@ -106,7 +113,13 @@ class GatedResidual(FixedOptions):
             y = torch.addcmul(x, gate, branch)  # not every runtime of exported graphs supports addcmul
         else:  # under autocast, normalization returns float32; the feature map keeps the dtype of the backbone
             y = x + (gate * branch).to(x.dtype)
-        return scoped_output(self, x, y) if graph or SCOPES.get() or graph_task_id() != -1 else y
+        in_scopes = graph or SCOPES.get() or graph_task_id() != -1
+        return scoped_output(self, x, y) if in_scopes and self.adds_to_input else y
+
+
+def is_residual(module: nn.Module) -> bool:
+    """Return True for a block that adds a gated branch to its input."""
+    return isinstance(module, GatedResidual) and module.adds_to_input
 
 
 #: The attention layer for feature maps with one, two and three axes.

@@ -180,7 +180,7 @@ class LinearAttention2d(ConfigurableImpl):
                 raise ValueError(f"mask must be bool (True = may attend){FOR_LINEAR}, got {mask.dtype}")
             mask = broadcast_mask(mask).mT
         if 0 in x.shape:  # einx does not support empty tensors
-            return self.proj(torch.zeros_like(x))
+            return self.proj(self.qkv(x)[:, : self.channels])
         impls, padded = scoped_values(self, "impl", "valid")
         impl = [self._impl, *impls][-1]
         if (pixels := latest_pixels(padded, in_graph(x))) is not None:

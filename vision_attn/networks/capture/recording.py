@@ -234,7 +234,8 @@ class Recording:
             first = compute_weights(torch.arange(prefix, device=inputs.q.device)) if prefix else None
         if debug_unwrap(weights).dim() > weights.dim():  # cannot be read outside
             raise ValueError("va.capture is not available inside torch.vmap. Call the model with a batch of images")
-        earlier = sum(known.partition(":")[0] == path for known in self.maps)
+        weights, first = debug_unwrap(weights), None if first is None else debug_unwrap(first)  # of torch.func.grad
+        earlier = sum(path in (known, known.rpartition(":")[0]) for known in self.maps)
         key = f"{path}:{earlier + 1}" if earlier else path
         self.maps[key] = AttentionMap(weights, tuple(positions), self.image_size, size, tuple(names), first)
 

@@ -24,6 +24,7 @@ from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weigh
 from vision_attn.networks.insertion.attributes import set_random_
 from vision_attn.networks.insertion.hooks import checked_network
 from vision_attn.networks.insertion.registry import keys_by_site, replaced_modules
+from vision_attn.networks.inspection.dry_run import equal_tensors
 from vision_attn.networks.inspection.selection import match_keys
 from vision_attn.networks.inspection.wrappers import unwrap_key, unwrap_model
 from vision_attn.networks.safe import CheckpointFile, read_file
@@ -124,9 +125,11 @@ def load_file_(
     fitting = (*report.loaded, *report.replaced)
     if not fitting or (strict and (count_differences(report) or report.config_mismatches)):
         raise explain_refusal(report, target, tensors)
-    values = pair_values(target.tensors, {key: converted.get(key, saved[key]) for key in fitting})
+    new = {key: converted.get(key, saved[key]) for key in fitting}
+    check_shared(target, new)
+    values = pair_values(target.tensors, new)
     # The only references to the tensors of the file are in the list.
-    del file, tensors, saved, converted, attempts
+    del file, tensors, saved, converted, attempts, new
     copy_all_(values)
     for old in replaced_modules(target.model).values() if report.replaced else ():
         set_random_(old, False)
@@ -136,6 +139,16 @@ def load_file_(
 def count_differences(report: LoadReport) -> int:
     """Return the number of keys that do not fit."""
     return len(report.missing) + len(report.unexpected) + len(report.mismatched)
+
+
+def check_shared(target: "Target", values: Tensors) -> None:
+    """Raise if a checkpoint has different values for two names of a shared parameter."""
+    first: dict[int, str] = {}
+    for key in (key for key in values if key in target.identities):
+        name = first.setdefault(target.identities[key], key)
+        if name != key and not equal_tensors(values[name], values[key]):
+            what = f"{name} and {key} are one parameter of the model, and have different values in the checkpoint"
+            raise CheckpointError(f'{what}. Pass skip="{key}", or skip="{name}"')
 
 
 def filter_by_timm(model: nn.Module, tensors: Tensors, prefix: str) -> Iterator[dict[str, Tensor]]:

@@ -197,7 +197,8 @@ def parse_rename(rename: Rename, keys: Iterable[str]) -> list[tuple[re.Pattern[s
     if isinstance(rename, str):
         check_choice("rename", rename, PRESETS, ", or pairs of a regular expression and its replacement")
         rename = PRESETS[rename](keys)
-    return [(re.compile(pattern), replacement) for pattern, replacement in dict(rename).items()]
+    pairs = rename.items() if isinstance(rename, Mapping) else rename
+    return [(re.compile(pattern), replacement) for pattern, replacement in pairs]
 
 
 def rename_keys(names: Mapping[str, str], pairs: Iterable[tuple[re.Pattern[str], str]]) -> dict[str, str]:

@@ -156,11 +156,15 @@ def unswap_(model: nn.Module) -> SwapReport:
     """
     lines, network = [], require_modifiable(model, "va.unswap_")
     replaced = (old.named_modules(prefix=site) for site, old in replaced_modules(network).items())
-    for name, module in chain(network.named_modules(), *replaced):
-        if isinstance(module, Swapped):
-            swap: Swap = vars(module).pop("swapped")
-            module.__class__ = original_class(module)  # type: ignore[assignment]
-            lines.append(SwappedModule(name, type(module).__name__, str(swap), swap.difference))
+    modules = {name: x for name, x in chain(network.named_modules(), *replaced) if isinstance(x, Swapped)}
+    for name, module in modules.items():
+        if Swapped not in type(module).__bases__:
+            remedy = "Call torch.nn.utils.parametrize.remove_parametrizations first"
+            raise SiteError(f"{name!r} cannot be unswapped, because it has parametrizations. {remedy}")
+    for name, module in modules.items():
+        swap: Swap = vars(module).pop("swapped")
+        module.__class__ = original_class(module)  # type: ignore[assignment]
+        lines.append(SwappedModule(name, type(module).__name__, str(swap), swap.difference))
     return SwapReport(tuple(lines), "unswapped")
 
 

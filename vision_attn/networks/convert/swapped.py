@@ -6,7 +6,7 @@ run the module at the same time. Calls that the block does not support run the o
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,6 +27,7 @@ from vision_attn.networks.convert.conversion import (
 )
 from vision_attn.networks.convert.equivalence import check_equivalence, check_source, class_path, is_hooked
 from vision_attn.networks.convert.projection import to_parameters
+from vision_attn.networks.insertion.record import CHILD
 from vision_attn.networks.inspection.network import hook_dicts
 
 #: Reason why a call of a swapped module runs its original code.
@@ -148,13 +149,20 @@ def make_empty(kind: Any) -> Any:
 def explain_change(module: Swapped) -> str:
     """Return why a swapped module runs its original code, as the end of a sentence."""
     parts, hooked, _, settings = module.swapped.traits
-    for name, part in module.named_modules():
-        if name and not any(part is known for known in parts):
+    for name, part in named_parts(module):
+        if not any(part is known for known in parts):
             return f"{name!r} was replaced by {type(part).__name__}"
-        if name and is_hooked(part) and not hooked:
+        if is_hooked(part) and not hooked:
             return f"{name!r} has a hook"
     changed = (f"{name!r} has changed" for name, value in settings.items() if getattr(module, name, None) != value)
     return next(changed, "a dropout has another mode or rate")
+
+
+def named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the submodules of a module, except blocks that are inserted at its output."""
+    for name, child in module.named_children():
+        if not name.startswith(CHILD):
+            yield from child.named_modules(prefix=name)
 
 
 def read_traits(module: nn.Module, names: Iterable[str] = ()) -> tuple[Any, ...]:
@@ -163,7 +171,7 @@ def read_traits(module: nn.Module, names: Iterable[str] = ()) -> tuple[Any, ...]
     By default, all settings are returned. With ``names``, only these settings are read, because torch.compile in torch
     2.11 cannot trace the listing of attributes.
     """
-    parts = [*module.modules()][1:]
+    parts = [part for _, part in named_parts(module)]
     hooked = any(map(is_hooked, parts))
     drops = [(part.p, part.training == module.training) for part in parts if isinstance(part, nn.Dropout)]
     if not names:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks import Attention2d
-from vision_attn.attention.blocks.gated_residual import GatedResidual
+from vision_attn.attention.blocks.gated_residual import GatedResidual, is_residual
 from vision_attn.attention.patterns import resolve_pattern
 from vision_attn.attention.position.relative_table import RelativePosition
 from vision_attn.errors import SiteError
@@ -63,13 +63,13 @@ def new_block(
     new = build_block(run.model, x.target, at, make, channels, options, spec)
     name = str(block) if is_timm else type(new).__name__
     identity: tuple[str, dict[str, Any]] = "", {}
-    if y is None and not isinstance(new, GatedResidual):
+    if y is None and not is_residual(new):
         # Blocks on the meta device have no values to test.
         test_spec = spec._replace(device=torch.device("cpu")) if spec.device.type == "meta" else spec
         if test_spec is not spec:
             new = build_block(run.model, x.target, at, make, channels, options, test_spec)
-        # A layer that the block shares with the network must not be set to zero.
-        shared = not {*run.model.parameters()}.isdisjoint(new.parameters())
+        # A layer that the block shares with the network must not be set to zero, nor the gate of a branch of zeros.
+        shared = isinstance(new, GatedResidual) or not {*run.model.parameters()}.isdisjoint(new.parameters())
         identity = init_identity_(new, x.target, x.shape, test_spec, method, shared)
         new = wrap_exactly(new, channels, test_spec, identity[1]).to(spec.device)
     second_map = None if context is None else SecondMap(context.target, context.layout, context.element, context.size)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from vision_attn.attention.blocks.gated_residual import GatedResidual
+from vision_attn.attention.blocks.gated_residual import is_residual
 from vision_attn.attention.graphs import is_symbolic
 from vision_attn.attention.recomputation import backward_pass
 from vision_attn.attention.scopes import scoped_output, scoped_values
@@ -117,7 +117,7 @@ def run_block(module: nn.Module, args: Any, value: Any, *, block: nn.Module, pat
             what = f"the block at {record.site!r} cannot process a quantized tensor ({x.dtype})"
             raise SiteError(f"{what}. Quantize before va.insert_, and dequantize the feature map in front of the block")
         y = running(x_map, **context)
-        y = y if isinstance(running, GatedResidual) else scoped_output(running, x_map, y)
+        y = y if is_residual(running) else scoped_output(running, x_map, y)
         return feature_maps.from_map(x, y, layout)
 
     return feature_maps.apply_to_call(args, value, () if before else (value,), element, run_on)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vision_attn.attention.blocks import StridedAttention2d
-from vision_attn.attention.blocks.gated_residual import GatedResidual
+from vision_attn.attention.blocks.gated_residual import is_residual
 from vision_attn.errors import SiteError
 from vision_attn.networks.block_factories import BlockFactory, describe_error
 from vision_attn.networks.insertion.attributes import get_record, has_random_weights, is_inserted, set_random_
@@ -126,7 +126,7 @@ def insert_(
         return report_costs(run, blocks, sites if overview else [])
     warn_about(blocks, run.declared.pads_images)
     while True:
-        may_change = method in (GATE, UNCHANGED) or all(isinstance(x, GatedResidual) for x in blocks)
+        may_change = method in (GATE, UNCHANGED) or all(map(is_residual, blocks))
         try:
             changed, verified = attach_verified(run, blocks, may_change)
         except ChildError:
@@ -225,13 +225,19 @@ def replace_(
     if dry_run:
         return report_costs(run, blocks)
     warn_about(blocks, run.declared.pads_images)
+    called = list[nn.Module]()
+    hooks = [(site, lambda module, *_: called.append(module)) for site in sites]
     with attach_blocks_(model, blocks):
         try:
-            _, cost = run.measure()
+            _, cost = run.measure(hooks)
         except SiteError as error:
             what = f"{shorten(map(repr, sites))} cannot be replaced: the network does not run with the new modules"
             remedy = "Pass a block with the arguments of the old ones, or choose other modules"
             raise SiteError(f"{what} ({describe_error(error.__cause__ or error)}). {remedy}") from error
+        for site, new in zip(sites, blocks, strict=True):
+            if called.count(new) != len(run.calls[site]):
+                what = f"{site!r} cannot be replaced: the network calls this module through another reference to it"
+                raise SiteError(f"{what}, such as a list, and would still run the old module. Choose another module")
     report = InsertionReport(tuple(map(get_record, blocks)), "inserted by replacement", run.cost)
     removed = (new + before - after for new, before, after in zip(report.added, run.cost, cost, strict=True))
     return replace(report, replaced_cost=Cost(*removed))

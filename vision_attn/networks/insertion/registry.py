@@ -33,10 +33,13 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
     if at not in ("after", "before", "replace") or not (at == "replace" or fits):
         what = f"at={at!r}, block {record.block_path!r}"
         raise SiteError(f"{record.site!r}: the record of the block is invalid ({what})")
-    if {block_at(target), replaced_module(target)} != {None} or (at != "replace" and hasattr(owner, child)):
+    if {block_at(target), replaced_module(target)} != {None}:
         what = f"{record.site!r} already has an inserted block, or is one. To replace it, call va.remove_(model) first"
         remedy = "To run two blocks in order, insert one class that contains both, such as an nn.Sequential subclass"
         raise SiteError(f"{what}. {remedy}")
+    if at != "replace" and hasattr(owner, child):
+        what = f"the block at {record.site!r} would be {record.block_path!r}, which already exists"
+        raise SiteError(f"{what}. Insert it in a separate call of va.insert_")
     if isinstance(target, GraphModule):
         what = f"{record.site!r} is a graph of torch.fx, whose hooks are not pickled"
         raise SiteError(f"{what}. Choose a module inside, or insert before tracing")

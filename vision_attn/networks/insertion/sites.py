@@ -78,7 +78,11 @@ def match_stages(dry_run: DryRun, stages: int | str | Iterable[int | str]) -> li
 def find_targets(dry_run: DryRun, sites: Iterable[str], at: str) -> list[str]:
     """Return the paths of the modules at which the blocks for the sites run."""
     check_choice("at", at, ("after", "before"))
-    return first_names(dry_run.model, [end_at(dry_run.model, site, at) for site in sites])
+    ends = {site: first_names(dry_run.model, [end_at(dry_run.model, site, at)])[0] for site in sites}
+    calls = {path: len(dry_run.calls.get(path, ())) for path in (*ends, *ends.values())}
+    # The last module of a Sequential may also run elsewhere. A Sequential that other code iterates over is not called.
+    targets = [site if 0 < calls[site] < calls[end] else end for site, end in ends.items()]
+    return list(dict.fromkeys(targets))
 
 
 def end_at(model: nn.Module, site: str, at: str) -> str:

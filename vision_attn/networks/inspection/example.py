@@ -29,7 +29,7 @@ class Example:
         """The first image tensor: images, volumes, audio, or the input of a generator."""
         if not (tensors := [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]):
             raise ValueError(f"model must be called with images as tensors, got {self}")
-        image = max(float_tensors(tensors) or tensors, key=Tensor.dim)  # Integer images have no float tensor.
+        image = max(tensors, key=lambda x: (x.dim(), x.is_floating_point()))  # images may be integers
         if not image.numel():
             raise ValueError(f"model must be called with at least one image, got images {self}")
         return image
