@@ -58,7 +58,7 @@ def test_variants_with_other_seeds_have_the_intervals_of_games_and_howell_for_a_
 
 
 def test_verdicts_respect_the_direction_and_p_is_printed(tmp_path):
-    near, far, block = [10.0, 11.0, 12.5], [5.0, 6.1, 6.0], [10.3, 11.0, 12.1]
+    near, far, block = [1.0, 1.1, 1.25], [0.5, 0.61, 0.6], [1.03, 1.1, 1.21]
     scores = {name: dict(enumerate(of)) for name, of in {"near": near, "far": far, "block": block}.items()}
     near, far = compare_scores(scores)
     assert (near.verdict, far.verdict) == ("no significant difference", "better")

@@ -278,12 +278,14 @@ def test_augmentation_follows_from_the_seed_the_epoch_and_the_image(places, size
 def test_small_images_are_padded_and_cropped_and_photographs_are_resized(places):
     image = open_image(places / "train" / "a" / "00.png")
     config = {**CONFIG, "crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1.0,) * 3}
-    small, corners = make_transforms(Settings(hflip=0.0), config)[0], set()
+    small, corners, padding = make_transforms(Settings(hflip=0.0), config)[0], set(), set()
     for number in range(40):
         seed_all(number)
         found = small(image)
         corners.add((bool((found[:, 0] == 0).all()), bool((found[:, :, 0] == 0).all())))
+        padding.add(int((found.amax((0, 2)) == 0).sum()))
     assert len(corners) == 4, "zeros at the upper and the left side, or not"
+    assert padding == {0, 1, 2, 3, 4}
     photo = {**config, "input_size": (3, 72, 72)}
     seed_all(0)
     found = make_transforms(Settings(crop_scale=0.35), photo)[0](image)

@@ -124,7 +124,8 @@ def test_class_and_register_tokens_are_queries_too(tmp_path, name, options, toke
 
 def test_positions_of_large_maps_are_merged(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 1), va.AttentionBlock2d(4, 1, pattern="rows"))
-    (one,) = content(va.explore(model, torch.rand(1, 3, 30, 33), tmp_path / "page.html"))["images"]
+    one, two = content(va.explore(model, torch.rand(2, 3, 30, 33), tmp_path / "page.html"))["images"]
+    assert (one["title"], two["title"]) == ("image 1", "image 2")
     assert (one["prediction"], one["ablations"]) == ([], [])  # a feature map is not a prediction
     heads = one["blocks"][0]["heads"]
     assert (heads["map"], heads["keys"], heads["step"]) == ([15, 17], [15, 17], 2)

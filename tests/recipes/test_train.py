@@ -216,9 +216,9 @@ def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
         module.train(replace(base, output=None, batch_size=100), log=quiet)
     assert not (tmp_path / "runs" / "train-8").exists(), "an invalid run does not use a number"
     lines = []
-    module.train(replace(base, output=None, epochs=1, batch_size=None), log=lines.append)
+    module.train(replace(base, output=None, epochs=1, batch_size=None, mixup=1.0), log=lines.append)
     assert (tmp_path / "runs" / "train-8" / "settings.json").exists()
-    assert "1 epochs of 8 steps of 9 images on cpu, in runs/train-8" in lines, "at least eight steps per epoch"
+    assert "1 epochs of 9 steps of 8 images on cpu, in runs/train-8" in lines, "pairs, at least eight steps per epoch"
 
 
 def test_a_step_has_at_most_128_images_by_default(base, photos, monkeypatch):
