@@ -139,6 +139,8 @@ def test_patterns_have_a_repr_that_is_code_and_support_equality_hash_and_pickle(
         assert (other, hash(other), other.expand_to_rank(2)) == (pattern, hash(pattern), pattern.expand_to_rank(2))
     # The order of tokens is irrelevant.
     assert va.Pattern("b n d h w -> b n (w h) d") == va.Pattern("b n d h w -> b n (h w) d")
+    rows, text = (va.Attention2d(8, pattern=name) for name in ("rows", "b n d h w -> (b h) n w d"))
+    assert text.resolved_pattern == rows.resolved_pattern
 
 
 FIXED_HEIGHT = va.Pattern("b n d (y p) w -> (b y) n (p w) d", y=2, p=3)
@@ -149,6 +151,8 @@ INVALID = [
     (lambda: va.Pattern("b n d h w"), "exactly one '->'"),
     (lambda: va.Pattern("b c h w -> b n (h w) d"), "left side must be 'b n d'"),
     (lambda: va.Pattern("b n d h w -> b n h w d"), "right side must be"),
+    (lambda: va.Pattern("b n d h w -> b n (h w) d x"), "right side must be"),
+    (lambda: va.Pattern("b n d h w -> b x (h w) d"), "right side must be"),
     (lambda: va.Pattern("b n d h w -> b n h d"), "'w' occurs 1 and 0 times"),
     (lambda: va.Pattern("b n d (h n) w -> b n (h w) d"), "'n' is a reserved name"),
     (lambda: va.Pattern(")b n d h w( -> b n (h w) d"), "names in parentheses"),

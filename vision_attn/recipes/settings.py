@@ -238,7 +238,11 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_option(text: str) -> Any:
-    """Return a literal, a pattern or position encoding with literal arguments, or the text. No other code is run."""
+    """Return a literal, a pattern or position encoding with literal arguments, or the text. No other code is run.
+
+    >>> parse_option("Rope(100.0)").temperature, parse_option("Attention2d(8)")
+    (100.0, 'Attention2d(8)')
+    """
     try:
         tree = ast.parse(text.removeprefix("va."), mode="eval").body
         kind: Any = getattr(va, ast.unparse(tree.func), None) if isinstance(tree, ast.Call) else None

@@ -320,6 +320,8 @@ def test_the_user_declares_a_layout_and_excludes_sites():
     options = {"num_heads": 2, "example_input": x}
     (block,) = va.insert_(model, names="*", exclude="1", layout="b h w c", **options).blocks
     assert (block.site, block.target.layout, block.channels) == ("0", "b h w c", 8)
+    vit = nn.Sequential(Net(lambda net, x: tokens(net.conv(x), 2), conv=nn.Conv2d(3, 8, 1)))
+    assert va.insert_(vit, names="0", layout="b (2 + h w) c", **options).blocks[0].map_size == (8, 8)
     for exclude, layout, message in (
         (None, "b (h w) c", "no feature map was found"),
         ("layr", None, "exclude: no module matches 'layr'"),
