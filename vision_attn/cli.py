@@ -42,7 +42,9 @@ COMMANDS = {
 }
 #: Flags that do not exist, with what to type instead.
 OTHER_FLAGS = {"--num-heads": "--block-options num_heads=4", "--insert": "--names layer3", "--optimizer": "--opt",
-               "--position": "--block-options 'position=Rope()'", "--color-jitter": "--aa"}  # fmt: skip
+               "--position": "--block-options 'position=Rope()'", "--color-jitter": "--aa",
+               "--block": "--variants 'NAME=--block …'", "--seed": "--seeds",
+               "--resume": "the same command again, which continues"}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

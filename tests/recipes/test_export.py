@@ -128,7 +128,8 @@ def test_a_failed_export_keeps_an_existing_file(tmp_path, monkeypatch, bias, mes
 
 
 def test_a_feature_map_with_one_position_may_grow_in_an_exported_file(tmp_path):
-    network = nn.Sequential(nn.Conv2d(3, 4, 8, 8), va.AttentionBlock2d(4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    blocks = va.AttentionBlock2d(4, 1), va.blocks.LinearAttention2d(4, 1)  # the latter has no sdpa
+    network = nn.Sequential(nn.Conv2d(3, 4, 8, 8), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
     options = {"example_input": (1, 3, 8, 8), "dynamic": ("batch", "size")}
     assert va.export_model(network, tmp_path / "net.onnx", **options).difference < 1e-5
     with pytest.raises(va.errors.ExportError, match=r"Guard failed: input.size\(\)\[2\] >= 16"):

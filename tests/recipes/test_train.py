@@ -218,7 +218,7 @@ def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
     lines = []
     module.train(replace(base, output=None, epochs=1, batch_size=None, mixup=1.0), log=lines.append)
     assert (tmp_path / "runs" / "train-8" / "settings.json").exists()
-    assert "1 epochs of 9 steps of 8 images on cpu, in runs/train-8" in lines, "pairs, at least eight steps per epoch"
+    assert "1 epoch of 9 steps of 8 images on cpu, in runs/train-8" in lines, "pairs, at least eight steps per epoch"
 
 
 def test_a_step_has_at_most_128_images_by_default(base, photos, monkeypatch):

@@ -21,7 +21,7 @@ BlockFactory = Callable[..., nn.Module]
 #: The default block, by the number of axes of a feature map.
 ATTENTION_BLOCKS: dict[int, BlockFactory] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
 #: Blocks of this library by name.
-BLOCKS: dict[str, BlockFactory] = {name: kind for name, kind in vars(blocks).items() if isinstance(kind, type)}
+BLOCKS: dict[str, BlockFactory] = {name: getattr(blocks, name) for name in blocks.__all__}
 #: The names of timm's ``create_attn``, except ``"ge"``, which timm cannot build.
 TIMM_BLOCKS = (
     *("se", "ese", "eca", "ecam", "ceca", "gc", "gca", "cbam", "lcbam", "coord", "scoord", "ela", "strip"),

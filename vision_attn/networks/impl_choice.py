@@ -10,7 +10,9 @@ from torch import nn
 
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.blocks.config import ConfigurableImpl
+from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.scopes import scope
+from vision_attn.checks import check_choice
 from vision_attn.text import shorten
 
 
@@ -27,6 +29,7 @@ def blocks_with_impl(model: nn.Module) -> dict[str, Any]:
 
 def blocks_for_impl(model: nn.Module, impl: str) -> Iterable[Any]:
     """Return the blocks of a model; raise if one of them does not support an implementation."""
+    check_choice("impl", impl, IMPLEMENTATIONS)
     blocks = blocks_with_impl(model)
     for path, block in blocks.items():
         try:

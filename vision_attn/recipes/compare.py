@@ -204,9 +204,6 @@ def settings_for_variant(word: str, common: Settings) -> tuple[str, Settings]:
 def compare(c: Comparison) -> Results:
     """Train each variant with each seed, and compare the top-1 accuracy after the last epoch."""
     common = Settings(**{field.name: getattr(c, field.name) for field in fields(Settings)})
-    for name in ("block", "resume", "seed"):
-        if getattr(c, name) != getattr(Settings(), name):
-            raise ValueError(f"{flag(name)}: not available in a comparison. Use --variants 'NAME=--block …' or --seeds")
     settings = dict(settings_for_variant(word, common) for word in c.variants)
     if len(settings) < max(2, len(c.variants)):
         raise ValueError(f"--variants: expected at least 2 distinct names, got {' '.join(c.variants)}")

@@ -200,9 +200,10 @@ def split_rows(labels: Iterable[int], classes: Sequence[str], fraction: float, s
 def make_loader(acc: Any, images: Any, batch: int, workers: int | None, train: bool = False) -> Any:
     """Create a loader whose batches are divided among the processes."""
     from accelerate.data_loader import prepare_data_loader
+    from joblib import cpu_count
 
     if workers is None:
-        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        cores = cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         workers = min(16, cores, len(images) // 64)
     loader: Any = DataLoader(images, batch, shuffle=train, drop_last=train, num_workers=workers,
                         persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import Positional, UseAppendAction, arg
+from tyro.conf import Positional, Suppress, UseAppendAction, arg
 
 import vision_attn as va
 
@@ -69,7 +69,7 @@ class Settings:
     channels_last: bool = False  # Use the channels-last memory format.
     compile: bool = False  # Compile the model with torch.compile.
     device: str | None = None  # Device: cpu or cuda; by default cuda if available.
-    workers: int | None = None  # Number of processes that decode images; by default one per core, at most 16.
+    workers: int | None = None  # Number of processes that decode images; by default up to one per core and 16.
     log_with: tuple[str, ...] = ()  # Trackers of Accelerate to log to, such as tensorboard or wandb.
     seed: int = 0  # Random seed.
     # Folder for the run; by default the next runs/train-N.
@@ -82,6 +82,11 @@ class Settings:
 class Comparison(Settings):
     """Settings of all runs of a comparison, and its variants and seeds."""
 
+    block: Suppress[str] = "attention"
+    seed: Suppress[int] = 0
+    resume: Suppress[str | None] = None
+    # Folder for the comparison; by default runs/compare. The same command continues a comparison.
+    output: Annotated[Path | None, arg(aliases=["-o"])] = None
     # Variants: plain, convolution, se, averaging, cost-volume, attention, or NAME=VARIANT FLAGS: 'slow=se --lr 0.01'.
     variants: tuple[str, ...] = ("plain", "convolution", "se", "attention")
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # Random seeds of each variant.
@@ -134,7 +139,8 @@ class Export:
 class Exploration:
     """Flags of ``vision-attn explore``."""
 
-    model: Annotated[Positional[str], arg(metavar="MODEL")]  # Folder of a run, hf-hub:OWNER/NAME, or a timm model.
+    # Folder of a run, folder written by va.save_model, hf-hub:OWNER/NAME, or a timm model.
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
     images: Images = ()  # Image files, or folders of images.
     pretrained: bool = False  # Load the pretrained weights of the timm model.
     names: tuple[str, ...] = ()  # Attention modules to show: names, or globs such as 'layer*.1'. The default is all.

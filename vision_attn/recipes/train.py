@@ -244,7 +244,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
             f"and {len(val_set):,} validation images")  # fmt: skip
         if progress["epoch"] >= s.epochs:
             log(f"all {s.epochs} epochs are complete; a larger --epochs continues the run")
-        log(f"{s.epochs:,} epochs of {steps:,} steps of {batch} images on {device}, in {folder}")
+        log(f"{s.epochs:,} epoch{'s' * (s.epochs > 1)} of {steps:,} steps of {batch} images on {device}, in {folder}")
         acc.project_configuration.logging_dir = str(folder / "logs")
         acc.init_trackers("vision_attn", config={key: str(value) for key, value in asdict(s).items()})
         received = runs.catch_signals(stack)

@@ -91,7 +91,7 @@ REFUSED = [
     (aliased(nn.Unflatten(1, (8,))), {"block": "cbam", "names": "side"}, "^'side' .*in place"),
     (nn.Conv2d(3, 8, 1), {"names": "", "layout": "b h w"}, "layout .*got 'b h w'"),
     (TWO_GRIDS, AT_GRID, r"'encoder.blocks.0' is called 2 times.*va.insert_\(model.encoder"),
-    (resnet(), {"stage": -1}, "exactly one of stages, names and where, got none. Did you mean 'stages'"),
+    (resnet(), {"stage": -1}, "got an unexpected argument .stage.. Did you mean .stages."),
     (resnet(), {"block": -1}, "got -1. Pass stages=-1"),
     (resnet(), {"block": "layer3"}, "got 'layer3'. Pass names='layer3'"),
     (resnet(), {"stages": -1, "exmaple_input": IMAGE}, "unexpected keyword argument 'exmaple_input'"),

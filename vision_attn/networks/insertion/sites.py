@@ -30,11 +30,12 @@ def select_sites(
     """
     selections = [name for name, x in (("stages", stages), ("names", names), ("where", where)) if x is not None]
     if len(selections) != 1:
-        guesses = (did_you_mean(name, ("stages", "names", "where")) for name in options)
+        guesses = {name: did_you_mean(name, ("stages", "names", "where")) for name in options}
+        if similar := next(filter(guesses.get, guesses), None):
+            raise ValueError(f"got an unexpected argument {similar!r}.{guesses[similar]}")
         unused = f" {shorten(map(repr, options))} would be passed to the block" if options else ""
-        guess = next(filter(None, guesses), unused)
         got = " and ".join(selections) or "none"
-        raise ValueError(f"pass exactly one of stages, names and where, got {got}.{guess}")
+        raise ValueError(f"pass exactly one of stages, names and where, got {got}.{unused}")
     # A block that replaced a module is a site, for which an error is raised later. Modules inside blocks are not sites.
     blocks = inserted_blocks(dry_run.model)
     inside = {id(module) for block in blocks.values() for module in block.modules()}
