@@ -25,7 +25,7 @@ IMPLS = tuple(name for name in IMPLEMENTATIONS if name != "auto")
 
 
 def register_impl(name: str, function: Callable[..., Tensor]) -> None:
-    """Register an implementation by name, for the argument ``impl`` of every block.
+    """Register an implementation by name, for the argument ``impl`` of blocks other than :class:`.LinearAttention2d`.
 
     Args:
         name: a new name.

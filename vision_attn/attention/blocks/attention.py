@@ -51,6 +51,7 @@ class Attention2d(Attention):
         context_channels: channels of a second feature map, ``context``, from which keys and values are projected. The
             projections are then ``q`` and ``kv`` instead of ``qkv``, and ``forward`` requires ``context``.
         groups: groups of the projections, as in a grouped convolution: ``qkv.weight`` is ``(3c, c / groups, 1, 1)``.
+            Widths must be equal, and heads have separate keys.
         scale: factor on the logits; ``key_dim ** -0.5`` if None, or 1 with ``qk_norm="cosine"`` and ``"match"``.
         qkv_bias: add a bias to queries, keys and values.
         proj_bias: add a bias in the output projection.
@@ -60,9 +61,10 @@ class Attention2d(Attention):
             intended for finding similar positions: in addition to ``"cosine"``, queries and keys are centered over the
             feature map first, both are initialized as the same isometric projection in each head, and the initial
             factor is 14.
-        kv_stride: kernel size and stride of the average pooling of keys and values; 1 for no pooling.
-        causal: prevent every position from attending to later positions in row-major order. :class:`Neighborhood` has a
-            separate ``causal`` argument.
+        kv_stride: kernel size and stride of the average pooling of keys and values; 1 for no pooling. It requires full
+            attention.
+        causal: prevent every position from attending to later positions in row-major order. It excludes ``kv_stride``,
+            a context and ``qk_norm="match"``. :class:`Neighborhood` has a separate ``causal`` argument.
         output_gate: multiply ``y`` by ``sigmoid(gate(x))``, with a 1×1 convolution ``gate``, before ``proj``.
         attn_drop: dropout probability of attention weights.
         proj_drop: dropout probability of the output.

@@ -147,7 +147,7 @@ class StridedAttention2d(Configurable):
         """Compute attention, then average its output.
 
         Args:
-            x: feature maps, ``(b, c, h, w)``.
+            x: feature maps, ``(b, c, h, w)``, or a single feature map, ``(c, h, w)``.
             mask: as in :meth:`Attention2d.forward`, for the size before the stride.
             context: as in :meth:`Attention2d.forward`.
 

@@ -157,7 +157,7 @@ class AttentionBlock(GatedResidual):
         """Normalize, attend, and add to the input.
 
         Args:
-            x: feature maps, ``(b, c, h, w)``.
+            x: feature maps, ``(b, c, h, w)``, or a single feature map, ``(c, h, w)``.
             mask: as in :meth:`Attention2d.forward`.
             context: as in :meth:`Attention2d.forward`.
 
@@ -190,7 +190,7 @@ class AttentionBlock2d(AttentionBlock):
     it receive gradients after its first update.
 
     Args:
-        channels: input and output channels; divisible by ``num_heads``.
+        channels: input and output channels; divisible by ``num_heads``, unless ``key_dim`` and ``value_dim`` are given.
         num_heads: number of heads.
         gate_init: initial gate of every channel. If None, the gate is one and the output projection is initialized with
             zeros; otherwise the output projection is initialized as in :class:`Attention2d`.

@@ -35,8 +35,8 @@ class Rope:
         temperature: base of the frequencies; larger values give longer wavelengths.
         feat_size: size of the feature map, in positions, to which ``y`` and ``x`` are scaled: an integer for all axes,
             or a tuple with one integer per axis. If None, positions are not scaled.
-        normalized: measure positions from -2π to 2π over the feature map instead, as DINOv3 does, with a temperature of
-            100: ``y = 2π · (2 (row + 0.5) / h - 1)``.
+        normalized: measure positions from -2π to 2π over the feature map instead: ``y = 2π · (2 (row + 0.5) / h - 1)``.
+            DINOv3 does so, with ``temperature=100``.
 
     Raises:
         ValueError: ``temperature`` is not above 0, or ``feat_size`` is given with ``normalized``; or, when the block is

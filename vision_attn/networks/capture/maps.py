@@ -145,7 +145,7 @@ class AttentionMap:
 
         Colors show attention weights as multiples of uniform attention, one divided by the number of positions. Weights
         up to 1× leave the image unchanged. Weights of 2× or more are covered by a color, which changes with each
-        doubling. The scale is the same for all maps of a figure, and the line below them says whether the attention
+        doubling. The scale is the same for all maps of a figure, and the line below them states whether the attention
         selects positions. A map with three axes has a panel for each frame of the feature map, drawn over the middle
         one of the image frames that it covers.
 

@@ -190,6 +190,7 @@ def load_model(
 
     Raises:
         FileNotFoundError: the folder or one of its files does not exist.
+        ValueError: ``network`` is given for a network that timm creates.
         CheckpointError: the folder is damaged, the network does not exist in timm and ``network`` is not given, the
             weights do not match it, or the Hub cannot be read.
 

@@ -144,6 +144,9 @@ def unswap_(model: nn.Module) -> SwapReport:
     Returns:
         A report that prints as a table; it has no modules if no module was swapped.
 
+    Raises:
+        SiteError: a swapped module has parametrizations, or the model is wrapped or a TorchScript program.
+
     >>> model = nn.TransformerEncoderLayer(8, 2)
     >>> attention = model.self_attn
     >>> report = swap_(model)

@@ -67,9 +67,10 @@ def insert_(
             Feature maps with one or three axes are ``(b, c, w)`` or ``(b, c, t, h, w)``, also with channels last. The
             module may return a feature map inside a tuple, list or dictionary.
         block: class or function that is called as ``block(channels, **block_options)``, with ``device`` and ``dtype``
-            if it has these arguments; or a name for timm's ``create_attn``, such as ``"cbam"``. The default is
-            :class:`vision_attn.AttentionBlock2d`, or :class:`AttentionBlock1d` and :class:`AttentionBlock3d` for
-            feature maps with one and three axes. For every layout, the block receives and returns ``(b, c, h, w)``.
+            if it has these arguments; the name of a block of this library, or of timm's ``create_attn``, such as
+            ``"cbam"``. The default is :class:`vision_attn.AttentionBlock2d`, or :class:`AttentionBlock1d` and
+            :class:`AttentionBlock3d` for feature maps with one and three axes. For every layout, the block receives and
+            returns ``(b, c, h, w)``.
         stages: stages by index or name, as listed by :func:`vision_attn.stage_names`; negative indices count from the
             last stage that has an effect on the output.
         names: globs on module paths, case-sensitive: ``"layer3.*"`` matches every child of ``layer3``, and
@@ -93,8 +94,8 @@ def insert_(
         **block_options: options of ``block``; explicit options are never overridden. The default number of heads is 8
             or, if 8 does not divide the number of channels, the largest smaller number that does. The default block
             attends in at most 512 channels: on wider feature maps, ``key_dim`` and ``value_dim`` are 512 divided by the
-            number of heads. ``key_dim=None, value_dim=None`` uses all channels. The record of the block contains the
-            values.
+            number of heads, rounded down to a multiple of 8. ``key_dim=None, value_dim=None`` uses all channels. The
+            record of the block contains the values.
 
     Returns:
         A report that prints as a table.
@@ -102,8 +103,9 @@ def insert_(
     Raises:
         SiteError: no module matches, a matching module cannot take a block, or the block returns NaN or infinity. The
             message names the module and the reason, and the model is unchanged.
-        ValueError: not exactly one of ``stages``, ``names`` and ``where`` is given, or an option of the block is
-            invalid.
+        ValueError: not exactly one of ``stages``, ``names`` and ``where`` is given, except for a report about every
+            stage, or an option of the block is invalid.
+        TypeError: ``block`` is no class, function or name, or an option of the block is unknown.
 
     >>> from torchvision.models import resnet18
     >>> report = insert_(resnet18(), stages=-1, num_heads=4)
@@ -256,6 +258,7 @@ def remove_(model: nn.Module) -> InsertionReport:
 
     Raises:
         ValueError: the model has no inserted block.
+        SiteError: the model is wrapped, for example by ``DistributedDataParallel``, or a TorchScript program.
 
     >>> from torchvision.models import resnet18
     >>> from vision_attn.networks.insertion import insert_
