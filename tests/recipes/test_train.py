@@ -338,7 +338,7 @@ def test_images_are_mixed_by_timm_and_erased(base, monkeypatch):
     made, mix = [], module.Mixup.__call__
     monkeypatch.setattr(module.Mixup, "__call__", lambda *given: made.append(mix(*given)) or made[-1])
     monkeypatch.setattr(module.F, "cross_entropy", loss := mock.Mock(wraps=F.cross_entropy))
-    module.train(replace(base, mixup=0.4, cutmix=1.0, epochs=1), log=quiet)
+    module.train(replace(base, cutmix=1.0, epochs=1), log=quiet)
     mixed = [call.args[1] for call in loss.call_args_list if call.args[1].dim() == 2]
     assert [tuple(labels.shape) for labels in mixed] == [(16, 3)] * 4
     assert all(torch.equal(labels, found) for labels, (_, found) in zip(mixed, made, strict=True))
