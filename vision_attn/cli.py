@@ -43,8 +43,7 @@ COMMANDS = {
 #: Flags that do not exist, with what to type instead.
 OTHER_FLAGS = {"--num-heads": "--block-options num_heads=4", "--insert": "--names layer3", "--optimizer": "--opt",
                "--position": "--block-options 'position=Rope()'", "--color-jitter": "--aa",
-               "--block": "--variants 'NAME=--block …'", "--seed": "--seeds",
-               "--resume": "the same command again, which continues"}  # fmt: skip
+               "--block": "--variants 'NAME=--block …'", "--seed": "--seeds"}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,7 +93,7 @@ def parse(kind: Any, words: Sequence[str], name: str, about: str = "", default: 
 
     from vision_attn.recipes import runs, settings
 
-    prog, text = f"vision-attn {name}", io.StringIO()
+    prog, text, words = f"vision-attn {name}", io.StringIO(), hyphenate(words)
     for field in (one for one in fields(kind) if str(one.type).startswith("tuple")):  # only the last one would be read
         if [word.partition("=")[0] for word in words].count(flag := settings.flag(field.name)) > 1:
             raise ValueError(f"{flag} was passed twice. Pass it once, followed by all values")
@@ -109,13 +108,19 @@ def parse(kind: Any, words: Sequence[str], name: str, about: str = "", default: 
         raise ValueError(f"{describe_box(text.getvalue())}. See {prog} --help") from None
     if unknown:
         word, flags = unknown[0].partition("=")[0], [settings.flag(name) for name in kind.__dataclass_fields__]
-        other = f" Use {OTHER_FLAGS[word]}" if word in OTHER_FLAGS else did_you_mean(word, flags)
+        use = OTHER_FLAGS.get(word, "")
+        other = f" Use {use}" if use.partition(" ")[0] in flags else did_you_mean(word, flags)
         raise ValueError(f"unknown {'flag' if word[0] == '-' else 'argument'} {word}.{other or f' See {prog} --help'}")
     other_run = getattr(found, "config", None) or getattr(found, "resume", None)
     if default is None and other_run not in (None, "auto"):  # again, with the settings of that run as defaults
         typed = [word.partition("=")[0] for word in words]
         return parse(kind, words, name, about, runs.read_settings(Path(other_run), typed, kind))
     return found
+
+
+def hyphenate(words: Iterable[str]) -> list[str]:
+    """Write flags with hyphens: tyro also accepts underscores."""
+    return [re.sub("^--[^=]+", lambda match: match[0].replace("_", "-"), word) for word in words]
 
 
 def describe_box(box: str) -> str:
@@ -196,8 +201,11 @@ def is_distributed() -> bool:
 
 def describe_error(error: Exception) -> str | None:
     """Return the message of an error that a user can fix, or None for a bug."""
+    text = str(error)
+    if text.startswith("Caught ") and "in DataLoader worker" in text:  # with the traceback of the worker
+        text = text.rstrip().rpartition("\n")[2].partition(": ")[2]
     # Only checkpoint errors have several lines, which are escaped.
-    message = str(error) if isinstance(error, CheckpointError) else " ".join(map(escape, str(error).split("\n")))
+    message = text if isinstance(error, CheckpointError) else " ".join(map(escape, text.split("\n")))
     message = re.sub(r"^(names|stages|model|block|pattern|dynamic)(?=[: ])", r"--\1", message)  # of the library
     if isinstance(error, OSError) and error.strerror and error.filename:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)

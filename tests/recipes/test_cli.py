@@ -98,6 +98,9 @@ INVALID = [
     (["train", "--epochs"], 2, "error: --epochs requires a value"),
     (["train", "--num-heads", "4"], 2, "error: unknown flag --num-heads. Use --block-options num_heads=4"),
     (["train", "--names", "a", "--names=b"], 2, "error: --names was passed twice. Pass it once, followed by all v"),
+    (["train", "--block_options", "a=1", "--block-options", "b=2"], 2, "error: --block-options was passed twice"),
+    (["predict", "SAVED", "IMAGE", "--seed", "1"], 2, "error: unknown flag --seed. See vision-attn predict"),
+    (["explore", "SAVED", "IMAGE", "-o", "IMAGE"], 2, "error: --output must not be one of the images"),
     (["train", "--insert", "layer3"], 2, "error: unknown flag --insert. Use --names layer3"),
     (["train", "layer3"], 2, "error: unknown argument layer3"),
     (["train", "--resume", "empty"], 2, "error: empty is not the folder of a run: it has no config.json"),
@@ -176,6 +179,11 @@ ERRORS = [
     (errors.CheckpointError("one\n", "two\x07"), 1, "error: one\\n\ntwo\\x07"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 TB"), 1, "error: DefaultCPUAllocator: can't "),
     (MemoryError(), 1, "error: MemoryError"),
+    (
+        errors.DataError("Caught DataError in DataLoader worker process 0.\n  a.py\nDataError: a.png\n"),
+        1,
+        "error: a.png\n",
+    ),
     (KeyboardInterrupt(), 130, "interrupted\n"),
     (errors.Interrupted(signal.SIGTERM, "saved after step 2"), 143, "saved after step 2\n"),
     (AssertionError("a bug"), 1, None),
@@ -286,6 +294,7 @@ def test_flags_override_the_settings_of_another_run(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(asdict(other), default=str))
     assert parsed("--config", str(tmp_path), "--epochs", "30").epochs == 30, "a flag with the default value"
     assert parsed("--resume", "auto", "-o", "x").resume == "auto"
+    assert parsed("--config", str(tmp_path), "--stages", "-1").names == ()
 
 
 def test_help_names_the_file_to_copy(capsys):

@@ -123,8 +123,10 @@ def test_block_settings_apply_to_the_variants_that_accept_them():
     assert settings_for_variant("other=averaging --block=attention", common)[1].block_options == ()
     with pytest.raises(ValueError, match=r"plain, convolution.*'convolutoin'\. Did you mean 'convolution'"):
         settings_for_variant("convolutoin", Settings())
-    for word in ("x=attention --seed 5", "x=plain --config=runs/other"):
-        with pytest.raises(ValueError, match=r"--variants: .* must not contain --(seed|config), which is the same"):
+    for word in ("x=se --seed 5", "x=plain --config=runs/other", "x=se -o a", "x=se --val_fraction 0.3"):
+        with pytest.raises(
+            ValueError, match=r"must not contain (--seed|--config|-o|--val-fraction), which is the same"
+        ):
             settings_for_variant(word, Settings())
 
 

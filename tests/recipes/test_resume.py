@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tiny  # noqa: F401 - so that a process that begins here knows it
@@ -240,7 +241,7 @@ def test_a_resumed_run_has_the_same_classes_and_images(base, photos):
     assert caught[0].filename == __file__
     Image.new("RGB", (30, 30)).save(photos / "red" / "another.png")
     with pytest.warns(UserWarning, match="images changed"):
-        train(base, epochs=2)
+        train(base, epochs=2, resume=os.path.relpath(base.output))
     (photos / "blue").rename(photos / "zebra")
     with pytest.raises(DataError, match=r"classes differ .*: expected blue, green, red, got green, red, zebra"):
         train(base, epochs=3)
@@ -257,6 +258,15 @@ def test_images_that_a_run_was_trained_on_are_not_evaluated_in_silence(base, pho
     with pytest.warns(UserWarning, match="trained on some of the images") as caught:
         module.evaluate(Evaluation(run=str(base.output), device="cpu"))
     assert caught[0].filename == __file__
+    (photos / "red" / "another.png").unlink()
+    moved, made = photos.rename(photos.with_name("moved")), mock.Mock(wraps=module.make_loader)
+    with mock.patch.object(module, "make_loader", made):
+        module.evaluate(Evaluation(run=str(base.output), device="cpu", data=moved))
+    images = made.call_args.args[1]
+    assert (len(images), int(images.epoch)) == (6, -1), "the held-out images, by workers that may end"
+    (moved / "red" / "3.png").write_bytes((moved / "red" / "3.png").read_bytes()[:60])
+    with pytest.raises(DataError, match=r"moved/red/3\.png cannot be read"):
+        module.evaluate(Evaluation(run=str(base.output), device="cpu", workers=0, data=moved))
 
 
 def test_a_run_keeps_files_of_other_programs(base):
@@ -369,6 +379,9 @@ def test_only_errors_of_the_disk_advise_to_check_it(base, monkeypatch, error, ex
     at_step(monkeypatch, 0, 1, lambda: monkeypatch.setattr(module.Accelerator, "save_state", breaking))
     with pytest.raises(Exception, match=expected):
         train(base)
+    with pytest.raises(Exception, match=expected.replace("continue with --resume", "start again")):
+        train(base, output=base.output.with_name("new"))
+    assert not base.output.with_name("new").exists()
 
 
 def test_a_file_is_replaced_only_by_a_complete_file(tmp_path, monkeypatch):
@@ -377,6 +390,13 @@ def test_a_file_is_replaced_only_by_a_complete_file(tmp_path, monkeypatch):
     with pytest.raises(MemoryError):
         module.runs.write_file(tmp_path / "settings.json", "new")
     assert (tmp_path / "settings.json").read_text() == "old"
+    monkeypatch.setattr(os, "replace", lambda *_: os.stat(tmp_path / "missing"))
+    with pytest.raises(OSError, match=r"settings\.json"):
+        module.runs.write_file(tmp_path / "settings.json", "new")
+    assert [*tmp_path.glob(".settings*")] == []
+    monkeypatch.undo()
+    module.runs.write_file(tmp_path / "names.csv", os.fsdecode(b"caf\xe9"))  # a name that is not UTF-8
+    assert (tmp_path / "names.csv").read_bytes() == b"caf\xe9"
 
 
 @pytest.mark.slow

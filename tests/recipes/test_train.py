@@ -110,6 +110,7 @@ INVALID = [
     ({"names": (), "attention_lr": 0.1}, "--attention-lr requires --stages or --names"),
     ({"opt": "lion", "lr": None}, "--lr is required for --opt lion"),
     ({"opt": "adamww", "lr": None}, "--opt: timm has no optimizer 'adamww'. Did you mean .*'adamw'"),
+    ({"opt": "fusedadamw"}, "--opt fusedadamw is not available: CUDA required"),
     ({"device": "cuda"}, "--device cuda requires a CUDA device"),
     ({"device": "tpu"}, "--device must be cpu or cuda, got 'tpu'"),
     ({"amp": "float16"}, "--amp float16 requires a CUDA device"),
@@ -183,8 +184,10 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
 
 def test_the_command_of_a_comparison_compares_the_block_of_the_run(base, tmp_path, monkeypatch):
     lines, output = [], tmp_path / "a run"
-    other = replace(base, output=output, block="se", block_options=("rd_ratio=0.5",), seed=3, epochs=1)
+    options = {"block": "TransformerBlock2d", "pattern": "rows", "block_options": ("num_heads=2",)}
+    other = replace(base, output=output, seed=3, epochs=1, **options)
     module.train(other, log=lines.append)
+    assert [module.runs.has_blocks(of) for of in (str(output), "net.pth", None)] == [True, False, False]
     command = lines[-1].splitlines()[1]
     monkeypatch.setattr(sys, "argv", shlex.split(command))
     with mock.patch.object(compare, "trials") as trials:
@@ -192,7 +195,7 @@ def test_the_command_of_a_comparison_compares_the_block_of_the_run(base, tmp_pat
     assert trials.call_args.kwargs["note"].endswith(f" Command: `{command}`")
     plain, trained = trials.call_args.args[1].values()
     assert (plain["names"], plain["lr"]) == ((), base.lr)
-    assert (trained["names"], trained["block"], trained["block_options"]) == (base.names, "se", ("rd_ratio=0.5",))
+    assert {"names": base.names, **options}.items() <= trained.items()
 
 
 def test_scores_are_means_over_all_images_also_in_batches_of_different_sizes(base):
@@ -228,6 +231,12 @@ def test_a_step_has_at_most_128_images_by_default(base, photos, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         module.train(replace(base, data=photos, batch_size=None), log=quiet)
     assert loader.call_args.args[2] == 128
+    for number in (*range(5, 24), *(f"{number} again" for number in range(1100))):
+        for file in photos.glob(f"*/{number}.png"):
+            file.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        module.train(replace(base, data=photos, batch_size=None), log=quiet)
+    assert loader.call_args.args[2] == 4, "of twelve images"
 
 
 def spy(monkeypatch, name):
@@ -445,6 +454,9 @@ def test_pretrained_weights_for_other_classes_have_a_new_head(base, monkeypatch)
     assert new == ["fc.*"]
     assert not any(parameter.any() for parameter in model.fc.parameters())
     assert all(parameter.any() for name, parameter in model.named_parameters() if name.endswith("conv1.weight"))
+    same = [*map(str, range(model.pretrained_cfg["num_classes"]))]
+    with pytest.warns(UserWarning, match=f"is kept, because it has {len(same)} classes, too. Pass --reset-head"):
+        assert build_network(settings, same, 32, quiet, resumed=False)[1] == []
 
 
 def test_a_trained_network_is_evaluated_with_its_size_and_classes(base, image_folder, tmp_path):
@@ -455,6 +467,14 @@ def test_a_trained_network_is_evaluated_with_its_size_and_classes(base, image_fo
 
     assert score() == best["eval_loss"]
     assert score(base.output / "model", data=image_folder) == best["eval_loss"]
+    half = va.save_model(va.load_model(base.output).half(), tmp_path / "half")
+    assert score(half, data=image_folder) == pytest.approx(best["eval_loss"], rel=0.01)
+    gray = va.save_model(create_model("tiny", num_classes=3, in_chans=1), tmp_path / "gray", classes=CLASSES)
+    assert score(gray, data=image_folder) > 0
+    settings = json.loads((base.output / "settings.json").read_text())
+    settings |= {"device": "cuda", "amp": "float16", "log_with": ["wandb"]}  # of another machine
+    (base.output / "settings.json").write_text(json.dumps(settings))
+    assert evaluate(Evaluation(run=str(base.output)), log=quiet)["loss"] == best["eval_loss"]
     for old, new in (("blue", "zebra"), ("green", "green"), ("red", "red")):
         (tmp_path / "renamed" / "val").mkdir(parents=True, exist_ok=True)
         os.symlink(image_folder / "val" / old, tmp_path / "renamed" / "val" / new)

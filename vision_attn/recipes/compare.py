@@ -32,7 +32,7 @@ from vision_attn import cli
 from vision_attn.errors import DataError, TrainingError
 from vision_attn.recipes import runs
 from vision_attn.recipes.differences import Metrics, format_values, plot, report
-from vision_attn.recipes.settings import CALL, Comparison, Settings, check, flag
+from vision_attn.recipes.settings import CALL, DATA, Comparison, Settings, check, flag
 from vision_attn.recipes.train import train
 
 #: A block of ConvNeXt with a depthwise convolution of 3×3 and about as many parameters as attention, the usual control.
@@ -175,12 +175,13 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
 def settings_for_variant(word: str, common: Settings) -> tuple[str, Settings]:
     """Return the name of a variant and its settings: common settings, changed by its base and by its flags."""
     name, sign, text = word.partition("=")
-    flags = shlex.split(text)
+    flags = cli.hyphenate(shlex.split(text))
     base = flags.pop(0) if flags and not flags[0].startswith("-") else "attention" if sign else name
-    if base not in VARIANTS or not name or "/" in name:
+    if base not in VARIANTS or not name or {*name} & {*"/|"}:
         expected = f"{', '.join(VARIANTS)} or NAME=VARIANT FLAGS"
         raise ValueError(f"--variants: expected {expected}, got {word!r}.{cli.did_you_mean(base, VARIANTS)}")
-    if fixed := {flag(name) for name in (*CALL, "seed")}.intersection(word.partition("=")[0] for word in flags):
+    common_flags = {"-o", *map(flag, (*CALL, *DATA, "seed"))}
+    if fixed := common_flags.intersection(word.partition("=")[0] for word in flags):
         raise ValueError(f"--variants: {word!r} must not contain {min(fixed)}, which is the same for all variants")
     if (given := VARIANTS[base]) is None:
         frozen = common.freeze_backbone and (common.reset_head or common.pretrained)  # a new classifier is trained

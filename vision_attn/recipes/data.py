@@ -87,7 +87,7 @@ class Folder(ImageFolder):
             raise DataError(f"{what}, so they are not classes. Name them train and val, or pass one of them")
         if empty := sorted({*self.classes} - {self.classes[label] for label in self.targets}):
             what = f"{root}: no images in the class folders {', '.join(empty[:6])}"
-            raise DataError(f"{what}. {note or 'Add images or remove them'}")
+            raise DataError(f"{what}. {note or 'Add images, remove them, or pass an --output elsewhere'}")
         if note:
             warnings.warn(f"{root}: {note}", stacklevel=3)
 
@@ -121,12 +121,16 @@ class Images:
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         row = self.rows[index]
-        if self.reader:  # timm returns another image instead of a damaged image
-            file, label = self.reader[row]
-            with file:
-                image = open_image(file)
-        else:
-            image, label = self.source[row]
+        try:
+            if self.reader:  # timm returns another image instead of a damaged image
+                file, label = self.reader[row]
+                with file:
+                    image = open_image(file)
+            else:
+                image, label = self.source[row]
+        except (OSError, ValueError) as error:
+            name = self.files[index] if self.files else f"image {row}"
+            raise DataError(f"{name} cannot be read ({error}). Replace or remove it") from error
         if self.seed is not None:
             seed_all(self.seed, int(self.epoch), row)
         return self.transform(image.convert("RGB")), label

@@ -214,6 +214,7 @@ def open_network(e: Exploration) -> tuple[Any, str]:
 def explore_images(e: Exploration) -> Path:
     """Write the page of a network for image files."""
     files = find_images(e.images)
+    check_writable(e.output, files)
     network, note = open_network(e)
     *crop, normalize = network.transform.transforms
     images = torch.stack([Compose(crop)(open_image(file)) for file in files])

@@ -18,13 +18,11 @@ from vision_attn.recipes.settings import Prediction
 def predict(p: Prediction) -> list[list[Any]]:
     """Print the most probable classes of each image; return the file, and the classes and their probabilities."""
     device = p.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_run(p.run, p.block, "predict RUN IMAGE").to(device)
-    if p.output:
-        check_writable(p.output)
+    model = load_run(p.run, p.block, "predict RUN IMAGE").float().to(device)
     names = model.classes or tuple(map(str, range(model.num_classes)))
     files, top = find_images(p.images), min(p.top, len(names))
-    if p.output and any(p.output.exists() and p.output.samefile(file) for file in files):
-        raise ValueError(f"--output must not be one of the images, got {p.output}")
+    if p.output:
+        check_writable(p.output, files)
     rows: list[list[Any]] = []
     for first in tqdm(range(0, len(files), p.batch_size), "predict", leave=False, disable=None):
         batch = files[first : first + p.batch_size]

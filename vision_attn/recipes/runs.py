@@ -74,6 +74,8 @@ def read_settings(path: Path, words: Sequence[str], kind: type[Any] = Settings) 
     file = require_run(path, "--config RUN, --resume RUN") / "settings.json" if not path.is_file() else path
     try:
         values = {name: x for name, x in json.loads(file.read_bytes()).items() if name not in CALL | {"download"}}
+        for typed, unused in (("--stages", "names"), ("--names", "stages")):  # one of them selects the sites
+            values = {name: x for name, x in values.items() if typed not in words or name != unused}
         if kind is not Settings:  # a comparison has its own seeds and blocks
             other = {"block_options", "pattern"} if values.get("block", "attention") != "attention" else set()
             values = {name: x for name, x in values.items() if name not in {"seed", "block", *other}}
@@ -119,7 +121,7 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None, dict
     resumed = None if s.resume in (None, "auto") else Path(str(s.resume))
     if s.resume == "auto" and s.output is None:
         raise ValueError("--resume auto requires --output: the folder of the run to resume or to start")
-    if resumed and s.output not in (None, resumed):
+    if resumed and s.output and s.output.resolve() != resumed.resolve():
         raise ValueError(f"--output must be the folder of --resume {resumed}, got {s.output}")
     taken = [int(path.name[6:]) for path in Path("runs").glob("train-*") if path.name[6:].isdecimal()]
     folder = resumed or s.output or Path("runs", f"train-{max(taken, default=0) + 1}")
@@ -146,6 +148,12 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None, dict
     if names := changed_flags(vars(before), vars(now)):
         raise ValueError(f"--resume: these settings differ from {folder}: {names}. Pass the same values")
     return folder, state, read_progress(state)
+
+
+def has_blocks(run: str | None) -> bool:
+    """Return True for a run with inserted blocks, whose weights do not fit the network without them."""
+    file = Path(str(run), "settings.json")
+    return file.is_file() and any(map(json.loads(file.read_bytes()).get, ("stages", "names")))
 
 
 def changed_flags(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -197,7 +205,8 @@ def save_state(acc: Any, folder: Path, progress: dict[str, Any]) -> Path:
         if not isinstance(error, OSError | SafetensorError) and "inline_container" not in str(error):
             raise  # an error of torch.save contains inline_container
         reason = f"cannot write to {folder} ({' '.join(str(error).split())})"
-        raise TrainingError(f"{reason}. Check the disk, and continue with --resume {folder}") from error
+        remedy = f"continue with --resume {folder}" if newest_state(folder) else "start again"
+        raise TrainingError(f"{reason}. Check the disk, and {remedy}") from error
     acc.wait_for_everyone()
     return path
 
@@ -219,9 +228,11 @@ def unwrap(model: Any) -> Any:
     return unwrap(next(model.children())) if wrapped else model
 
 
-def check_writable(path: Path) -> None:
-    """Raise an error unless a file can be written; call this before a long computation."""
+def check_writable(path: Path, inputs: Iterable[Path] = ()) -> None:
+    """Raise an error unless a file can be written and is no input; call this before a long computation."""
     existed = path.exists()
+    if existed and any(map(path.samefile, inputs)):
+        raise ValueError(f"--output must not be one of the images, got {path}")
     open(path, "ab").close()
     if not existed:
         path.unlink()
@@ -230,9 +241,14 @@ def check_writable(path: Path) -> None:
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a complete file or none; a pipe or device such as ``/dev/stdout`` is written to directly."""
     new = path if path.exists() and not path.is_file() else path.with_name(f".{path.name}.new")
-    new.write_bytes(content.encode() if isinstance(content, str) else content)
-    if new != path:
-        os.replace(new, path)
+    try:  # names of files may have other bytes than UTF-8
+        new.write_bytes(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
+        if new != path:
+            os.replace(new, path)
+    except OSError as error:
+        if new != path:
+            new.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_csv(path: Path, lines: Iterable[Iterable[object]]) -> None:

@@ -38,7 +38,7 @@ class Settings:
     pretrained: bool = False  # Load the pretrained weights of the model.
     weights: str | None = None  # Checkpoint to start from: a file, a folder, or hf-hub:OWNER/NAME.
     rename: str | None = None  # Package whose parameter names the --weights file uses: efficientnet-pytorch.
-    reset_head: bool = False  # Train a new classifier instead of loading it from --weights.
+    reset_head: bool = False  # Train a new classifier instead of that of --weights or --pretrained.
     stages: tuple[int | str, ...] = ()  # Stages after which to insert a block: indices such as -2, or names.
     names: tuple[str, ...] = ()  # Modules at which to insert a block: names, or globs such as 'layer*.1'.
     at: str = "after"  # Position of each block relative to its site: after or before.
@@ -173,6 +173,8 @@ class Nothing:
 
 #: Settings that may change when a run is resumed, and settings that belong to one call.
 MACHINE, CALL = {"data", "download", "device", "workers", "compile", "log_with"}, {"output", "resume", "config"}
+#: Settings that select the images.
+DATA = {"data", "dataset", "train_split", "val_split", "val_fraction"}
 #: Smallest and largest values.
 LIMITS = ((1, 1_000_000, "epochs batch_size img_size grad_accum_steps jobs top steps"), (0, 2**32 - 1, "seed workers"),
           (1e-12, 1000, "lr attention_lr clip_grad"), (0, 1000, "weight_decay warmup_epochs mixup cutmix"),
@@ -182,8 +184,8 @@ CHOICES = {"device": ("cpu", "cuda"), "amp": ("bfloat16", "float16", "no"), "at"
            "rename": ("efficientnet-pytorch",)}  # fmt: skip
 #: Settings that exclude each other, and settings that require one of others.
 CONFLICTS = "weights pretrained", "freeze_backbone layer_decay", "stages names"
-REQUIRED = ("rename weights", "reset_head weights", "freeze_backbone weights pretrained", "block_options stages names",
-            "pattern stages names", "attention_lr stages names")  # fmt: skip
+REQUIRED = ("rename weights", "reset_head weights pretrained", "freeze_backbone weights pretrained",
+            "block_options stages names", "pattern stages names", "attention_lr stages names")  # fmt: skip
 
 
 def flag(name: str) -> str:

@@ -18,7 +18,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,9 @@ def build_network(s: Settings, classes: list[str], side: int | None, log: Log, r
         what = f"--img-size: {s.model} cannot process images of {height}×{width} ({error})"
         raise ValueError(f"{what}. This model needs --img-size {native[1]}") from error
     has_new_head = s.reset_head or (s.pretrained and config["num_classes"] != len(classes))
+    if s.pretrained and not (has_new_head or resumed):
+        what = f"the classifier of the pretrained weights is kept, because it has {len(classes)} classes, too"
+        warnings.warn(f"{what}. Pass --reset-head if they are other classes", stacklevel=3)
     new = [f"{part}.*" for part in ([classifier] if isinstance(classifier, str) else classifier) if has_new_head]
     if s.stages or s.names:
         options = parse_options(s.block_options) | ({"pattern": parse_option(s.pattern)} if s.pattern else {})
@@ -198,7 +201,8 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
             require_readable([*train_set.files, *val_set.files])
         parts = acc.num_processes * math.lcm(s.grad_accum_steps, 2 if s.mixup or s.cutmix else 1)
         fitting = min(128, len(train_set) // 8) // parts * parts  # at least eight steps per epoch
-        batch = s.batch_size or progress.get("batch") or max(parts, fitting)
+        least = min(4, len(train_set)) // parts * parts  # batch norms require several images
+        batch = s.batch_size or progress.get("batch") or max(parts, fitting, least)
         if batch > len(train_set) or batch % parts:
             limit = f"at most {len(train_set)}, the number of training images, and a multiple of {parts}"
             raise ValueError(f"--batch-size must be {limit}, got {batch}")
@@ -215,7 +219,10 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         # timm's schedules compute one learning rate for all groups, and multiply it by the lr_scale of each group.
         rates: Any = {"weight_decay": s.weight_decay, "attention_lr": s.attention_lr, "layer_decay": s.layer_decay}
         groups = [{**g, "lr": s.lr, "lr_scale": g["lr"] / s.lr} for g in va.parameter_groups(model, s.lr, **rates)]
-        optimizer = create_optimizer_v2(groups, opt=str(s.opt), lr=s.lr)
+        try:
+            optimizer = create_optimizer_v2(groups, opt=str(s.opt), lr=s.lr)
+        except Exception as error:  # some optimizers require CUDA or another package
+            raise ValueError(f"--opt {s.opt} is not available: {error}") from error
         warmup: Any = {"warmup_epochs": s.warmup_epochs, "warmup_lr": s.lr / 100, "warmup_prefix": True}
         lengths: Any = {"num_epochs": s.epochs - s.warmup_epochs, "updates_per_epoch": steps, "step_on_epochs": False}
         schedule: Any = create_scheduler_v2(optimizer, "cosine", **lengths, **warmup)[0]
@@ -313,13 +320,14 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         va.load_checkpoint_(plain, folder / "model" / "model.safetensors")
         log(f"best epoch, {best_epoch(progress['history'])['epoch']}, in {folder / 'model'}:")
         score_blocks(plain.to(device, memory_format=layout), val_loader, acc, log)
-        if s.stages or s.names:
+        if (s.stages or s.names) and not runs.has_blocks(s.weights):
             command = shlex.join(
                 ["vision-attn", "compare", "--config", f"{folder}", "--output", f"{folder / 'compare'}"]
             )
             if s.block != "attention":
-                options = shlex.join(["--block-options", *s.block_options]) if s.block_options else ""
-                command += f" --variants plain {shlex.quote(f'trained=--block {s.block} {options}'.strip())}"
+                words = ["--block", s.block, *(["--pattern", s.pattern] if s.pattern else [])]
+                words += ["--block-options", *s.block_options] if s.block_options else []
+                command += f" --variants plain {shlex.quote(f'trained={shlex.join(words)}')}"
             log(f"Do the blocks help? Train with and without them:\n{command}")
     return progress["history"]
 
@@ -329,26 +337,35 @@ def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
     run = runs.require_run(e.run, "evaluate RUN")
     given = {name: value for name, value in vars(e).items() if value not in (None, ()) and name != "run"}
     own = runs.read_settings(run, [*map(flag, given)]) if (run / "settings.json").is_file() else Settings()
-    s = replace(own, **given)
+    # The trackers and the device of the run are not required.
+    s = replace(own, **{"log_with": (), "device": "cpu" if own.device == "cpu" else None, **given})
+    if s.amp == "float16" and (s.device == "cpu" or not torch.cuda.is_available()):
+        s = replace(s, amp=None)
     if s.data is None and not s.dataset.startswith("hfds/"):
         raise ValueError("--data is required: a folder of images. Example: --data flowers")
     sources = [(one.dataset, one.data and one.data.expanduser().resolve()) for one in (s, own)]
     same = sources[0] == sources[1]  # otherwise, the run held out none of the images
     acc = make_accelerator(s)
     log = acc.on_main_process(log)
-    classes, train_set, val_set = open_data(s if same else replace(s, val_fraction=None), 0.1 if same else None)
-    if (state := runs.newest_state(run)) is not None:
-        trained, _ = runs.read_progress(state)["data"]["digests"]
-        if val_set.digest() == trained or (same and train_set.digest() != trained):
-            warnings.warn(f"the run was trained on some of the images of {s.data}: scores are too high", stacklevel=2)
-    model = runs.load_run(e.run, e.block, "evaluate RUN")
+    state = runs.newest_state(run)
+    trained = runs.read_progress(state)["data"]["digests"][0] if state else None
+    classes, train_set, val_set = open_data(s) if same else open_data(replace(s, val_fraction=None), None)
+    if trained and not same and train_set.digest() == val_set.digest():  # all images, perhaps those of the run
+        with suppress(DataError):
+            if (again := open_data(s))[1].digest() == trained:
+                classes, train_set, val_set = again
+    if trained and (val_set.digest() == trained or (same and train_set.digest() != trained)):
+        warnings.warn(f"the run was trained on some of the images of {s.data}: scores are too high", stacklevel=2)
+    model = runs.load_run(e.run, e.block, "evaluate RUN").float()
     known = model.classes or [*map(str, range(model.num_classes))]
     if list(known) != classes and (model.classes or len(known) != len(classes)):
         expected, got = (", ".join(names[:6]) for names in (known, classes))
         raise ValueError(f"--data: expected the classes of {run}, {expected}, got {got}. Rename the folders")
-    val_set.transform = make_transforms(s, model.pretrained_cfg)[1]
+    val_set.transform = model.transform
+    val_set.epoch.fill_(-1)  # worker processes may end
     log(f"{len(val_set):,} images of {len(classes)} classes on {acc.device}")
-    return score_blocks(model.to(acc.device), make_loader(acc, val_set, s.batch_size or 128, s.workers), acc, log)
+    batch = s.batch_size or max(1, 128 // acc.num_processes) * acc.num_processes
+    return score_blocks(model.to(acc.device), make_loader(acc, val_set, batch, s.workers), acc, log)
 
 
 if __name__ == "__main__":
