@@ -246,8 +246,9 @@ def write_file(path: Path, content: str | bytes) -> None:
         if new != path:
             os.replace(new, path)
     except OSError as error:
-        if new != path:
-            new.unlink(missing_ok=True)
+        if new == path:
+            raise
+        new.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
