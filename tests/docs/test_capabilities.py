@@ -220,7 +220,7 @@ def test_the_table_lists_every_capability():
 
 NAMES = (*OPTIONS, "AttentionBlock2d", "LinearAttention2d", "TransformerBlock2d", "StridedAttention2d")
 #: Blocks that are compiled and exported in the slow tests. The others are tested before a release.
-ALWAYS = ("rows, convolution", "TransformerBlock2d")
+ALWAYS = ("rows, convolution", "TransformerBlock2d", "decomposed")
 
 
 def block_by_name(name):

@@ -115,8 +115,10 @@ class DecomposedBias(PositionBias):
             columns.append(offset.reshape(product(tiles), 1, layout.tokens, -1))
             first += table.shape[0]
         index = torch.cat(columns, dim=3)
-        index = F.pad(index, (0, -(q.shape[3] + index.shape[3]) % 8), value=first)
-        return index, torch.zeros(8 - first % 8, q.shape[3], dtype=q.dtype, device=q.device)
+        # Graphs would store the value of pad as a constant, also if it depends on the size.
+        index = F.pad(index - first, (0, -(q.shape[3] + index.shape[3]) % 8)) + first
+        rows = (16 if self.grouping.in_graph else 8) - first % 8  # a length of one would be a constant of the graph
+        return index, torch.zeros(rows, q.shape[3], dtype=q.dtype, device=q.device)
 
     def rel_logits(self, q: Tensor) -> list[Tensor]:
         """Return one term per axis, ``(b·groups, n, i, <keys along this axis, 1 along the others>)``."""
@@ -144,11 +146,11 @@ class DecomposedBias(PositionBias):
 
     def one_hot(self, k: Tensor) -> Tensor:
         """Return one-hot rows and columns of the keys in a group, ``(j, width)``."""
-        window = self.grouping.key_layout.group_size
-        number, columns = torch.arange(product(window), device=k.device), []
+        window, columns = self.grouping.key_layout.group_size, []
         for axis in self.tables:
-            index = number // product(window[axis + 1 :]) % window[axis]
-            columns.append(index[:, None] == torch.arange(window[axis], device=k.device))
+            position = torch.arange(window[axis], device=k.device)
+            shape = [-1 if other == axis else 1 for other in range(len(window))]
+            columns.append(position.view(shape).expand(window).reshape(-1, 1) == position)
         one_hot = torch.cat(columns, dim=1)
         return F.pad(one_hot, (0, -(k.shape[3] + one_hot.shape[1]) % 8)).to(k.dtype)
 
