@@ -75,6 +75,7 @@ def test_the_page_has_the_maps_within_their_rounding(page):
                 assert block[kind]["levels"] == 255
                 assert_close(block[kind], seen.weights[0])
         for block, seen in zip(one["blocks"], maps.values(), strict=True):
+            assert block["tokens"] == []
             width = seen.entropy()[0].exp().mean(1) / seen.weights[0, 0, 0].numel()
             assert block["distance"] == pytest.approx(seen.distance()[0].mean(1).tolist())
             assert (block["width"], block["selects"]) == (pytest.approx(width.tolist()), seen.describe_width())
