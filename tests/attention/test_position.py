@@ -164,3 +164,13 @@ def test_a_table_with_an_even_number_of_rows_is_not_resized():
     name = next(name for name, _ in encoding.named_parameters())
     resized = [encoding.resize_pos_embed(name, torch.zeros(rows, 4)) for rows in (4, 5)]
     assert [x if x is None else x.shape for x in resized] == [None, (7, 4)]
+
+
+#: A position encoding, and the standard deviation of its tables for heads of 16 channels.
+SPREADS = [(va.AbsPos(64), 0.25), (va.RelPosDecomposed(64), 0.25), (va.RelPosTable(16), 0.02)]
+
+
+@pytest.mark.parametrize(("position", "std"), SPREADS)
+def test_tables_have_this_standard_deviation_at_initialization(position, std):
+    for table in va.Attention2d(64, 4, position=position).position.parameters():
+        assert float(table.detach().std()) == pytest.approx(std, rel=0.1)
