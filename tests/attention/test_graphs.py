@@ -45,6 +45,16 @@ def test_exports_and_traces_run_at_other_batch_sizes_with_operations_that_conver
         assert not {node.kind() for node in graph.inlined_graph.nodes()} & {"aten::movedim", "aten::__and__"}
 
 
+@torch.no_grad()
+def test_traces_run_with_masks_and_at_sizes_of_one_shifted_window():
+    block, rows = layer(va.Window(4, shift=2)), layer("rows")
+    traced = torch.jit.trace(block, images(2))
+    for side in (4, 8, 12):
+        torch.testing.assert_close(traced(images(1, side)), block(images(1, side)))
+    given = images(2), torch.rand(64, 64) < 0.5
+    torch.testing.assert_close(torch.jit.trace(rows, given)(*given), rows(*given))
+
+
 SHIFTED = {"pattern": va.Window(3, shift=1), "position": va.RelPosTable}
 
 

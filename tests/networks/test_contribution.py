@@ -184,6 +184,8 @@ def test_scores_can_be_feature_maps_or_single_numbers(head, labels, loss, predic
     assert found.all_blocks.predictions_changed == int((predict(scores) != predict(others)).sum()) > 0
     assert found.all_blocks.loss == pytest.approx((loss(others, labels) - loss(scores, labels)).item(), rel=1e-3)
     assert found.predictions == labels.numel()
+    with pytest.raises(ValueError, match="labels must be class indices from 0 to"):
+        va.contribution(model, (images, labels + 255))
 
 
 def test_a_list_of_images_is_not_a_pair_and_missing_scores_are_reported():

@@ -125,6 +125,15 @@ def test_maps_do_not_contain_the_padding():
 
 
 @torch.no_grad()
+def test_positions_of_an_odd_number_of_pixels_are_those_of_strided_convolutions():
+    model = nn.Sequential(*(nn.Conv2d(width, 4, 3, stride=2, padding=1) for width in (3, 4, 4, 4, 4)))
+    model.append(va.AttentionBlock2d(4, 1))
+    with va.padded(model, [(80, 129)]), va.capture(model) as maps:
+        model(torch.randn(1, 3, 129, 129))
+    assert [bool(row.any()) for row in maps["5.attn"].weights[0, 0, 0]] == [True, True, True, False, False]
+
+
+@torch.no_grad()
 def test_a_compiled_model_with_a_padded_batch_runs_in_eager_mode():
     model, x = network(), torch.randn(2, 3, 64, 96)
     expected, compiled = model(x), torch.compile(model, backend=lambda *_: pytest.fail("the model was compiled"))

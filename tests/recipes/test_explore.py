@@ -123,10 +123,18 @@ def test_class_and_register_tokens_are_queries_too(tmp_path, name, options, toke
         assert_close(block["heads"], seen[block["site"]].prefix[0], first=4)
 
 
+def binary():
+    """Return a network whose only score is the logit 3 of the second class."""
+    block = va.AttentionBlock2d(3, 1)
+    return Net(lambda net, x: {"logits": 0 * net.block(x).mean((1, 2, 3))[:, None] + 3}, block=block)
+
+
 def test_positions_of_large_maps_are_merged(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 1), va.AttentionBlock2d(4, 1, pattern="rows"))
     one, two = content(va.explore(model, torch.rand(2, 3, 30, 33), tmp_path / "page.html"))["images"]
     assert (one["title"], two["title"]) == ("image 1", "image 2")
+    (found,) = content(va.explore(binary(), torch.rand(1, 3, 8, 8), tmp_path / "page.html"))["images"]
+    assert found["prediction"] == [["class 1", pytest.approx(0.952574)], ["class 0", pytest.approx(0.047426)]]
     assert (one["prediction"], one["ablations"]) == ([], [])  # a feature map is not a prediction
     heads = one["blocks"][0]["heads"]
     assert (heads["map"], heads["keys"], heads["step"]) == ([15, 17], [15, 17], 2)

@@ -1,5 +1,6 @@
 """The padding of images inside ``va.padded``, which is excluded from attention."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,7 +73,10 @@ def valid_positions(pixels: Any, x: Tensor) -> Tensor:
         size_rule = "valid must have the size of the images, (batch, height, width)"
         raise ValueError(f"{size_rule}: {what}. Pass a mask of that size")
     for axis, length in enumerate(size, start=1):
-        corners = torch.arange(length, device=valid.device) * valid.shape[axis] // length
+        total = valid.shape[axis]
+        stride = 2 ** round(math.log2(total / length))  # convolutions round the length up
+        step = stride if -(-total // stride) == length else total / length
+        corners = (torch.arange(length, device=valid.device) * step).long()
         valid = valid.index_select(axis, corners)
     return valid[:, None]
 

@@ -159,8 +159,11 @@ def describe(one: Any) -> dict[str, Any]:
 def predict(model: nn.Module, x: Tensor) -> Tensor | None:
     """Return the probability of each class, ``(classes,)``, or None if the model does not return class scores."""
     output = model(x)
-    output = getattr(output, "logits", output)  # of transformers
-    return output[0].float().softmax(0).cpu() if isinstance(output, Tensor) and output.dim() == 2 else None
+    output = output["logits"] if isinstance(output, dict) and "logits" in output else getattr(output, "logits", output)
+    if not isinstance(output, Tensor) or output.dim() != 2:
+        return None
+    scores = output[0].float()  # a single score is the logit of the second of two classes
+    return (scores if len(scores) > 1 else F.pad(scores, (1, 0))).softmax(0).cpu()
 
 
 def encode(one: Any) -> dict[str, Any]:

@@ -521,7 +521,7 @@ NOT_SWAPPED = [
     (lambda: nn.Conv2d(3, 8, 1), "no attention modules", []),
     (gpsa, "3 attention modules", [GPSAS, POOL]),
     (BIASED, ONE, [rf"{ALONE}MultiheadAttention.bias_k is not supported \(got .*\): .*"]),
-    (partial(MULTIHEAD, kdim=5, vdim=3), ONE, [f"{ALONE}.*Sizes of tensors must match.*"]),
+    (partial(MULTIHEAD, kdim=5, vdim=3), ONE, [f"{ALONE}MultiheadAttention: kdim must equal vdim, got 5 and 3.*"]),
     (partial(MULTIHEAD, device="meta"), ONE, [f"{ALONE}.*cannot be copied.*"]),
     (partial(Other, 8, 2), ONE, [r"1 Other \(the model\): .*subclass of Attention.*"]),
     (WITH_BLOCK, ONE, [r"1 Attention2d \(1.attn\): already a vision_attn block"]),

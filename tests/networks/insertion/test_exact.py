@@ -110,6 +110,30 @@ TRIED = {
 }
 
 
+def test_a_block_that_is_no_identity_in_training_mode_is_not_verified_there():
+    run = lambda block, x: block.drop(x + block.conv(x))  # noqa: E731
+    build = lambda c: Net(run, conv=nn.Conv2d(c, c, 1), drop=nn.Dropout(0.5))  # noqa: E731
+    report = va.insert_(network(), build, names="0", example_input=IMAGES)
+    assert report.verified.startswith("verified in evaluation mode; not verified in training mode: the output differs")
+
+
+def test_buffers_of_a_block_are_kept_and_its_output_has_the_dtype_of_the_network():
+    def run(block, x):
+        block.runs.add_(1 if block.runs < 9 else 0)  # does not run without values
+        return (x + block.conv(x)).float()
+
+    def build(channels):
+        block = Net(run, conv=nn.Conv2d(channels, channels, 1))
+        block.register_buffer("runs", torch.tensor(0))
+        return block
+
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)).bfloat16(), torch.randn(2, 3, 8, 8).bfloat16()
+    before = model(x)
+    va.insert_(model, build, names="0", example_input=x)
+    assert torch.equal(model(x), before)
+    assert int(va.inserted_blocks(model)["0"].block.runs) == 1
+
+
 def network(dtype=torch.float32, channels=16):
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, channels, 1), nn.Flatten(2), nn.Unflatten(2, IMAGES[2:])).eval().to(dtype)
@@ -123,6 +147,7 @@ def test_the_initialization_of_a_block_is_found_by_testing(block, dtype):
     before, drawn = model(x), torch.random.get_rng_state()
     report = va.insert_(model, block, names="0", example_input=x)
     (record,) = report.blocks
+    assert report.verified == "verified in evaluation and training mode"
     new = va.inserted_blocks(model)["0"]
     assert record.identity == (identity_init, wrapper_options)
     assert record.cost.parameters == report.parameters == sum(p.numel() for p in new.parameters())

@@ -261,6 +261,13 @@ def test_an_unused_feature_map_raises_a_warning():
     assert [bool(block.gate.grad.any()) for block in va.inserted_blocks(model).values()] == [True, False]
 
 
+def test_a_feature_map_whose_values_are_detached_is_used():
+    stages = nn.Sequential(*(nn.Conv2d(width, 8, 3, stride=2, padding=1) for width in (3, 8)))
+    probe = Net(lambda net, x: net.head(net.stages(x).detach().mean((2, 3))), stages=stages, head=nn.Linear(8, 2))
+    (block,) = va.insert_(probe, stages=-1, num_heads=2, example_input=(1, 3, 32, 32)).blocks
+    assert (block.site, block.target.used) == ("stages.1", True)
+
+
 @pytest.mark.parametrize(("both", "element"), [(False, 1), (True, 0)])
 def test_the_used_or_declared_of_several_feature_maps_is_selected(both, element):
     """Test a stage that returns two feature maps, of which the network uses one or both."""

@@ -54,7 +54,8 @@ def features(q: Tensor, k: Tensor, feature_map: str) -> tuple[Tensor, Tensor]:
     if feature_map == "softmax":
         return torch.softmax(q, dim=-1), torch.softmax(k, dim=-2)
     # Queries are divided by the sum of their weights.
-    q, k = (F.relu(x) if feature_map == "relu" else F.elu(x) + 1 for x in (q, k))
+    # The exponential is exact where elu + 1 is rounded to zero.
+    q, k = (F.relu(x) if feature_map == "relu" else F.relu(x) + x.clamp(max=0).exp() for x in (q, k))
     total = k.sum(dim=-2, keepdim=True)
     # A common factor of all keys does not change the weights and keeps sums over many keys in the range of float16.
     level = total.mean(dim=-1, keepdim=True).clamp(min=EPS)
@@ -93,7 +94,10 @@ def attend_linear(
         k = k.masked_fill(~rows.mT, 0.0 if feature_map == "none" else -torch.inf)
     with without_autocast(q):
         q, k = features(q, k, feature_map)
-        y = LINEAR_IMPLS[impl].attend(q.to(v.dtype), k.to(v.dtype), v)
+        if feature_map in ("softmax", "none"):
+            y = LINEAR_IMPLS[impl].attend(q.to(v.dtype), k.to(v.dtype), v)
+        else:  # a query that is nearly orthogonal to all keys has features outside the range of float16
+            y = LINEAR_IMPLS[impl].attend(q, k, upcast(v)).to(v.dtype)
     return y if row_has_key is None else torch.where(row_has_key, y, torch.zeros((), dtype=y.dtype, device=y.device))
 
 

@@ -47,8 +47,8 @@ class ExpressionPattern(AnyPattern):
         if all(name in fixed for name in names) and length > multiple:
             raise ValueError(f"x must have at most {multiple} positions on axis {axis + 2} for {self}, got {length}")
         padded = length if multiple == 1 else length + -length % multiple
-        # A graph that is exported with a symbolic length must not depend on its value.
-        any_length = torch.compiler.is_exporting() and not isinstance(length, int)
+        # A graph that is exported with a symbolic length, or traced, must not depend on its value.
+        any_length = isinstance(length, Tensor) or (torch.compiler.is_exporting() and not isinstance(length, int))
         # As in Swin, an axis that fits into one window is not shifted.
         given_shift = self.shift[axis] if isinstance(self.shift, tuple) else self.shift
         shift: int | Tensor = given_shift if any_length or padded > multiple else 0

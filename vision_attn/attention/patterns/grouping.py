@@ -115,7 +115,8 @@ class Grouping:
         queries, keys = self.query_layout.index()[:, :, None], self.key_layout.index()[:, None, :]
         rows, columns = queries.clamp(0, mask.shape[2] - 1), keys.clamp(0, mask.shape[3] - 1)
         partitioned = mask[:, :, rows, columns].transpose(1, 2)
-        return partitioned.masked_fill(torch.logical_or(queries < 0, keys < 0)[:, None], mask.dtype == torch.bool)
+        is_padding, fill = torch.logical_or(queries < 0, keys < 0)[:, None], float(mask.dtype == torch.bool)
+        return partitioned.masked_fill(is_padding, fill)  # traces do not support bool as the value
 
     def zero_padding(self, k: Tensor) -> Tensor:
         """Set keys ``(b·groups, m, j, d)`` outside the feature map to zero, if the pattern is zero-padded."""

@@ -32,6 +32,9 @@ ATTENTION = "config._attn_implementation"
 def multihead_weights(layer: Any) -> dict[str, Any]:
     """Read the weights; separate weights are used if keys and values have other channels than queries."""
     out = {"proj": Projection.read(layer.out_proj)}
+    if layer.kdim != layer.vdim:
+        what = f"kdim must equal vdim, got {layer.kdim} and {layer.vdim}"
+        raise ValueError(f"{type(layer).__name__}: {what}. Blocks compute keys and values from one feature map")
     if layer.in_proj_weight is not None:
         return {"qkv": Projection(layer.in_proj_weight, layer.in_proj_bias), **out}
     biases = (None, None, None) if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)

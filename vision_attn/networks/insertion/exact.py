@@ -19,7 +19,7 @@ from vision_attn.attention.blocks.projection import to_memory_format_of
 from vision_attn.checks import check_above
 from vision_attn.errors import SiteError
 from vision_attn.networks.inspection.costs import feature_map_error
-from vision_attn.networks.inspection.network import fixed_seed, quiet_eval
+from vision_attn.networks.inspection.network import fixed_seed, kept_tensors, quiet_eval
 
 #: Methods of :func:`init_identity_`. ``ZEROS`` sets its last layers to zero if necessary. ``WRAPPED`` also returns the
 #: memory format of the input, on which the rounding of the next layers depends. ``GATE`` adds a gate. ``UNCHANGED``
@@ -105,7 +105,7 @@ def init_identity_(
         SiteError: the output contains NaN or infinity.
         ValueError: the block does not run on the feature map, or returns no tensor.
     """
-    with quiet_eval(block), fixed_seed(block):
+    with kept_tensors(block, ()), quiet_eval(block), fixed_seed(block):
         # The values span several orders of magnitude, because halving is not always exact in half precision.
         x = torch.randn(2, *shape[1:]) * torch.exp2(-12 * torch.rand(2, *shape[1:]))
         x = torch.cat([x, -x])  # A layer in front of a ReLU may return zeros for one of the signs.
@@ -121,7 +121,7 @@ def init_identity_(
             what = f"{type(block).__name__} returns NaN or infinity for the {'×'.join(map(str, shape[2:]))} feature map"
             raise SiteError(f"{what} at {site!r}. Choose a site with a larger feature map")
         wrapper_options: dict[str, Any] = {"copied": True} if run.copied else {}
-        wrapper_options |= {"scale": 1.0} if method == WRAPPED else {}
+        wrapper_options |= {"scale": 1.0} if method == WRAPPED or run.y.dtype != x.dtype else {}
         if method == UNCHANGED or run.y.shape != x.shape or (method != GATE and run.ratio == 1):
             return "", wrapper_options
         if method != GATE and not shared and (layers := run.zero_last_layers_()):
@@ -138,6 +138,8 @@ class IdentityInitRun:
     def __init__(self, block: nn.Module, x: Tensor) -> None:
         """Run the block on a channels-last feature map, or on a contiguous copy if the block does not support it."""
         self.block, self.x, self.copied = block, x, False
+        #: values of the parameters, which a block may change in its first run
+        self.values: dict[nn.Parameter, Tensor] = {parameter: parameter.clone() for parameter in block.parameters()}
         #: modules with parameters, in the order in which they are called
         self.calls: list[nn.Module] = []
         given = x.clone()
@@ -165,7 +167,6 @@ class IdentityInitRun:
         If this is impossible, or if a zero layer receives no gradient because, for example, queries and keys are both
         zero, the block is unchanged and the list is empty.
         """
-        values = {parameter: parameter.clone() for parameter in self.block.parameters()}
         zeros: list[nn.Module] = []
         for module in dict.fromkeys(reversed(self.calls)):
             before = self.y
@@ -174,17 +175,19 @@ class IdentityInitRun:
             self.y = self.run()
             if torch.equal(before.nan_to_num(), self.y.nan_to_num()):
                 for parameter in direct_parameters(module):
-                    parameter.copy_(values[parameter])
+                    parameter.copy_(self.values[parameter])
                 continue
             zeros.append(module)
             if self.ratio:
                 break
-        if zeros and self.ratio and self.has_gradient_in_each_row(zeros):
-            names = {module: name for name, module in self.block.named_modules()}
-            return [names[module] or "parameters of the block" for module in reversed(zeros)]
-        for parameter, value in values.items():
-            parameter.copy_(value)
-        return []
+        if not (zeros and self.ratio and self.has_gradient_in_each_row(zeros)):
+            zeros = []
+        set_to_zero = {parameter for module in zeros for parameter in direct_parameters(module)}
+        for parameter, value in self.values.items():
+            if parameter not in set_to_zero:
+                parameter.copy_(value)
+        names = {module: name for name, module in self.block.named_modules()}
+        return [names[module] or "parameters of the block" for module in reversed(zeros)]
 
     def has_gradient_in_each_row(self, zeros: Iterable[nn.Module]) -> bool:
         """Return True if each row of the zero layers has a gradient, in its weight or bias."""

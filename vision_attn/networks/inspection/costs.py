@@ -18,7 +18,7 @@ from vision_attn.checks import product
 from vision_attn.networks.block_factories import describe_error
 from vision_attn.networks.impl_choice import attention_modules, blocks_for_impl
 from vision_attn.networks.inspection.feature_maps import FeatureMap
-from vision_attn.networks.inspection.network import quiet_eval
+from vision_attn.networks.inspection.network import kept_tensors, quiet_eval
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -125,7 +125,7 @@ def run_on_meta(module: nn.Module, shape: Shape, context: Shape | None = None) -
             with count_flops() as counter:
                 output = functional_call(module, state, *inputs("meta"))
         except Exception:  # A module that creates tensors or reads values does not run on the meta device.
-            with count_flops() as counter:
+            with count_flops() as counter, kept_tensors(module, module.parameters()):
                 args, kwargs = inputs(like.device)
                 output = module(*args, **kwargs)
     return output, counter.get_total_flops() // 2

@@ -241,7 +241,22 @@ class DryRun:
                 found = iter(torch.autograd.grad(torch.stack(sums).sum(), every, allow_unused=True))
             for x, tensors in inputs.items():
                 used = [is_used(x, next(found)) for _ in tensors]
-                self.unused[x, at] = not any(used)
+                # Without a gradient, the network may use values that it detaches or rounds.
+                self.unused[x, at] = not any(used) and not self.depends_on(x, at)
+
+    def depends_on(self, x: FeatureMap, at: str) -> bool:
+        """Return True if the output changes with the values of a feature map."""
+
+        def add_noise(module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
+            def change(values: Tensor) -> Tensor:
+                noise = torch.randn_like(values)
+                if prefix := feature_maps.count_prefix(x.layout):
+                    noise[:, :prefix] = 0
+                return values + noise
+
+            return feature_maps.apply_to_call(args, kwargs, output, x.element, change)
+
+        return not bitwise_equal(self.run([(x.target, add_noise)], before=at == "before"), self.output)
 
 
 def track_gradient(
