@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from vision_attn.attention.blocks.gated_residual import refuse_normalized_zeros
 from vision_attn.attention.blocks.projection import to_memory_format_of
@@ -138,8 +139,8 @@ class IdentityInitRun:
     def __init__(self, block: nn.Module, x: Tensor) -> None:
         """Run the block on a channels-last feature map, or on a contiguous copy if the block does not support it."""
         self.block, self.x, self.copied = block, x, False
-        #: values of the parameters, which a block may change in its first run
-        self.values: dict[nn.Parameter, Tensor] = {parameter: parameter.clone() for parameter in block.parameters()}
+        #: values of the parameters, which a block may change in its first run; of lazy parameters, after it
+        self.values: dict[nn.Parameter, Tensor] = {p: p.clone() for p in block.parameters() if not is_lazy(p)}
         #: modules with parameters, in the order in which they are called
         self.calls: list[nn.Module] = []
         given = x.clone()
@@ -152,6 +153,7 @@ class IdentityInitRun:
             except RuntimeError:
                 self.copied = True
                 self.y = self.run()
+        self.values = {p: p.clone() for p in block.parameters()} | self.values
 
     def run(self) -> Tensor:
         return run_on_copy(self.block, self.x, self.copied)
