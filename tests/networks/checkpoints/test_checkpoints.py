@@ -460,6 +460,10 @@ def test_the_same_tensors_under_other_names_are_recognized(state, tmp_path):
     ):
         assert_rejected(message, small_network(), save(renamed, tmp_path), prefix=prefix)
     assert_rejected("another architecture.* prefix=", small_network(classes=5), save(content, tmp_path))
+    resized = {**state, "0.weight": torch.ones(8, 3, 5, 5)}
+    assert_rejected("Create the model with the sizes", small_network(), save(resized, tmp_path))
+    del resized["4.bias"]
+    assert_rejected("If the checkpoint is for this model, rename", small_network(), save(resized, tmp_path))
 
 
 def test_unknown_presets_and_colliding_names_are_rejected(state, tmp_path):
