@@ -73,10 +73,10 @@ def valid_positions(pixels: Any, x: Tensor) -> Tensor:
         size_rule = "valid must have the size of the images, (batch, height, width)"
         raise ValueError(f"{size_rule}: {what}. Pass a mask of that size")
     for axis, length in enumerate(size, start=1):
-        total = valid.shape[axis]
-        stride = 2 ** round(math.log2(total / length))  # convolutions round the length up
-        step = stride if -(-total // stride) == length else total / length
-        corners = (torch.arange(length, device=valid.device) * step).long()
+        total, index = valid.shape[axis], torch.arange(length, device=valid.device)
+        stride = 2 ** max(0, round(math.log2(total / length)))
+        is_rounded_up = -(-total // stride) == length  # as by convolutions with a stride of two
+        corners = index * stride if is_rounded_up else index * total // length
         valid = valid.index_select(axis, corners)
     return valid[:, None]
 

@@ -21,8 +21,9 @@ from vision_attn.networks.inspection.network import NORMS
 from vision_attn.networks.inspection.selection import ancestor_paths, find_module, select_keys
 from vision_attn.networks.inspection.wrappers import synchronizer, unwrap_key, unwrap_model
 
-#: Keys of parameters without weight decay, in addition to all parameters with one axis.
+#: Names of position tables and class tokens in timm and torchvision.
 POSITIONS = r"pos_embed|pos_embedding|class_token|cls_token|relative_position_bias_table"
+#: Keys of parameters without weight decay, in addition to all parameters with one axis.
 NO_DECAY = re.compile(rf"(.*\.)?(bias|gate|logit_scale|{POSITIONS}|(gamma|layer_scale)[^.]*)")
 
 #: Names of buffers of norms, and of torch's two spectral norms, that a forward pass in training mode updates.
