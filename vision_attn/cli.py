@@ -43,7 +43,8 @@ COMMANDS = {
 #: Flags that do not exist, with what to type instead.
 OTHER_FLAGS = {"--num-heads": "--block-options num_heads=4", "--insert": "--names layer3", "--optimizer": "--opt",
                "--position": "--block-options 'position=Rope()'", "--color-jitter": "--aa",
-               "--block": "--variants 'NAME=--block …'", "--seed": "--seeds"}  # fmt: skip
+               "--block": "--variants 'NAME=--block …'", "--seed": "--seeds",
+               "--resume": "--variants and --output as before to continue a comparison"}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +108,8 @@ def parse(kind: Any, words: Sequence[str], name: str, about: str = "", default: 
             raise
         raise ValueError(f"{describe_box(text.getvalue())}. See {prog} --help") from None
     if unknown:
-        word, flags = unknown[0].partition("=")[0], [settings.flag(name) for name in kind.__dataclass_fields__]
+        flags = [settings.flag(field.name) for field in fields(kind) if "Suppress" not in str(field.type)]
+        word = unknown[0].partition("=")[0]
         use = OTHER_FLAGS.get(word, "")
         other = f" Use {use}" if use.partition(" ")[0] in flags else did_you_mean(word, flags)
         raise ValueError(f"unknown {'flag' if word[0] == '-' else 'argument'} {word}.{other or f' See {prog} --help'}")

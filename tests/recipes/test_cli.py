@@ -127,6 +127,8 @@ INVALID = [
     (["compare", "--variants", "plain", "a/b=attention"], 2, "error: --variants: expected …'a/b=attention'"),
     (["compare", "--seeds", "1", "1"], 2, "error: --seeds must be distinct"),
     (["compare", "--block", "se"], 2, "error: unknown flag --block. Use --variants 'NAME=--block …'"),
+    (["compare", "--resume", "auto"], 2, "error: unknown flag --resume. Use --variants and --output as before"),
+    (["compare", "--sead", "3"], 2, "error: unknown flag --sead. Did you mean '--seeds' or"),
     (["compare", "-o", "images"], 2, "error: --output: … is a folder of images"),
     (["compare", "--config", "old", "-o", "old"], 2, "error: --output: …old is the folder of a run"),
     (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # not writable for root

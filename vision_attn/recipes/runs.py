@@ -229,7 +229,7 @@ def unwrap(model: Any) -> Any:
 
 
 def check_writable(path: Path, inputs: Iterable[Path] = ()) -> None:
-    """Raise an error unless a file can be written and is no input; call this before a long computation."""
+    """Raise an error if a file cannot be written or is one of the inputs; call this before a long computation."""
     existed = path.exists()
     if existed and any(map(path.samefile, inputs)):
         raise ValueError(f"--output must not be one of the images, got {path}")

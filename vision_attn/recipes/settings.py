@@ -38,7 +38,7 @@ class Settings:
     pretrained: bool = False  # Load the pretrained weights of the model.
     weights: str | None = None  # Checkpoint to start from: a file, a folder, or hf-hub:OWNER/NAME.
     rename: str | None = None  # Package whose parameter names the --weights file uses: efficientnet-pytorch.
-    reset_head: bool = False  # Train a new classifier instead of that of --weights or --pretrained.
+    reset_head: bool = False  # Replace the classifier of --weights or --pretrained with a new one.
     stages: tuple[int | str, ...] = ()  # Stages after which to insert a block: indices such as -2, or names.
     names: tuple[str, ...] = ()  # Modules at which to insert a block: names, or globs such as 'layer*.1'.
     at: str = "after"  # Position of each block relative to its site: after or before.
@@ -69,7 +69,7 @@ class Settings:
     channels_last: bool = False  # Use the channels-last memory format.
     compile: bool = False  # Compile the model with torch.compile.
     device: str | None = None  # Device: cpu or cuda; by default cuda if available.
-    workers: int | None = None  # Number of processes that decode images; by default up to one per core and 16.
+    workers: int | None = None  # Number of processes that decode images; by default at most one per core, and 16.
     log_with: tuple[str, ...] = ()  # Trackers of Accelerate to log to, such as tensorboard or wandb.
     seed: int = 0  # Random seed.
     # Folder for the run; by default the next runs/train-N.

@@ -350,7 +350,7 @@ def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
     state = runs.newest_state(run)
     trained = runs.read_progress(state)["data"]["digests"][0] if state else None
     classes, train_set, val_set = open_data(s) if same else open_data(replace(s, val_fraction=None), None)
-    if trained and not same and train_set.digest() == val_set.digest():  # all images, perhaps those of the run
+    if trained and not same and train_set.digest() == val_set.digest():  # the folder of the run may have moved
         with suppress(DataError):
             if (again := open_data(s))[1].digest() == trained:
                 classes, train_set, val_set = again

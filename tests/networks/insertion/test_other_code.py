@@ -533,7 +533,7 @@ def test_integer_images_are_captured_and_calls_without_images_are_rejected():
 
     model = Net(run, conv=nn.Conv2d(3, 8, 1), attention=va.AttentionBlock2d(8, 2))
     with va.capture(model, queries=[(0, 0)]) as maps:
-        model(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.ones(1, 5))  # a vector of numbers is no image
+        model(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.ones(1, 5))  # a vector of numbers is not an image
     assert maps["attention.attn"].image_size == (8, 8)
     with pytest.raises(ValueError, match="images as tensors"), va.capture(model):
         model("nothing")

@@ -105,7 +105,7 @@ def insert_(
             message names the module and the reason, and the model is unchanged.
         ValueError: not exactly one of ``stages``, ``names`` and ``where`` is given, except for a report about every
             stage, or an option of the block is invalid.
-        TypeError: ``block`` is no class, function or name, or an option of the block is unknown.
+        TypeError: ``block`` is not a class, function or name, or an option of the block is unknown.
 
     >>> from torchvision.models import resnet18
     >>> report = insert_(resnet18(), stages=-1, num_heads=4)

@@ -78,7 +78,7 @@ def verify_training(dry_run: DryRun, blocks: Sequence[nn.Module], may_change: bo
     if not (may_change or all(map(is_residual, blocks))):
         trained, _ = run_with(dry_run, blocks, None, training=True)
         if relative_change(output, trained) > ROUNDING:
-            return "the output differs: a block is no identity in this mode, or draws random numbers"
+            return "the output differs: a block is not an identity in this mode, or draws random numbers"
     return ""
 
 
