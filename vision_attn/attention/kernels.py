@@ -221,21 +221,7 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
         raise NotImplementedError(f"{what}. Use va.use_impl(model, 'bmm')") from error
     if mask is not None and y.shape[1] != shape[1]:  # groups became heads
         y = y.reshape(*shape[:3], y.shape[3])
-    node = y.grad_fn if y.requires_grad and not torch.compiler.is_dynamo_compiling() else None
-    if node is not None and "ScaledDotProduct" in node.name():
-        node.register_hook(name_missing_derivative)
     return y if y.shape[3] == e else y[..., :e]
-
-
-def name_missing_derivative(gradients: Sequence[Tensor | None], _: Any) -> None:
-    """Make second derivatives of the fused kernel raise an error that recommends ``impl="bmm"``."""
-    for gradient in gradients:
-        if gradient is not None and gradient.requires_grad:  # as with create_graph=True
-            gradient.register_hook(refuse_second_derivative)
-
-
-def refuse_second_derivative(gradient: Tensor) -> None:
-    raise NotImplementedError("torch's fused attention has no second derivative. Use va.use_impl(model, 'bmm')")
 
 
 def sdpa_on_gpu(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Mask, **options: Any) -> Tensor:

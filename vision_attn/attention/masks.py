@@ -30,7 +30,7 @@ def add_mask(logits: Tensor, mask: Mask, causal: bool) -> Tensor:
         return logits
     mask = mask if mask.shape[4] in (1, logits.shape[3]) else mask[..., : logits.shape[3]]
     is_shared = mask.shape[0] == mask.shape[1] == 1  # by all images and groups
-    logits, mask = (logits, mask[0]) if is_shared else (split_groups(logits, mask), mask)
+    logits, mask = (logits, mask.flatten(0, 1)) if is_shared else (split_groups(logits, mask), mask)
     logits = torch.where(mask, logits, -torch.inf) if mask.dtype == torch.bool else logits + mask
     return logits if is_shared else logits.flatten(0, 1)
 
