@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -299,12 +300,15 @@ def test_flags_override_the_settings_of_another_run(tmp_path):
     assert parsed("--config", str(tmp_path), "--stages", "-1").names == ()
 
 
-def test_help_names_the_file_to_copy(capsys):
-    for name, file in (("train", "recipes/train.py"), ("demo", "recipes/demo.py"), ("export", "recipes/export.py")):
-        code, out, _ = run(capsys, name, "--help")
-        text = "".join(line.strip("│ ") for line in out.splitlines())
-        assert (code, "copy this file" in " ".join(out.split())) == (0, True)
-        assert file in text.replace(" ", "")
+@pytest.mark.parametrize("name", ["train", "compare", "predict", "export", "explore", "demo"])
+def test_every_recipe_is_a_program_whose_help_names_the_file_to_copy(capsys, monkeypatch, name):
+    file = Path(cli.__file__).with_name("recipes") / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", ["copy.py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(file), run_name="__main__")
+    out = "".join(line.strip("│ ") for line in capsys.readouterr().out.splitlines())
+    assert (end.value.code, out.startswith(f"usage: vision-attn {name} ")) == (0, True)
+    assert f"copythisfile:{file}" in out.replace(" ", "")
 
 
 def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_path):

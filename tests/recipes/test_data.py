@@ -34,7 +34,7 @@ CONFIG = {
 
 IMAGES = [
     (Image.new("RGBA", (40, 40), (10, 20, 30, 0)), "clear.png", {}, (10, 20, 30)),
-    (Image.new("RGB", (9, 9), (10, 20, 30)).quantize(), "index.png", {"transparency": b"\x00\x80"}, (10, 20, 30)),
+    (Image.new("RGB", (9, 9), (10, 20, 30)).quantize(), "index.png", {"transparency": b"\x07\x80"}, (10, 20, 30)),
     (Image.new("CMYK", (40, 40), (255, 0, 255, 0)), "print.tif", {}, (0, 255, 0)),
     (Image.fromarray(np.full((40, 40), 100 * 256 + 7, np.uint16)), "deep.png", {}, (100, 100, 100)),
     (Image.fromarray(np.full((40, 40), 255 * 256 + 7, np.uint16)), "deep.tif", {}, (255, 255, 255)),

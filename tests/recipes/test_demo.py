@@ -37,6 +37,7 @@ def test_the_demo_writes_its_results_and_no_other_folder(tmp_path, capsys, image
     for trained, initial in made:
         assert not all(map(torch.equal, trained.parameters(), initial.parameters()))
     out = capsys.readouterr().out
+    assert out.startswith("Each image has 12×12 cells.")
     assert all(f"{name:<16}" in out for name in demo.VARIANTS)
     for folder in (image_folder, image_folder / "train", image_folder / "train" / "red"):
         assert cli.main(["demo", "-o", str(folder)]) == 2
