@@ -1,16 +1,15 @@
 """Attention between the tokens of each group, in einx, torch.bmm, einsum and torch's fused kernels.
 
-Every implementation consists of the same five steps. Letters: ``b`` batch, ``n`` heads, ``m`` key/value heads, ``i``
+Every implementation consists of the same four steps. Letters: ``b`` batch, ``n`` heads, ``m`` key/value heads, ``i``
 query token, ``j`` key token, ``d`` width of queries and keys, ``e`` width of values.
 
     partition     (b, c, h, w)                                             ->  (b·groups, h', w', c)
     split heads   (b·groups, h', w', n·d + …)                              ->  (b·groups, n, i, d), …
     attend        q (b·groups, n, i, d)   k (…, n, j, d)   v (…, n, j, e)  ->  (b·groups, n, i, e)
-    merge heads   (b, n, i, e)                                             ->  (b, n·e, h, w)
     reverse       (b·groups, n, i, e)                                      ->  (b, n·e, h, w)
 
-``partition`` and ``reverse`` are for patterns that are a plain reshape; ``reverse`` merges the heads as well, and
-``merge heads`` is for a single group. Any other pattern gathers its tokens with one index.
+``partition`` and ``reverse`` are for patterns that are a plain reshape; ``reverse`` merges the heads as well. Any other
+pattern gathers its tokens with one index.
 
 ``mask`` is None, bool (True = may attend) or an additive float, ``(b or 1, groups or 1, n or 1, i, j)``, and allows at
 least one key for every query. Its rows may be padded; columns from ``j`` on are ignored. It is None if ``causal`` is
@@ -47,7 +46,6 @@ class Kernel:
     partition: Callable[[Tensor, BoundRearrangement], Tensor]
     split_heads: Callable[..., list[Tensor]]
     attend: Callable[..., Tensor]
-    merge_heads: Callable[[Tensor, Sequence[int]], Tensor]
     reverse: Callable[[Tensor, BoundRearrangement], Tensor]
     #: If given, this function replaces ``attend``. It receives :class:`.AttentionInputs` instead of one combined mask.
     attend_pattern: Callable[..., Tensor] | None = None
@@ -73,10 +71,8 @@ def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
     return x.index_select(1, layout.gather_index).reshape(-1, *layout.group_size, c)
 
 
-def to_map(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
-    """Merge the heads and the groups, ``(b·groups, n, i, e)``, into a feature map, ``(b, n·e, *size)``."""
-    if layout.rearrangement is not None:
-        return kernel.reverse(y, layout.rearrangement)
+def gathered_to_map(layout: TokenLayout, y: Tensor) -> Tensor:
+    """Merge the heads and gathered groups, ``(b·groups, n, i, e)``, into a feature map, ``(b, n·e, *size)``."""
     c, y = y.shape[1] * y.shape[3], y.transpose(1, 2)
     y = y.reshape(-1, layout.groups * layout.tokens, c).index_select(1, layout.inverse_index)
     return y.reshape(-1, *layout.size, c).permute(*TO_FIRST[2 + len(layout.size)])
@@ -109,19 +105,11 @@ def attend_einx(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
     return einx.dot("b n i j, b n j e -> b n i e", weights, v)
 
 
-def merge_heads_einx(y: Tensor, size: Sequence[int]) -> Tensor:
-    import einx
-
-    # index() turns the symbolic sizes of torch.compile into integers, because einx hashes them: one graph per size.
-    sizes = dict(zip(AXES[-len(size) :], map(index, size), strict=True))
-    axes = " ".join(sizes)
-    return einx.id(f"b n ({axes}) e -> b (n e) {axes}", y, **sizes)
-
-
 def reverse_einx(y: Tensor, bound: BoundRearrangement) -> Tensor:
     import einx
 
-    return einx.id(bound.to_map, y, **bound.sizes)
+    # index() turns the symbolic sizes of torch.compile into integers, because einx hashes them: one graph per size.
+    return einx.id(bound.to_map, y, **{name: index(size) for name, size in bound.sizes.items()})
 
 
 # --- torch.bmm: axes by position --------------------------------------------------------------------------------------
@@ -153,13 +141,12 @@ def attend_bmm(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, cau
     return torch.bmm(weights.view(b * n, i, j), v.reshape(b * n, j, e)).view(b, n, i, e)
 
 
-def merge_heads_torch(y: Tensor, size: Sequence[int]) -> Tensor:
-    return y.transpose(1, 2).reshape(y.shape[0], *size, y.shape[1] * y.shape[3]).permute(*TO_FIRST[2 + len(size)])
-
-
 def reverse_torch(y: Tensor, bound: BoundRearrangement) -> Tensor:
     n, e = y.shape[1], y.shape[3]
-    y = y.reshape(-1, *bound.groups, n, *bound.tokens, e).permute(*bound.inverse_perm)
+    if bound.is_identity:
+        y = y.transpose(1, 2)
+    else:
+        y = y.reshape(-1, *bound.groups, n, *bound.tokens, e).permute(*bound.inverse_perm)
     return y.reshape(-1, *bound.size, n * e).permute(*TO_FIRST[2 + len(bound.size)])
 
 
@@ -172,8 +159,8 @@ def drop(weights: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
     return weights if weights.dtype == dtype else weights.to(dtype)
 
 
-EINX = Kernel(partition_einx, split_heads_einx, attend_einx, merge_heads_einx, reverse_einx)
-BMM = Kernel(partition_torch, split_heads_torch, attend_bmm, merge_heads_torch, reverse_torch)
+EINX = Kernel(partition_einx, split_heads_einx, attend_einx, reverse_einx)
+BMM = Kernel(partition_torch, split_heads_torch, attend_bmm, reverse_torch)
 
 
 # --- einsum: axes by letter -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unb
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, is_qk_tied, qk_norms
 from vision_attn.attention.graphs import active_transform, has_driver, in_graph
 from vision_attn.attention.implementations import IMPLEMENTATIONS
-from vision_attn.attention.kernels import TO_FIRST, TO_LAST, to_groups, to_map
+from vision_attn.attention.kernels import TO_FIRST, TO_LAST, gathered_to_map, to_groups
 from vision_attn.attention.kind import AttentionConfig, Kind, check_arguments, pooled_size, shape_error
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.padding import latest_pixels, mask_padding
@@ -149,8 +149,9 @@ class Attention(ConfigurableImpl):
             hook(inputs)
         y = plan.attend(inputs)  # (b·groups, n, i, e)
         del inputs  # without gradients, their memory is now free
-        kernel, layout = plan.kind.kernel, plan.grouping.query_layout
-        y = kernel.merge_heads(y, layout.size) if layout.is_identity else to_map(kernel, layout, y)  # (b, n·e, h, w)
+        layout = plan.grouping.query_layout
+        bound = layout.rearrangement
+        y = gathered_to_map(layout, y) if bound is None else plan.kind.kernel.reverse(y, bound)  # (b, n·e, h, w)
         y = self.proj(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
         drop = self.proj_drop
         y = drop(y) if drop.training and getattr(drop, "p", True) else y

@@ -23,7 +23,7 @@ from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.blocks.projection import Pointwise2d, accepts_unbatched, to_memory_format_of
 from vision_attn.attention.dispatch import without_autocast
 from vision_attn.attention.graphs import in_graph
-from vision_attn.attention.kernels import BMM, EINX, TO_LAST
+from vision_attn.attention.kernels import BMM, EINX, TO_FIRST, TO_LAST
 from vision_attn.attention.masks import broadcast_mask, check_mask, unmask_empty_rows, upcast
 from vision_attn.attention.padding import latest_pixels, valid_positions
 from vision_attn.attention.scopes import scoped_values
@@ -195,7 +195,7 @@ class LinearAttention2d(ConfigurableImpl):
         kernel = LINEAR_IMPLS[impl]
         q, k, v = kernel.split_heads(self.qkv(x).permute(*TO_LAST[4]), *[self.num_heads] * 3)
         y = attend_linear(q, k, v, impl=impl, mask=mask, feature_map=self.feature_map)
-        y = kernel.merge_heads(y, x.shape[2:])
+        y = y.transpose(1, 2).reshape(x.shape[0], *x.shape[2:], self.channels).permute(*TO_FIRST[4])
         return to_memory_format_of(x, self.proj_drop(self.proj(y)))
 
     def check_impl(self, impl: str) -> None:

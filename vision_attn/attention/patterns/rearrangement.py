@@ -122,6 +122,7 @@ class BoundRearrangement:
 
     def __init__(self, line: Rearrangement, lengths: Sequence[Sequence[int]]) -> None:
         self.sizes: dict[str, int] = dict(zip(line.names, chain(*lengths), strict=True))
+        self.is_identity: bool = line.is_identity
         tokens = [[name for name in axis if name in line.tokens] for axis in line.axes]
         groups = join_names(("b", *line.groups))
         #: The einx expression that partitions the feature map, ``b c (gh h) (gw w) -> (b gh gw) h w c``.
