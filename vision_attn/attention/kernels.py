@@ -16,7 +16,7 @@ least one key for every query. Its rows may be padded; columns from ``j`` on are
 True. Logits and softmax are computed in at least float32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 from operator import index
@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vision_attn.attention.graphs import active_transform
 from vision_attn.attention.masks import Mask, add_mask, align_mask, split_mask, upcast
 from vision_attn.attention.patterns.layout import TokenLayout
 from vision_attn.attention.patterns.rearrangement import AXES, BoundRearrangement
@@ -178,12 +177,7 @@ def attend_einsum(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, 
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
-    """Call torch's fused kernel.
-
-    Raises:
-        NotImplementedError: the kernel has no derivative for the inputs: in forward mode, or, on a CPU, inside a
-            transform of ``torch.func`` if a mask from outside of the transform requires gradients.
-    """
+    """Call torch's fused kernel, which has no second derivative and no derivative in forward mode."""
     shape, e, on_cpu = q.shape, v.shape[3], q.is_cpu
     if scale <= 0:  # cuDNN, flash attention and the causal CPU kernel multiply their -inf by the scale
         q, scale = scale * q, 1.0
@@ -199,30 +193,10 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
     if mask is not None:
         mask = mask if mask.dtype in (torch.bool, q.dtype) else cast_mask(mask, q.dtype)
         q, k, v, mask = to_4d_mask(q, k, v, mask)
-    try:
-        y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
-    except RuntimeError as error:
-        if not isinstance(error, NotImplementedError) and (mask is None or active_transform() is None):
-            raise
-        what = "torch's fused attention cannot be differentiated in forward mode, or for a mask in torch.func"
-        raise NotImplementedError(f"{what}. Use va.use_impl(model, 'bmm')") from error
+    y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
     if mask is not None and y.shape[1] != shape[1]:  # groups became heads
         y = y.reshape(*shape[:3], y.shape[3])
-    node = y.grad_fn if y.requires_grad and not torch.compiler.is_dynamo_compiling() else None
-    if node is not None and "ScaledDotProduct" in node.name():
-        node.register_hook(name_missing_derivative)
     return y if y.shape[3] == e else y[..., :e]
-
-
-def name_missing_derivative(gradients: Sequence[Tensor | None], _: Any) -> None:
-    """Make second derivatives of the fused kernel raise an error that recommends ``impl="bmm"``."""
-    for gradient in gradients:
-        if gradient is not None and gradient.requires_grad:  # as with create_graph=True
-            gradient.register_hook(refuse_second_derivative)
-
-
-def refuse_second_derivative(gradient: Tensor) -> None:
-    raise NotImplementedError("torch's fused attention has no second derivative. Use va.use_impl(model, 'bmm')")
 
 
 def sdpa_on_gpu(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Mask, **options: Any) -> Tensor:

@@ -79,13 +79,11 @@ def outer(values: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor])
     >>> outer([torch.tensor([[10, 20]]), torch.tensor([[1, 2, 3]])], torch.add)
     tensor([[11, 12, 13, 21, 22, 23]])
     """
-    rank, kinds = len(values), values[0].dim()
-    views = []
-    for axis, part in enumerate(values):
-        view = [1] * (kinds * rank)  # the tiles of all axes, then the queries of all axes, then the keys
-        view[axis::rank] = part.shape
-        views.append(part.reshape(view))
-    combined = reduce(combine, views)
-    for kind in reversed(range(kinds)):
-        combined = combined.flatten(kind * rank, (kind + 1) * rank - 1)
-    return combined
+
+    def combine_two(first: Tensor, second: Tensor) -> Tensor:
+        combined = combine(first[(slice(None), None) * first.dim()], second[(None, slice(None)) * first.dim()])
+        for axis in range(first.dim()):  # the pair of tiles, then the pair of tokens
+            combined = combined.flatten(axis, axis + 1)
+        return combined
+
+    return reduce(combine_two, values)

@@ -108,8 +108,7 @@ class TableEncoding(PositionEncoding):
 def new_encoding(position: AnyPosition, block: AttentionConfig, **factory: Any) -> PositionEncoding:
     """Build the position encoding of a block; raise if it contradicts another argument of the block."""
     if isinstance(position, type) or not hasattr(position, "build"):
-        got = f"the class {position.__name__}" if isinstance(position, type) else repr(position)
-        raise ValueError(f"position must be a position encoding such as va.Rope(), got {got}. Pass an instance")
+        raise ValueError(f"position must be a position encoding such as va.Rope(), got {position!r}. Pass an instance")
     encoding = position.build(block, **factory)
     if encoding.is_relative and block.is_cross:
         raise ValueError(f"position must not be {position!r} with kv_stride or context_channels. Use va.Rope()")
