@@ -52,7 +52,6 @@ MISTAKES = [
     (lambda: va.insert_(CONV, where=callable), "where must be a function of path and module"),
     (lambda: va.load_checkpoint_(CONV, {}), "file must be a path .*, got dict. .*load_state_dict"),
     (lambda: va.timm_layer(nn.ReLU()), "block must be a class, .*, got an instance of ReLU"),
-    (lambda: va.implementations.register_impl("no function", 3), "function must be callable"),
     (lambda: va.explore(CONV, "photo.jpg", "a.html"), "images must be a tensor .*, got 'photo.jpg'"),
     (lambda: capture_point(), r"queries must be a list of points \(y, x\), .* got \(1, 1\)"),
     (lambda: insert("ese", reduction=4), "unknown option reduction: expected one of add_maxpool"),

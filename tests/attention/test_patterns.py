@@ -165,7 +165,7 @@ INVALID = [
     (lambda: va.Pattern(STRIPES, s=2.0), "sizes must be positive integers .*, got s=2.0"),
     (lambda: va.Window(0), "Window: size must"),
     (lambda: va.Window(7.0), "Window: size must be an integer or a tuple, at least 1, got 7.0"),
-    (lambda: va.Window((7, 7), shift=(3, 3, 3)), "Window: size and shift must"),
+    (lambda: va.Window((7, 7), shift=(3, 3, 3)), "Window: shift must have the length of size"),
     (lambda: va.Window((4, 2), shift=2), "Window: shift must"),
     (lambda: va.Grid((7, 0)), "Grid: size must"),
     (lambda: va.Halo(3, -1), "Halo: halo_size must be"),

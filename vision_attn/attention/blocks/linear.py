@@ -33,7 +33,6 @@ from vision_attn.checks import check_bool, check_choice, check_divides
 FEATURE_MAPS = ("softmax", "elu", "relu", "none")
 #: Added to the sum of the weights of a query with ``feature_map="relu"``, which may be zero; the value of timm.
 EPS = 1e-5
-FOR_LINEAR = " for linear attention"
 
 
 def linear_einx(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,6 +136,7 @@ class LinearAttention2d(ConfigurableImpl):
 
     rank = 2
     fixed: ClassVar[Collection[str]] = ("channels", "num_heads", "feature_map")
+    impls: ClassVar[Collection[str]] = LINEAR_IMPLS
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class LinearAttention2d(ConfigurableImpl):
         if mask is not None:
             check_mask(mask.shape, mask.dtype, x.shape[0], self.num_heads, (1,), x.shape[2:])
             if mask.dtype != torch.bool:
-                raise ValueError(f"mask must be bool (True = may attend){FOR_LINEAR}, got {mask.dtype}")
+                raise ValueError(f"mask must be bool (True = may attend) for linear attention, got {mask.dtype}")
             mask = broadcast_mask(mask).mT
         if 0 in x.shape:  # einx does not support empty tensors
             return self.proj(self.qkv(x)[:, : self.channels])
@@ -197,9 +197,6 @@ class LinearAttention2d(ConfigurableImpl):
         y = attend_linear(q, k, v, impl=impl, mask=mask, feature_map=self.feature_map)
         y = y.transpose(1, 2).reshape(x.shape[0], *x.shape[2:], self.channels).permute(*TO_FIRST[4])
         return to_memory_format_of(x, self.proj_drop(self.proj(y)))
-
-    def check_impl(self, impl: str) -> None:
-        check_choice("impl", impl, LINEAR_IMPLS, FOR_LINEAR)
 
     def get_config(self) -> dict[str, object]:
         config: dict[str, object] = {"attention": "linear", "num_heads": self.num_heads}

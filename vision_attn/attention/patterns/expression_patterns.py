@@ -170,10 +170,9 @@ class Window(ExpressionPattern):
         check_lengths("Window", "size", self.size)
         check_lengths("Window", "shift", self.shift, least=0)
         sides, shifts = same_length(self.size, self.shift)
-        if len(sides) != len(shifts):
-            raise ValueError(f"Window: size and shift must have the same length, got {self.size} and {self.shift}")
-        if any(by >= side for side, by in zip(sides, shifts, strict=True)):
-            raise ValueError(f"Window: shift must be smaller than size, got size={self.size} and shift={self.shift}")
+        if len(sides) != len(shifts) or any(by >= side for side, by in zip(sides, shifts, strict=True)):
+            expected = "shift must have the length of size and be smaller than size"
+            raise ValueError(f"Window: {expected}, got size={self.size} and shift={self.shift}")
 
     @property
     def rearrangement(self) -> Rearrangement:  # type: ignore[override]

@@ -56,8 +56,8 @@ class DecomposedEncoding(TableEncoding):
 
     def __init__(self, config: RelPosDecomposed, block: AttentionConfig, device: Any, dtype: Any) -> None:
         lengths, d = table_lengths(config, block), block.key_dim
-        axes = [axis for axis, attends in enumerate(block.resolved_pattern.attention_axes) if attends]
-        names = {axis: f"{AXIS_NAMES[axis - block.rank]}_rel" for axis in axes}
+        axes = zip(AXIS_NAMES[-block.rank :], block.resolved_pattern.attention_axes, strict=True)
+        names = {axis: f"{name}_rel" for axis, (name, attends) in enumerate(axes) if attends}
         tables = {name: (2 * lengths[axis] - 1, d) for axis, name in names.items()}
         super().__init__(config, d**-0.5, tables, device=device, dtype=dtype)
         self.names: dict[int, str] = names  # the parameter name of the table for each axis
@@ -83,8 +83,6 @@ class DecomposedBias(PositionBias):
 
     tables: dict[int, Tensor]
     grouping: Grouping
-
-    is_chunkable = True
 
     def gather_logits(self, q: Tensor, scale: float = 1.0) -> Tensor:
         """Return ``q_i · R_h[y - y_i]`` for all rows and ``q_i · R_w[x - x_i]`` for all columns, divided by ``scale``.
