@@ -81,8 +81,9 @@ def outer(values: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor])
     """
 
     def combine_two(first: Tensor, second: Tensor) -> Tensor:
-        combined = combine(first[(slice(None), None) * first.dim()], second[(None, slice(None)) * first.dim()])
-        for axis in range(first.dim()):  # the pair of tiles, then the pair of tokens
+        first = first.reshape([n for length in first.shape for n in (length, 1)])
+        combined = combine(first, second.reshape([n for length in second.shape for n in (1, length)]))
+        for axis in range(second.dim()):  # the pair of tiles, then the pairs of queries and of keys
             combined = combined.flatten(axis, axis + 1)
         return combined
 

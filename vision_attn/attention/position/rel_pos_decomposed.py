@@ -104,8 +104,8 @@ class DecomposedBias(PositionBias):
         """
         layout, first, columns = self.grouping.query_layout, 0, []
         differ = any(axis.queries.coords.shape[0] > 1 for axis in self.grouping.axes)
-        positions = [axis.positions if differ else axis.positions[:1] for axis in layout.axes]
-        zeros = [torch.zeros_like(at)[:, :, None] for at in positions]  # (tiles or 1, queries, 1)
+        # (tiles or 1, queries, 1)
+        zeros = [torch.zeros_like(axis.positions if differ else axis.positions[:1])[:, :, None] for axis in layout.axes]
         for axis, table in self.tables.items():
             offset = self.grouping.relative_coords[axis] + zeros[axis] + (table.shape[0] // 2 + first)
             columns.append(outer([*zeros[:axis], offset, *zeros[axis + 1 :]], torch.add)[:, None])
