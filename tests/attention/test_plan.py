@@ -130,4 +130,6 @@ def test_empty_inputs(name, grad, shape):
         for x in (images(*shape), images(*shape).to(memory_format=torch.channels_last)):
             assert block(x).shape == shape
             assert va.AttentionBlock2d(16).double()(x).shape == shape
-            assert block.attention_weights(x).shape == (shape[0], 2, shape[2] * 7, shape[2] * 7)
+            assert va.blocks.LinearAttention2d(16, 2, impl="einx").double()(x).shape == shape
+            with pytest.raises(ValueError, match=r"x must not be empty, got shape \("):
+                block.attention_weights(x)

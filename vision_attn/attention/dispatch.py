@@ -77,12 +77,18 @@ def select_auto(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> Callable[..
     return bmm if is_small and trained and q.dtype != torch.float16 else attend_fused
 
 
-def attend_fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Call torch's fused kernel, or bmm for inputs that it cannot differentiate."""
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **options: Any) -> Tensor:
+    """Call torch's fused kernel, or bmm for inputs that it cannot differentiate.
+
+    These are inputs in forward mode, and, on a CPU, a mask that requires gradients outside a transform of
+    ``torch.func`` in which the kernel runs.
+    """
     try:
-        return attend_sdpa(q, k, v, **options)
-    except NotImplementedError:
-        return attend_bmm(q, k, v, **options)
+        return attend_sdpa(q, k, v, mask=mask, **options)
+    except RuntimeError as error:
+        if not isinstance(error, NotImplementedError) and (mask is None or active_transform() is None):
+            raise
+        return attend_bmm(q, k, v, mask=mask, **options)
 
 
 def can_chunk(q: Tensor) -> bool:
@@ -92,21 +98,17 @@ def can_chunk(q: Tensor) -> bool:
 
 def attend_bmm_chunked(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **options: Any) -> Tensor:
     """Compute attention with bmm, for as many images at a time as fit into the caches of a CPU."""
-
-    def attend(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_bmm(q, k, v, mask=mask, **options)
-
-    return attend_image_chunks(attend, 1 if mask is None else mask.shape[1], mask, q, k, v)
+    return attend_image_chunks(partial(attend_bmm, **options), 1 if mask is None else mask.shape[1], mask, q, k, v)
 
 
 def attend_image_chunks(compute: Callable[..., Tensor], groups: int, mask: Mask, *tensors: Tensor) -> Tensor:
-    """Call ``compute(mask, q, k, v, …)`` for as many images at a time as fit into the caches of a CPU."""
+    """Call ``compute(q, k, v, …, mask=mask)`` for as many images at a time as fit into the caches of a CPU."""
     q, k, *_ = tensors
     images = max(1, CHUNK_LOGITS // (groups * q.shape[1] * q.shape[2] * k.shape[2]))
     if images * groups >= q.shape[0]:
-        return compute(mask, *tensors)
+        return compute(*tensors, mask=mask)
     chunks: Any = zip(split_mask(mask, images, axis=0), *(x.split(images * groups) for x in tensors), strict=False)
-    return torch.cat([compute(*chunk) for chunk in chunks])
+    return torch.cat([compute(*chunk, mask=part) for part, *chunk in chunks])
 
 
 def attend_chunked(
@@ -128,7 +130,7 @@ def attend_chunked(
     keys = k.shape[2]
     rows = max(MIN_CHUNK_QUERIES, CHUNK_LOGITS // (groups * q.shape[1] * keys))  # queries of each group in a chunk
 
-    def attend_chunk(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *logits: Tensor) -> Tensor:
+    def attend_chunk(q: Tensor, k: Tensor, v: Tensor, *logits: Tensor, mask: Mask) -> Tensor:
         added = sum(logits[1:], logits[0]).reshape(-1, groups, *q.shape[1:3], keys)
         return attend(q, k, v, mask=added if mask is None else combine_masks(added, mask), causal=False)
 
@@ -137,10 +139,10 @@ def attend_chunked(
         early_stop = attend.func is not attend_einx  # einx wraps the exception with which torch stops early
         compute = partial(checkpoint, attend_chunk, use_reentrant=False, early_stop=early_stop)
 
-    def attend_query_chunks(mask: Mask, q: Tensor, k: Tensor, v: Tensor, *logits: Tensor) -> Tensor:
+    def attend_query_chunks(q: Tensor, k: Tensor, v: Tensor, *logits: Tensor, mask: Mask) -> Tensor:
         if rows >= q.shape[2]:
-            return compute(mask, q, k, v, *logits)
+            return compute(q, k, v, *logits, mask=mask)
         chunks: Any = zip(split_mask(mask, rows, axis=3), *(x.split(rows, dim=2) for x in (q, *logits)), strict=False)
-        return torch.cat([compute(part, chunk, k, v, *added) for part, chunk, *added in chunks], dim=2)
+        return torch.cat([compute(chunk, k, v, *added, mask=part) for part, chunk, *added in chunks], dim=2)
 
     return attend_image_chunks(attend_query_chunks, groups, mask, q, k, v, *terms)

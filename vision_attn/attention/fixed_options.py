@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class FixedOptions(nn.Module):
@@ -21,6 +21,8 @@ class FixedOptions(nn.Module):
             if getattr(value, "config", value) != getattr(old, "config", old):
                 why = f"cannot change after it was built, got {value!r} in place of {old!r}"
                 raise AttributeError(f"{what} {why}. {remedy}")
+        elif name in self.live and isinstance(value, Tensor):
+            raise AttributeError(f"{what} must not be a tensor, got shape {tuple(value.shape)}")
         elif isinstance(layer, FixedOptions) and name in {*layer.fixed, *layer.live} and not hasattr(self, name):
             remedy = "Assign to the attribute of .attn" if name in layer.live else "Build another block"
             raise AttributeError(f"{what} is an option of its attention layer. {remedy}")

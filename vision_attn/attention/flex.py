@@ -93,8 +93,7 @@ def check_flex(q: Tensor, v: Tensor, dropout: float, trained: Sequence[Tensor | 
     """
     device, width = q.device.type, min(q.shape[3], v.shape[3])
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trained)
-    graph = torch.compiler.is_compiling()
-    transformed = not graph and (in_graph(q) or active_transform() is not None)
+    transformed = not torch.compiler.is_compiling() and (in_graph(q) or active_transform() is not None)
     for is_refused, what in (
         (dropout > 0, f"does not support dropout: attn_drop must be 0 in training, got {dropout}"),
         (device not in DEVICES, f"requires a device of {', '.join(DEVICES)}, got a tensor on {device}"),

@@ -44,8 +44,6 @@ def register_impl(name: str, function: Callable[..., Tensor]) -> None:
     """
     if name in IMPLEMENTATIONS:
         raise ValueError(f"name must be new, not one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {name!r}")
-    if not callable(function):
-        raise TypeError(f"function must be callable as function(q, k, v, scale=…), got {function!r}")
 
     def with_groups(q: Tensor, k: Tensor, v: Tensor, *, mask: masks.Mask, **options: float) -> Tensor:
         if mask is None:
@@ -93,15 +91,12 @@ def attend(
     torch.Size([2, 4, 49, 8])
     """
     check_choice("impl", impl, IMPLEMENTATIONS)
-    for name, x, like in (("q", q, q), ("k", k, q), ("v", v, k)):
-        same = {"k": (0, 3), "v": (0, 1, 2)}.get(name, ())
+    for name, x, like, same in (("q", q, q, ()), ("k", k, q, (0, 3)), ("v", v, k, (0, 1, 2))):
         if x.dim() != 4 or not x.is_floating_point() or any(x.shape[axis] != like.shape[axis] for axis in same):
             expected = "(batch, heads, tokens, width), k with q's batch and width, v with k's heads and tokens"
             raise ValueError(f"{name} must be floating-point with shape {expected}, got {x.dtype} {tuple(x.shape)}")
     if mask is not None:
         masks.check_mask(mask.shape, mask.dtype, q.shape[0], q.shape[1], q.shape[2:3], k.shape[2:3])
-    if 0 in (q.shape[0], q.shape[2], k.shape[2]):  # some implementations do not support empty tensors
-        return (q @ repeat_kv(q, k).mT).to(v.dtype) @ repeat_kv(q, v)
     row_has_key = None
     if mask is not None:
         later = masks.causal_mask(q.shape[2], k.shape[2], q.device) if causal else None

@@ -1,23 +1,22 @@
 """Attention between the tokens of each group, in einx, torch.bmm, einsum and torch's fused kernels.
 
-Every implementation consists of the same five steps. Letters: ``b`` batch, ``n`` heads, ``m`` key/value heads, ``i``
+Every implementation consists of the same four steps. Letters: ``b`` batch, ``n`` heads, ``m`` key/value heads, ``i``
 query token, ``j`` key token, ``d`` width of queries and keys, ``e`` width of values.
 
     partition     (b, c, h, w)                                             ->  (b·groups, h', w', c)
     split heads   (b·groups, h', w', n·d + …)                              ->  (b·groups, n, i, d), …
     attend        q (b·groups, n, i, d)   k (…, n, j, d)   v (…, n, j, e)  ->  (b·groups, n, i, e)
-    merge heads   (b, n, i, e)                                             ->  (b, n·e, h, w)
     reverse       (b·groups, n, i, e)                                      ->  (b, n·e, h, w)
 
-``partition`` and ``reverse`` are for patterns that are a plain reshape; ``reverse`` merges the heads as well, and
-``merge heads`` is for a single group. Any other pattern gathers its tokens with one index.
+``partition`` and ``reverse`` are for patterns that are a plain reshape; ``reverse`` merges the heads as well. Any other
+pattern gathers its tokens with one index.
 
 ``mask`` is None, bool (True = may attend) or an additive float, ``(b or 1, groups or 1, n or 1, i, j)``, and allows at
 least one key for every query. Its rows may be padded; columns from ``j`` on are ignored. It is None if ``causal`` is
 True. Logits and softmax are computed in at least float32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 from operator import index
@@ -29,7 +28,6 @@ from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vision_attn.attention.graphs import active_transform
 from vision_attn.attention.masks import Mask, add_mask, align_mask, split_mask, upcast
 from vision_attn.attention.patterns.layout import TokenLayout
 from vision_attn.attention.patterns.rearrangement import AXES, BoundRearrangement
@@ -47,7 +45,6 @@ class Kernel:
     partition: Callable[[Tensor, BoundRearrangement], Tensor]
     split_heads: Callable[..., list[Tensor]]
     attend: Callable[..., Tensor]
-    merge_heads: Callable[[Tensor, Sequence[int]], Tensor]
     reverse: Callable[[Tensor, BoundRearrangement], Tensor]
     #: If given, this function replaces ``attend``. It receives :class:`.AttentionInputs` instead of one combined mask.
     attend_pattern: Callable[..., Tensor] | None = None
@@ -73,10 +70,8 @@ def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
     return x.index_select(1, layout.gather_index).reshape(-1, *layout.group_size, c)
 
 
-def to_map(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
-    """Merge the heads and the groups, ``(b·groups, n, i, e)``, into a feature map, ``(b, n·e, *size)``."""
-    if layout.rearrangement is not None:
-        return kernel.reverse(y, layout.rearrangement)
+def gathered_to_map(layout: TokenLayout, y: Tensor) -> Tensor:
+    """Merge the heads and gathered groups, ``(b·groups, n, i, e)``, into a feature map, ``(b, n·e, *size)``."""
     c, y = y.shape[1] * y.shape[3], y.transpose(1, 2)
     y = y.reshape(-1, layout.groups * layout.tokens, c).index_select(1, layout.inverse_index)
     return y.reshape(-1, *layout.size, c).permute(*TO_FIRST[2 + len(layout.size)])
@@ -109,19 +104,11 @@ def attend_einx(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
     return einx.dot("b n i j, b n j e -> b n i e", weights, v)
 
 
-def merge_heads_einx(y: Tensor, size: Sequence[int]) -> Tensor:
-    import einx
-
-    # index() turns the symbolic sizes of torch.compile into integers, because einx hashes them: one graph per size.
-    sizes = dict(zip(AXES[-len(size) :], map(index, size), strict=True))
-    axes = " ".join(sizes)
-    return einx.id(f"b n ({axes}) e -> b (n e) {axes}", y, **sizes)
-
-
 def reverse_einx(y: Tensor, bound: BoundRearrangement) -> Tensor:
     import einx
 
-    return einx.id(bound.to_map, y, **bound.sizes)
+    # index() turns the symbolic sizes of torch.compile into integers, because einx hashes them: one graph per size.
+    return einx.id(bound.to_map, y, **{name: index(size) for name, size in bound.sizes.items()})
 
 
 # --- torch.bmm: axes by position --------------------------------------------------------------------------------------
@@ -153,13 +140,12 @@ def attend_bmm(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, cau
     return torch.bmm(weights.view(b * n, i, j), v.reshape(b * n, j, e)).view(b, n, i, e)
 
 
-def merge_heads_torch(y: Tensor, size: Sequence[int]) -> Tensor:
-    return y.transpose(1, 2).reshape(y.shape[0], *size, y.shape[1] * y.shape[3]).permute(*TO_FIRST[2 + len(size)])
-
-
 def reverse_torch(y: Tensor, bound: BoundRearrangement) -> Tensor:
     n, e = y.shape[1], y.shape[3]
-    y = y.reshape(-1, *bound.groups, n, *bound.tokens, e).permute(*bound.inverse_perm)
+    if bound.is_identity:
+        y = y.transpose(1, 2)
+    else:
+        y = y.reshape(-1, *bound.groups, n, *bound.tokens, e).permute(*bound.inverse_perm)
     return y.reshape(-1, *bound.size, n * e).permute(*TO_FIRST[2 + len(bound.size)])
 
 
@@ -172,8 +158,8 @@ def drop(weights: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
     return weights if weights.dtype == dtype else weights.to(dtype)
 
 
-EINX = Kernel(partition_einx, split_heads_einx, attend_einx, merge_heads_einx, reverse_einx)
-BMM = Kernel(partition_torch, split_heads_torch, attend_bmm, merge_heads_torch, reverse_torch)
+EINX = Kernel(partition_einx, split_heads_einx, attend_einx, reverse_einx)
+BMM = Kernel(partition_torch, split_heads_torch, attend_bmm, reverse_torch)
 
 
 # --- einsum: axes by letter -------------------------------------------------------------------------------------------
@@ -191,12 +177,7 @@ def attend_einsum(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, 
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
-    """Call torch's fused kernel.
-
-    Raises:
-        NotImplementedError: the kernel has no derivative for the inputs: in forward mode, or, on a CPU, inside a
-            transform of ``torch.func`` if a mask from outside of the transform requires gradients.
-    """
+    """Call torch's fused kernel, which has no second derivative and no derivative in forward mode."""
     shape, e, on_cpu = q.shape, v.shape[3], q.is_cpu
     if scale <= 0:  # cuDNN, flash attention and the causal CPU kernel multiply their -inf by the scale
         q, scale = scale * q, 1.0
@@ -212,13 +193,7 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
     if mask is not None:
         mask = mask if mask.dtype in (torch.bool, q.dtype) else cast_mask(mask, q.dtype)
         q, k, v, mask = to_4d_mask(q, k, v, mask)
-    try:
-        y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
-    except RuntimeError as error:
-        if not isinstance(error, NotImplementedError) and (mask is None or active_transform() is None):
-            raise
-        what = "torch's fused attention cannot be differentiated in forward mode, or for a mask in torch.func"
-        raise NotImplementedError(f"{what}. Use va.use_impl(model, 'bmm')") from error
+    y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
     if mask is not None and y.shape[1] != shape[1]:  # groups became heads
         y = y.reshape(*shape[:3], y.shape[3])
     return y if y.shape[3] == e else y[..., :e]

@@ -8,7 +8,6 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from vision_attn.attention.kernels import Kernel
 from vision_attn.attention.masks import check_mask
@@ -106,8 +105,7 @@ def check_arguments(a: Any, pattern: AnyPattern) -> AttentionConfig:
         if is_broken:
             raise ValueError(f"{name} {rule}, got {name}={getattr(a, name)!r}")
 
-    is_scale = a.scale is None or isinstance(a.scale, Real | Tensor)
-    reject("scale", not is_scale, "must be a number, or a tensor with one element")
+    reject("scale", not isinstance(a.scale, Real | None), "must be a number")
     layer_norm, match = isinstance(a.qk_norm, bool), a.qk_norm == "match"
     reject("qk_norm", not (layer_norm or match or a.qk_norm == "cosine"), "must be False, True, 'cosine' or 'match'")
     same = "must be 1 with num_kv_heads, context_channels, or different key_dim and value_dim"

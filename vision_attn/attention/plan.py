@@ -65,7 +65,7 @@ class Plan(NamedTuple):
             mask, row_has_key = grouping.combine(mask)
         elif not causal and not grouping.is_dense:
             mask = grouping.attn_mask(q.dtype)
-        if bias is not None and bias.is_chunkable and kind.can_chunk:
+        if bias is not None and bias.rel_logits is not None and kind.can_chunk:
             chunk = partial(kind.kernel.attend, scale=scale, dropout=kind.dropout)
             y = attend_chunked(chunk, q, k, v, mask, bias.rel_logits(q), grouping.groups)
         else:

@@ -213,11 +213,8 @@ class EagerInScopes(str):
 
     def enter(self) -> None:
         with self.lock:
-            try:  # also if another thread has set the stance, because this is the only test for a compiled function
-                handle: Any = torch.compiler.set_stance(self)  # type: ignore[arg-type]
-            except RuntimeError as error:
-                what = "the with blocks of vision_attn, such as va.padded, cannot start in a compiled function"
-                raise RuntimeError(f"{what}. Compile the model, and call it in the with block") from error
+            # Also if another thread has set the stance, because torch raises an error in a compiled function.
+            handle: Any = torch.compiler.set_stance(self)  # type: ignore[arg-type]
             if self.entered:
                 handle.__exit__(None, None, None)
             else:

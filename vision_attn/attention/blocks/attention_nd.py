@@ -16,8 +16,8 @@ from vision_attn.attention.blocks.projection import POINTWISE, Conv, accepts_unb
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, is_qk_tied, qk_norms
 from vision_attn.attention.graphs import active_transform, has_driver, in_graph
 from vision_attn.attention.implementations import IMPLEMENTATIONS
-from vision_attn.attention.kernels import TO_FIRST, TO_LAST, to_groups, to_map
-from vision_attn.attention.kind import AttentionConfig, Kind, check_arguments, pooled_size, shape_error
+from vision_attn.attention.kernels import TO_FIRST, TO_LAST, gathered_to_map, to_groups
+from vision_attn.attention.kind import AttentionConfig, Kind, check_arguments, shape_error
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.padding import latest_pixels, mask_padding
 from vision_attn.attention.patterns import AnyPattern, resolve_pattern
@@ -26,7 +26,6 @@ from vision_attn.attention.position import AnyPosition, PositionEncoding, new_en
 from vision_attn.attention.position.encoding import TableEncoding
 from vision_attn.attention.recomputation import graph_task_id
 from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
-from vision_attn.checks import product
 
 #: The attributes of a block that are its configuration.
 OPTIONS = AttentionConfig._fields[:-1]
@@ -93,7 +92,7 @@ class Attention(ConfigurableImpl):
         self.proj: Conv = conv(n * e, self.out_channels, 1, groups=groups, bias=proj_bias, **factory)
         self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
         self.q_norm, self.k_norm = qk_norms(qk_norm, d, n, **factory)
-        self.scale: float | Tensor = self.default_scale if scale is None else scale
+        self.scale: float = self.default_scale if scale is None else scale
         self.gate: Conv | None = conv(channels, n * e, 1, **factory) if output_gate else None
         self.position: PositionEncoding | None = None if position is None else new_encoding(position, config, **factory)
         is_relative = self.position is not None and self.position.is_relative
@@ -149,8 +148,9 @@ class Attention(ConfigurableImpl):
             hook(inputs)
         y = plan.attend(inputs)  # (b·groups, n, i, e)
         del inputs  # without gradients, their memory is now free
-        kernel, layout = plan.kind.kernel, plan.grouping.query_layout
-        y = kernel.merge_heads(y, layout.size) if layout.is_identity else to_map(kernel, layout, y)  # (b, n·e, h, w)
+        layout = plan.grouping.query_layout
+        bound = layout.rearrangement
+        y = gathered_to_map(layout, y) if bound is None else plan.kind.kernel.reverse(y, bound)  # (b, n·e, h, w)
         y = self.proj(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
         drop = self.proj_drop
         y = drop(y) if drop.training and getattr(drop, "p", True) else y
@@ -197,12 +197,7 @@ class Attention(ConfigurableImpl):
             # Under autocast, normalization returns float32; the kernel expects the dtype of the values.
             q, k = self.q_norm(q).to(v.dtype), plan.grouping.zero_padding(self.k_norm(k).to(v.dtype))
         q, k, bias = (q, k, None) if position is None else position(q, k, plan.grouping)
-        scale = self.scale
-        if isinstance(scale, Tensor):
-            if scale.numel() != 1:
-                raise ValueError(f"scale must be a number or a tensor with one element, got shape {tuple(scale.shape)}")
-            k, scale = (k * scale).to(k.dtype), 1.0  # a scale with one axis would change the dtype
-        return AttentionInputs(q, k, v, scale, plan.grouping, bias, mask)
+        return AttentionInputs(q, k, v, self.scale, plan.grouping, bias, mask)
 
     def project(self, plan: Plan, x: Tensor, context: Tensor | None) -> list[Tensor]:
         """Project to queries ``(b·groups, n, i, d)``, keys ``(…, m, j, d)`` and values ``(…, m, j, e)``."""
@@ -263,7 +258,7 @@ class Attention(ConfigurableImpl):
             Weights ``(b, heads, i, key tokens)``. Each row sums to one, or is zero for a query without any allowed key.
 
         Raises:
-            ValueError: as in :meth:`forward`.
+            ValueError: as in :meth:`forward`, or ``x`` is empty.
 
         >>> from vision_attn.attention.blocks import Attention2d
         >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
@@ -275,9 +270,7 @@ class Attention(ConfigurableImpl):
             raise shape_error("x", tuple(x.shape), self.channels, self.rank)
         plan, x, mask, context = self.prepare(x, mask, context)
         if plan is None:
-            tokens = x.shape[2:].numel() if queries is None else len(queries)
-            keys_size = pooled_size((x if context is None else context).shape[2:], self.kv_stride)
-            return x.new_zeros(x.shape[0], self.num_heads, tokens, product(keys_size))
+            raise ValueError(f"x must not be empty, got shape {tuple(x.shape)}")
         return weights_on_map(self.encode(plan, x, mask, context), queries)
 
     @property
@@ -291,10 +284,7 @@ class Attention(ConfigurableImpl):
         defaults: dict[str, object] = {"key_dim": width, "value_dim": width, "num_kv_heads": self.num_heads}
         defaults |= {"out_channels": self.channels, "context_channels": None, "groups": 1, "scale": self.default_scale}
         defaults |= {"kv_stride": 1, "causal": False}
-        scale = vars(self).get("scale", self.default_scale)  # a parameter or buffer is part of the state dict
-        scale = scale.squeeze().tolist() if isinstance(scale, Tensor) else scale
-        values = {name: getattr(self, name) for name in defaults} | {"scale": scale}
-        changed = {name: value for name, value in values.items() if value != defaults[name]}
+        changed = {name: getattr(self, name) for name in defaults if getattr(self, name) != defaults[name]}
         return {**changed, "qk_norm": "match"} if self.qk_norm == "match" else changed
 
     def extra_repr(self) -> str:

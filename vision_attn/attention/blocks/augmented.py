@@ -68,8 +68,6 @@ class AugmentedConv2d(Configurable):
         check_bool(bias=bias)
         if value_channels >= out_channels:
             raise ValueError(f"value_channels must be less than out_channels={out_channels}, got {value_channels}")
-        if attention.get("context_channels") is not None:
-            raise ValueError(f"context_channels must be None in AugmentedConv2d, got {attention['context_channels']}")
         self.stride = stride
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv_channels, padding = out_channels - value_channels, kernel_size // 2

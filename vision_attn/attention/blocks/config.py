@@ -1,7 +1,7 @@
 """The configuration of a block, stored with its state dict, and its implementation."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 from vision_attn.attention.fixed_options import FixedOptions
 from vision_attn.attention.implementations import IMPLEMENTATIONS
@@ -36,6 +36,8 @@ def store_config(module: Any, state: Mapping[str, Any], prefix: str, metadata: d
 class ConfigurableImpl(Configurable):
     """A block with a choice of implementation."""
 
+    #: The implementations that the block supports.
+    impls: ClassVar[Collection[str]] = IMPLEMENTATIONS
     _impl: str
 
     @property
@@ -50,4 +52,4 @@ class ConfigurableImpl(Configurable):
 
     def check_impl(self, impl: str) -> None:
         """Raise if the block does not support an implementation."""
-        check_choice("impl", impl, IMPLEMENTATIONS)
+        check_choice("impl", impl, self.impls)

@@ -17,8 +17,6 @@ from vision_attn.attention.recomputation import graph_task_id
 from vision_attn.attention.scopes import SCOPES, scoped_output
 from vision_attn.checks import check_above
 
-#: Attributes that spectral and weight normalization of torch add to a layer.
-NORMALIZED = ("parametrizations", "weight_orig", "weight_g")
 #: Layers whose normalized weight has been found to be finite.
 FINITE: WeakSet[nn.Module] = WeakSet()
 
@@ -35,8 +33,6 @@ def refuse_normalized_zeros(owner: nn.Module, layer: nn.Module) -> None:
     # A normalized weight is a property of the class of its layer, or an attribute that is not a parameter.
     computed = hasattr(type(layer), "weight") or "weight" in vars(layer)
     if not computed or torch.compiler.is_compiling() or layer in FINITE:
-        return
-    if not any(hasattr(layer, name) for name in NORMALIZED):
         return
     if isinstance(weight := getattr(layer, "weight", None), Tensor) and not weight.isfinite().all():
         name = next(name for name, module in owner.named_modules() if module is layer)

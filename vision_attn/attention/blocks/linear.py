@@ -23,7 +23,7 @@ from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.blocks.projection import Pointwise2d, accepts_unbatched, to_memory_format_of
 from vision_attn.attention.dispatch import without_autocast
 from vision_attn.attention.graphs import in_graph
-from vision_attn.attention.kernels import BMM, EINX, TO_LAST
+from vision_attn.attention.kernels import BMM, EINX, TO_FIRST, TO_LAST
 from vision_attn.attention.masks import broadcast_mask, check_mask, unmask_empty_rows, upcast
 from vision_attn.attention.padding import latest_pixels, valid_positions
 from vision_attn.attention.scopes import scoped_values
@@ -33,7 +33,6 @@ from vision_attn.checks import check_bool, check_choice, check_divides
 FEATURE_MAPS = ("softmax", "elu", "relu", "none")
 #: Added to the sum of the weights of a query with ``feature_map="relu"``, which may be zero; the value of timm.
 EPS = 1e-5
-FOR_LINEAR = " for linear attention"
 
 
 def linear_einx(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,6 +136,7 @@ class LinearAttention2d(ConfigurableImpl):
 
     rank = 2
     fixed: ClassVar[Collection[str]] = ("channels", "num_heads", "feature_map")
+    impls: ClassVar[Collection[str]] = LINEAR_IMPLS
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class LinearAttention2d(ConfigurableImpl):
         if mask is not None:
             check_mask(mask.shape, mask.dtype, x.shape[0], self.num_heads, (1,), x.shape[2:])
             if mask.dtype != torch.bool:
-                raise ValueError(f"mask must be bool (True = may attend){FOR_LINEAR}, got {mask.dtype}")
+                raise ValueError(f"mask must be bool (True = may attend) for linear attention, got {mask.dtype}")
             mask = broadcast_mask(mask).mT
         if 0 in x.shape:  # einx does not support empty tensors
             return self.proj(self.qkv(x)[:, : self.channels])
@@ -195,11 +195,8 @@ class LinearAttention2d(ConfigurableImpl):
         kernel = LINEAR_IMPLS[impl]
         q, k, v = kernel.split_heads(self.qkv(x).permute(*TO_LAST[4]), *[self.num_heads] * 3)
         y = attend_linear(q, k, v, impl=impl, mask=mask, feature_map=self.feature_map)
-        y = kernel.merge_heads(y, x.shape[2:])
+        y = y.transpose(1, 2).reshape(x.shape[0], *x.shape[2:], self.channels).permute(*TO_FIRST[4])
         return to_memory_format_of(x, self.proj_drop(self.proj(y)))
-
-    def check_impl(self, impl: str) -> None:
-        check_choice("impl", impl, LINEAR_IMPLS, FOR_LINEAR)
 
     def get_config(self) -> dict[str, object]:
         config: dict[str, object] = {"attention": "linear", "num_heads": self.num_heads}

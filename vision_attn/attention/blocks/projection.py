@@ -22,14 +22,7 @@ def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def batched(self: Any, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         inputs = (mask,) if context is None else (mask, context)  # some blocks have no argument context
         if isinstance(x, Tensor) and x.dim() == 2 + self.rank and x.shape[1] == self.channels:
-            try:
-                return forward(self, x, *inputs)
-            except RuntimeError as error:
-                if "mixed torch.Tensor and DTensor" not in str(error):
-                    raise
-                what = f"{type(self).__name__} adds tensors of its pattern or positions to a DTensor"
-                remedy = "Run the model and the backward pass in torch.distributed.tensor.experimental"
-                raise RuntimeError(f"{what}. {remedy}.implicit_replication()") from error
+            return forward(self, x, *inputs)
         if isinstance(x, torch.fx.Proxy):  # the operations inside depend on the size of the feature map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *inputs), {})
         if isinstance(x, Tensor) and x.dim() == 1 + self.rank and x.shape[0] == self.channels:

@@ -9,7 +9,6 @@ from torch import Tensor
 from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisTiles, check_lengths, same_length
 from vision_attn.attention.patterns.rearrangement import AXES, GRIDS, WINDOWS, Rearrangement, split_every_axis
 from vision_attn.checks import product
-from vision_attn.text import did_you_mean
 
 
 class ExpressionPattern(AnyPattern):
@@ -171,10 +170,9 @@ class Window(ExpressionPattern):
         check_lengths("Window", "size", self.size)
         check_lengths("Window", "shift", self.shift, least=0)
         sides, shifts = same_length(self.size, self.shift)
-        if len(sides) != len(shifts):
-            raise ValueError(f"Window: size and shift must have the same length, got {self.size} and {self.shift}")
-        if any(by >= side for side, by in zip(sides, shifts, strict=True)):
-            raise ValueError(f"Window: shift must be smaller than size, got size={self.size} and shift={self.shift}")
+        if len(sides) != len(shifts) or any(by >= side for side, by in zip(sides, shifts, strict=True)):
+            expected = "shift must have the length of size and be smaller than size"
+            raise ValueError(f"Window: {expected}, got size={self.size} and shift={self.shift}")
 
     @property
     def rearrangement(self) -> Rearrangement:  # type: ignore[override]
@@ -218,9 +216,6 @@ class Grid(ExpressionPattern):
 #: Named patterns, for the argument ``pattern`` of a block.
 PATTERNS = {"full": Axial("full", None), "rows": Axial("rows", (-1,)), "columns": Axial("columns", (-2,))}
 
-#: Code of patterns with sizes, for error messages.
-EXAMPLES = ("Window(7)", "Grid(7)", "Halo(8, 3)", "Neighborhood(7)", "Pattern('b n d h w -> (b h) n w d')")
-
 
 def resolve_pattern(pattern: str | AnyPattern) -> AnyPattern:
     """Convert a name, or an einx expression that needs no sizes, to a pattern; return patterns unchanged."""
@@ -230,8 +225,6 @@ def resolve_pattern(pattern: str | AnyPattern) -> AnyPattern:
         return PATTERNS[pattern]
     if isinstance(pattern, AnyPattern):
         return pattern
-    kinds = "a Window, Grid, Halo, Neighborhood or Pattern, or an einx expression"
-    expected = f"one of {', '.join(map(repr, PATTERNS))}, {kinds}"
-    name = pattern.__name__ if isinstance(pattern, type) else str(pattern).partition("(")[0]
-    example = next((f" Pass va.{code}." for code in EXAMPLES if code.lower().startswith(f"{name.lower()}(")), "")
-    raise ValueError(f"pattern must be {expected}, got {pattern!r}.{example or did_you_mean(name, PATTERNS)}")
+    names, expression = ", ".join(map(repr, PATTERNS)), "an expression such as 'b n d h w -> (b h) n w d'"
+    instances = "an instance such as va.Window(7), va.Grid(7), va.Halo(8, 3) or va.Neighborhood(7)"
+    raise ValueError(f"pattern must be one of {names}, {expression}, or {instances}, got {pattern!r}")

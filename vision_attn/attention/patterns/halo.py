@@ -45,23 +45,18 @@ class Halo(AnyPattern):
         check_lengths("Halo", "halo_size", self.halo_size, least=0)
 
     @property
-    def axis_sizes(self) -> list[tuple[int, int]]:
-        """The size of a block and of its halo for each axis."""
-        return list(zip(*same_length(self.block_size, self.halo_size), strict=True))
-
-    @property
     def window_shape(self) -> tuple[int | None, ...]:
-        return tuple([block + halo for block, halo in self.axis_sizes])
+        return tuple(map(sum, zip(*same_length(self.block_size, self.halo_size), strict=True)))
 
     def axis_tiles(self, axis: int, length: int, device: torch.device) -> AxisTiles:
-        block, halo = self.axis_sizes[axis]
+        block, halo = (sizes[axis] for sizes in same_length(self.block_size, self.halo_size))
         start = torch.arange((length + block - 1) // block, device=device)[:, None] * block
         query, key = torch.arange(block, device=device), torch.arange(block + 2 * halo, device=device) - halo
         queries, keys = ((start + at).masked_fill(start + at >= length, -1).clamp(min=-1) for at in (query, key))
         return AxisTiles(AxisLayout(queries, query[None]), AxisLayout(keys, key[None]), block + halo)
 
     def axis_as_one_tile(self, axis: int, length: int, device: torch.device) -> AxisTiles:
-        block, halo = self.axis_sizes[axis]
+        block, halo = (sizes[axis] for sizes in same_length(self.block_size, self.halo_size))
         query = torch.arange(length, device=device)
         key = torch.arange(-halo, length + -length % block + halo, device=device)
         start = query[:, None] // block * block

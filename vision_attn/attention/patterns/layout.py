@@ -79,13 +79,12 @@ def outer(values: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor])
     >>> outer([torch.tensor([[10, 20]]), torch.tensor([[1, 2, 3]])], torch.add)
     tensor([[11, 12, 13, 21, 22, 23]])
     """
-    rank, kinds = len(values), values[0].dim()
-    views = []
-    for axis, part in enumerate(values):
-        view = [1] * (kinds * rank)  # the tiles of all axes, then the queries of all axes, then the keys
-        view[axis::rank] = part.shape
-        views.append(part.reshape(view))
-    combined = reduce(combine, views)
-    for kind in reversed(range(kinds)):
-        combined = combined.flatten(kind * rank, (kind + 1) * rank - 1)
-    return combined
+
+    def combine_two(first: Tensor, second: Tensor) -> Tensor:
+        first = first.reshape([n for length in first.shape for n in (length, 1)])
+        combined = combine(first, second.reshape([n for length in second.shape for n in (1, length)]))
+        for axis in range(second.dim()):  # the pair of tiles, then the pairs of queries and of keys
+            combined = combined.flatten(axis, axis + 1)
+        return combined
+
+    return reduce(combine_two, values)

@@ -67,8 +67,8 @@ class Neighborhood(AnyPattern):
         return same_length(self.kernel_size)[0]
 
     def axis_tiles(self, axis: int, length: int, device: torch.device) -> AxisTiles:
-        settings = zip(*same_length(self.kernel_size, self.dilation, self.stride, self.causal), strict=True)
-        kernel, dilation, stride, causal = list(settings)[axis]
+        settings = same_length(self.kernel_size, self.dilation, self.stride, self.causal)
+        kernel, dilation, stride, causal = (values[axis] for values in settings)
         if isinstance(length, int):  # keys outside a feature map of known length need not be copied
             dilation = min(dilation, length)
             kernel = min(kernel, -(-length // dilation))

@@ -23,9 +23,10 @@ AXES = ("t", "h", "w")
 WINDOWS, GRIDS = "(g{axis} {axis})", "({axis} g{axis})"
 
 NAME = r"[a-z][a-z0-9_]*"
-#: A name, or names in parentheses, and one side of an expression.
-ITEM = rf"{NAME}|\(\s*{NAME}(?:\s+{NAME})*\s*\)"
-SIDE = re.compile(rf"\s*(?:{ITEM})(?:\s+(?:{ITEM}))*\s*")
+#: A name, or names in parentheses, and the two sides of an expression.
+ITEM = rf"(?:{NAME}|\(\s*{NAME}(?:\s+{NAME})*\s*\))"
+LEFT = rf"\s*b\s+n\s+d((?:\s+{ITEM}){{1,3}})\s*"
+RIGHT = rf"\s*(?:b|\(\s*b((?:\s+{NAME})*)\s*\))\s+n\s+({ITEM})\s+d\s*"
 
 #: Names that have another meaning: in the expression, in its two steps (``c``), or as arguments of ``einx.id``.
 RESERVED = ("b", "c", "n", "d", "backend", "graph")
@@ -56,20 +57,14 @@ class Rearrangement:
         ('s',)
         """
 
-        def reject(why: str) -> ValueError:
-            return ValueError(f"pattern must be an einx expression of the form {FORM}, got {text!r}: {why}")
+        def reject(*why: str) -> ValueError:
+            message = f"pattern must be an einx expression of the form {FORM}, with one to three axes, got {text!r}"
+            return ValueError(": ".join([message, *why]))
 
-        sides = text.split("->")
-        if len(sides) != 2:
-            raise reject("it must have exactly one '->'")
-        if not all(map(SIDE.fullmatch, sides)):
-            raise reject("each side must consist of names, or names in parentheses")
-        left, right = ([tuple(item.strip("()").split()) for item in re.findall(ITEM, side)] for side in sides)
-        if left[:3] != [("b",), ("n",), ("d",)] or not 1 <= len(left) - 3 <= len(AXES):
-            raise reject("its left side must be 'b n d' and one to three axes of the feature map")
-        if len(right) != 4 or right[0][:1] != ("b",) or right[1] != ("n",) or right[3] != ("d",) or not right[2]:
-            raise reject("its right side must be '(b <groups>) n (<tokens>) d'")
-        axes, groups, tokens = left[3:], right[0][1:], right[2]
+        if (match := re.fullmatch(f"{LEFT}->{RIGHT}", text)) is None:
+            raise reject()
+        axes = [tuple(re.findall(NAME, item)) for item in re.findall(ITEM, match[1])]
+        groups, tokens = (tuple(re.findall(NAME, side or "")) for side in match.groups()[1:])
         names = [name for axis in axes for name in axis]
         for name in {*names, *groups, *tokens}:
             before, after = names.count(name), (*groups, *tokens).count(name)
@@ -78,10 +73,8 @@ class Rearrangement:
             if before != 1 or after != 1:
                 raise reject(f"each name must occur once on each side, but {name!r} occurs {before} and {after} times")
         for name, size in sizes.items():
-            if name not in names:
-                raise reject(f"{name}={size!r} was given, but {name!r} does not occur in the expression")
-            if not (isinstance(size, Integral) and size >= 1):
-                raise reject(f"the size of {name!r} must be an integer, at least 1, got {size!r}")
+            if name not in names or not (isinstance(size, Integral) and size >= 1):
+                raise reject(f"sizes must be positive integers for names in the expression, got {name}={size!r}")
         for axis in axes:
             unknown = [name for name in axis if name not in sizes]
             if len(unknown) > 1:
@@ -122,6 +115,7 @@ class BoundRearrangement:
 
     def __init__(self, line: Rearrangement, lengths: Sequence[Sequence[int]]) -> None:
         self.sizes: dict[str, int] = dict(zip(line.names, chain(*lengths), strict=True))
+        self.is_identity: bool = line.is_identity
         tokens = [[name for name in axis if name in line.tokens] for axis in line.axes]
         groups = join_names(("b", *line.groups))
         #: The einx expression that partitions the feature map, ``b c (gh h) (gw w) -> (b gh gw) h w c``.

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
@@ -55,12 +54,10 @@ class AbsPosEncoding(TableEncoding):
         super().__init__(config, d**-0.5, tables, device=device, dtype=dtype)
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
-        layout, embeddings = grouping.key_layout, []
-        rank = len(layout.size)
-        for axis, (name, length) in enumerate(zip(AXIS_NAMES[-rank:], layout.size, strict=True)):
-            table = resize_by_position(getattr(self, name), length).to(k.dtype)
-            embeddings.append(table.view(*(length if other == axis else 1 for other in range(rank)), -1))
-        embedding = reduce(torch.add, embeddings).flatten(0, -2)  # (key tokens, d)
+        layout = grouping.key_layout
+        lengths = zip(AXIS_NAMES[-len(layout.size) :], layout.size, strict=True)
+        tables = [resize_by_position(getattr(self, name), length).to(k.dtype) for name, length in lengths]
+        embedding = reduce(lambda x, table: x[..., None, :] + table, tables).flatten(0, -2)  # (key tokens, d)
         if layout.is_identity:
             return q, k + embedding, None
         index = grouping.cached("key_index", layout.index)

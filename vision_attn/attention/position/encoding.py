@@ -17,8 +17,9 @@ from vision_attn.attention.patterns.grouping import Grouping
 class PositionBias:
     """The bias that a position encoding adds to the logits; subclasses override one or more methods."""
 
-    #: True if :meth:`rel_logits` returns the bias for the queries that it receives, so that they can be few.
-    is_chunkable = False
+    #: If given, ``rel_logits(q)`` returns one term of the bias per axis for the queries that it receives, which can be
+    #: few: ``(b·groups, n, i, <keys along this axis, 1 along the others>)``. The bias is the sum of the terms.
+    rel_logits: Callable[[Tensor], list[Tensor]] | None = None
 
     def fold(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor, float]:
         """Return queries, keys and a scale whose scaled dot products contain the bias, or a part of it."""
@@ -27,13 +28,6 @@ class PositionBias:
     def attn_mask(self, mask: Mask) -> Mask:
         """Combine the mask of the pattern and the user, ``(b or 1, groups or 1, n or 1, i, j)``, with the bias."""
         return mask
-
-    def rel_logits(self, q: Tensor) -> list[Tensor]:
-        """Return one term per axis, ``(b·groups, n, i, <keys along this axis, 1 along the others>)``.
-
-        The bias is the sum of the terms.
-        """
-        raise NotImplementedError
 
     def scores(self) -> Callable[..., Tensor] | None:
         """Return the part of the bias that is not folded for FlexAttention: a function of head, query and key.
@@ -108,8 +102,7 @@ class TableEncoding(PositionEncoding):
 def new_encoding(position: AnyPosition, block: AttentionConfig, **factory: Any) -> PositionEncoding:
     """Build the position encoding of a block; raise if it contradicts another argument of the block."""
     if isinstance(position, type) or not hasattr(position, "build"):
-        got = f"the class {position.__name__}" if isinstance(position, type) else repr(position)
-        raise ValueError(f"position must be a position encoding such as va.Rope(), got {got}. Pass an instance")
+        raise ValueError(f"position must be a position encoding such as va.Rope(), got {position!r}. Pass an instance")
     encoding = position.build(block, **factory)
     if encoding.is_relative and block.is_cross:
         raise ValueError(f"position must not be {position!r} with kv_stride or context_channels. Use va.Rope()")

@@ -10,9 +10,9 @@ from torch import Tensor
 from vision_attn.attention.kind import AXIS_NAMES, AttentionConfig
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.grouping import Grouping
+from vision_attn.attention.patterns.layout import outer
 from vision_attn.attention.position.encoding import Encoded, PositionBias, PositionEncoding, TableEncoding
 from vision_attn.attention.position.relative_table import RelativePosition, resize_by_offset, table_lengths
-from vision_attn.checks import product
 
 #: Smallest scale by which position logits are divided; smaller ones would overflow in half precision.
 MIN_DIVISOR = 2**-8
@@ -56,8 +56,8 @@ class DecomposedEncoding(TableEncoding):
 
     def __init__(self, config: RelPosDecomposed, block: AttentionConfig, device: Any, dtype: Any) -> None:
         lengths, d = table_lengths(config, block), block.key_dim
-        axes = [axis for axis, attends in enumerate(block.resolved_pattern.attention_axes) if attends]
-        names = {axis: f"{AXIS_NAMES[axis - block.rank]}_rel" for axis in axes}
+        axes = zip(AXIS_NAMES[-block.rank :], block.resolved_pattern.attention_axes, strict=True)
+        names = {axis: f"{name}_rel" for axis, (name, attends) in enumerate(axes) if attends}
         tables = {name: (2 * lengths[axis] - 1, d) for axis, name in names.items()}
         super().__init__(config, d**-0.5, tables, device=device, dtype=dtype)
         self.names: dict[int, str] = names  # the parameter name of the table for each axis
@@ -84,8 +84,6 @@ class DecomposedBias(PositionBias):
     tables: dict[int, Tensor]
     grouping: Grouping
 
-    is_chunkable = True
-
     def gather_logits(self, q: Tensor, scale: float = 1.0) -> Tensor:
         """Return ``q_i · R_h[y - y_i]`` for all rows and ``q_i · R_w[x - x_i]`` for all columns, divided by ``scale``.
 
@@ -106,13 +104,11 @@ class DecomposedBias(PositionBias):
         """
         layout, first, columns = self.grouping.query_layout, 0, []
         differ = any(axis.queries.coords.shape[0] > 1 for axis in self.grouping.axes)
-        tiles = [axis.positions.shape[0] if differ else 1 for axis in layout.axes]
+        # (tiles or 1, queries, 1)
+        zeros = [torch.zeros_like(axis.positions if differ else axis.positions[:1])[:, :, None] for axis in layout.axes]
         for axis, table in self.tables.items():
-            offset = self.grouping.relative_coords[axis] + (table.shape[0] // 2 + first)
-            rank, shape = len(tiles), [1] * (2 * len(tiles))
-            shape[axis], shape[rank + axis] = offset.shape[:2]
-            offset = offset.view(*shape, -1).expand(*tiles, *layout.group_size, -1)
-            columns.append(offset.reshape(product(tiles), 1, layout.tokens, -1))
+            offset = self.grouping.relative_coords[axis] + zeros[axis] + (table.shape[0] // 2 + first)
+            columns.append(outer([*zeros[:axis], offset, *zeros[axis + 1 :]], torch.add)[:, None])
             first += table.shape[0]
         index = torch.cat(columns, dim=3)
         # Graphs would store the value of pad as a constant, also if it depends on the size.
@@ -146,12 +142,9 @@ class DecomposedBias(PositionBias):
 
     def one_hot(self, k: Tensor) -> Tensor:
         """Return one-hot rows and columns of the keys in a group, ``(j, width)``."""
-        window, columns = self.grouping.key_layout.group_size, []
-        for axis in self.tables:
-            position = torch.arange(window[axis], device=k.device)
-            shape = [-1 if other == axis else 1 for other in range(len(window))]
-            columns.append(position.view(shape).expand(window).reshape(-1, 1) == position)
-        one_hot = torch.cat(columns, dim=1)
+        positions = [torch.arange(length, device=k.device) for length in self.grouping.key_layout.group_size]
+        coords = torch.meshgrid(positions, indexing="ij")
+        one_hot = torch.cat([coords[axis].reshape(-1, 1) == positions[axis] for axis in self.tables], dim=1)
         return F.pad(one_hot, (0, -(k.shape[3] + one_hot.shape[1]) % 8)).to(k.dtype)
 
     def scores(self) -> None:

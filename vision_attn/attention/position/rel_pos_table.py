@@ -83,9 +83,8 @@ class BiasTableEncoding(TableEncoding):
         longest = max(self.lengths)
         for candidate in range(1, (rows + 1) // 2 + 1):  # the length of the longest axis
             size = [max(1, round(length * candidate / longest)) for length in self.lengths]
-            product_of_offsets = product([2 * length - 1 for length in size])
-            if product_of_offsets >= rows:
-                return size if product_of_offsets == rows else None
+            if (offsets := product([2 * length - 1 for length in size])) >= rows:
+                return size if offsets == rows else None
         return None
 
 
