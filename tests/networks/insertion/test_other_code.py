@@ -92,8 +92,7 @@ REFUSED = [
     (nn.Conv2d(3, 8, 1), {"names": "", "layout": "b h w"}, "layout .*got 'b h w'"),
     (TWO_GRIDS, AT_GRID, r"'encoder.blocks.0' is called 2 times.*va.insert_\(model.encoder"),
     (resnet(), {"stage": -1}, "got an unexpected argument .stage.. Did you mean .stages."),
-    (resnet(), {"block": -1}, "got -1. Pass stages=-1"),
-    (resnet(), {"block": "layer3"}, "got 'layer3'. Pass names='layer3'"),
+    (resnet(), {"block": "layer3", "stages": -1}, "a class or function .*got 'layer3'"),
     (resnet(), {"stages": -1, "exmaple_input": IMAGE}, "unexpected keyword argument 'exmaple_input'"),
     # mmdetection#9786
     (with_block("layer2.1")[0], {"block": "se", "names": "layer2.1"}, "'layer2.1' already has an inserted block"),

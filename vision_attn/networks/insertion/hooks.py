@@ -113,9 +113,6 @@ def run_block(module: nn.Module, args: Any, value: Any, *, block: nn.Module, pat
         if isinstance(x_map, Proxy):  # A traced graph contains the block as one node.
             node = x_map.tracer.path_of_module(running)
             return feature_maps.from_map(x, x_map.tracer.create_proxy("call_module", node, (x_map,), context), layout)
-        if x.is_quantized:
-            what = f"the block at {record.site!r} cannot process a quantized tensor ({x.dtype})"
-            raise SiteError(f"{what}. Quantize before va.insert_, and dequantize the feature map in front of the block")
         y = running(x_map, **context)
         y = y if is_residual(running) else scoped_output(running, x_map, y)
         return feature_maps.from_map(x, y, layout)
@@ -133,7 +130,7 @@ def still_runs(module: nn.Module, block: nn.Module, found: nn.Module | None) -> 
     """
     for part, hook in hooks_inside(module, (run_block,)):
         path = hook.keywords["path"]
-        runs = found if path is None or part is module else find_module(part, path)
+        runs = found if path is None else find_module(part, path)
         if hook.keywords["block"] is block and runs is not None:
             return True
     return False
@@ -151,7 +148,7 @@ def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, c
     if module is None:
         raise missing_block_error(record, "removed")
     inside = child[len(target) + 1 :] if child.startswith(f"{target}.") else None
-    found = find_module(owner, child) if inside is None else find_module(module, inside)
+    found = find_module(owner, child)
     if not still_runs(module, block, found):
         if not is_norm(module) or found is None:
             raise missing_block_error(record, f"replaced by {type(module).__name__}")

@@ -17,11 +17,11 @@ from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import is_residual
 from vision_attn.errors import SiteError
 from vision_attn.networks.block_factories import BlockFactory, describe_error
-from vision_attn.networks.insertion.attributes import get_record, has_random_weights, is_inserted, set_random_
+from vision_attn.networks.insertion import registry
+from vision_attn.networks.insertion.attributes import RANDOM, get_record, is_inserted
 from vision_attn.networks.insertion.build import new_block
 from vision_attn.networks.insertion.exact import GATE, UNCHANGED, WRAPPED, ZEROS
 from vision_attn.networks.insertion.record import InsertionReport
-from vision_attn.networks.insertion.registry import attach_blocks_, detach_all_, inserted_blocks, replaced_modules
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChangedOutputError, ChildError, attach_verified
 from vision_attn.networks.inspection.costs import Cost, propose
@@ -113,9 +113,6 @@ def insert_(
     ('layer4.1', 49)
     """
     model = require_modifiable(model, "va.insert_")
-    if isinstance(block, int) or (isinstance(block, str) and block in dict(model.named_modules())):
-        remedy = f"Pass {'stages' if isinstance(block, int) else 'names'}={block!r}"
-        raise TypeError(f"block must be a class, a function or the name of one, got {block!r}. {remedy}")
     run = DryRun(model, example_input, layout)
     overview = dry_run and stages is None and names is None and where is None
     sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude, block_options, at)
@@ -229,7 +226,7 @@ def replace_(
     warn_about(blocks, run.declared.pads_images)
     called = list[nn.Module]()
     hooks = [(site, lambda module, *_: called.append(module)) for site in sites]
-    with attach_blocks_(model, blocks):
+    with registry.attach_blocks_(model, blocks):
         try:
             _, cost = run.measure(hooks)
         except SiteError as error:
@@ -269,18 +266,21 @@ def remove_(model: nn.Module) -> InsertionReport:
     (2, True)
     """
     model = require_modifiable(model, "va.remove_")
-    if random := {site: old for site, old in replaced_modules(model).items() if has_random_weights(old)}:
+    blocks, records = registry.all_blocks(model), tuple(registry.iter_records(model))
+    if not blocks:
+        raise ValueError("model has no inserted block to remove")
+    if random := {site: old for site, old in registry.replaced_modules(model).items() if hasattr(old, RANDOM)}:
         what = f"va.save_model did not save {shorten(map(repr, random))}, so va.remove_ restores random weights"
         warnings.warn(f"{what}. Load the original checkpoint with va.load_checkpoint_", stacklevel=2)
-    records = detach_all_(model)
     for old in random.values():
-        set_random_(old, False)
+        delattr(old, RANDOM)
+    registry.detach_(model, blocks)
     return InsertionReport(records, verb="removed")
 
 
 def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str] = ()) -> InsertionReport:
     """Return the report of a dry run, with proposals if ``stages`` are the paths of all stages."""
-    records, occupied, proposed = tuple(map(get_record, blocks)), inserted_blocks(run.model), []
+    records, occupied, proposed = tuple(map(get_record, blocks)), registry.inserted_blocks(run.model), []
     for index, (path, record) in enumerate(zip(stages, records, strict=False)):
         # Stages without parameters, such as the activation at the end of a stem, are not proposed.
         learned = next(run.model.get_submodule(path).parameters(), None) is not None

@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.attributes import get_record, is_inserted, replaced_module, set_record_
+from vision_attn.networks.insertion.attributes import RECORD, get_record, is_inserted, replaced_module
 from vision_attn.networks.insertion.build import CONTAINERS, rebuild
 from vision_attn.networks.insertion.hooks import block_at, checked_network, context_path, hook_, hooks_inside, unhook_
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock
@@ -108,17 +108,8 @@ def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         for name in [name for name, child in module.named_children() if child in blocks]:
             delattr(module, name)
     for block in blocks:
-        set_record_(block, None)
+        vars(block).pop(RECORD, None)  # a wrapper has none, and may show that of the block
     torch.compiler.reset()
-
-
-def detach_all_(network: nn.Module) -> tuple[InsertedBlock, ...]:
-    """Remove all blocks of an unwrapped network, and return the records of the blocks that run."""
-    blocks, records = all_blocks(network), tuple(iter_records(network))
-    if not blocks:
-        raise ValueError("model has no inserted block to remove")
-    detach_(network, blocks)
-    return records
 
 
 def match_state_(module: nn.Module, block: nn.Module, model: nn.Module) -> None:
