@@ -9,7 +9,7 @@ from torch import nn
 from vision_attn.checks import product
 from vision_attn.networks.inspection.costs import BlockCost, Cost, describe_added
 from vision_attn.networks.inspection.feature_maps import Element
-from vision_attn.text import Report, Table, shorten
+from vision_attn.text import Report, Table
 
 #: The name of a block as a child of its target, which identifies its keys in a state dict.
 CHILD = "inserted"
@@ -18,7 +18,6 @@ CHILD = "inserted"
 MAX_TOKENS = 4096
 
 OPTIMIZERS = "Create optimizers and EMA copies now: existing ones do not contain these parameters."
-FUSE_FIRST = "Freeze, fuse or quantize the network before inserting blocks at norms and convolutions: {}."
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,6 @@ class InsertionReport(Report):
         notes += [f"{name} is an identity at initialization: {how}" for name, how in kinds if self.verb == "inserted"]
         if self.output_change:
             notes.append(f"the output of the network changes by {100 * self.output_change:.2g} %")
-        fusible = shorten(repr(block.site) for block in self.blocks if not block.is_child)
-        notes += [FUSE_FIRST.format(fusible)] if fusible and self.verb == "inserted" else []
         notes += [self.verified] if self.verified else []
         notes += [OPTIMIZERS] if self.verb.startswith("inserted") else []
         notes += [f"warning: {line}" for line in self.warnings] if dry else []
