@@ -24,12 +24,16 @@ from vision_attn.networks.insertion.exact import GATE, UNCHANGED, WRAPPED, ZEROS
 from vision_attn.networks.insertion.record import InsertionReport
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChangedOutputError, ChildError, attach_verified
-from vision_attn.networks.inspection.costs import Cost, propose
+from vision_attn.networks.inspection.costs import Cost
 from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.feature_maps import FeatureMap
 from vision_attn.networks.inspection.selection import Globs, Where, end_of_sequential, match_names
 from vision_attn.networks.inspection.wrappers import layer_wrappers, require_modifiable
 from vision_attn.text import shorten
+
+#: Sizes of feature maps for which full attention is proposed: 7×7 to 32×32. Attention has little effect on smaller
+#: feature maps, and costs more than the network on larger ones.
+MIN_TOKENS, MAX_TOKENS = 49, 1024
 
 
 @torch.inference_mode(False)  # Tensors created in inference mode cannot be trained.
@@ -280,13 +284,18 @@ def remove_(model: nn.Module) -> InsertionReport:
 
 def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str] = ()) -> InsertionReport:
     """Return the report of a dry run, with proposals if ``stages`` are the paths of all stages."""
-    records, occupied, proposed = tuple(map(get_record, blocks)), registry.inserted_blocks(run.model), []
+    records, occupied = tuple(map(get_record, blocks)), registry.inserted_blocks(run.model)
+    late: dict[int, str] = {}
     for index, (path, record) in enumerate(zip(stages, records, strict=False)):
         # Stages without parameters, such as the activation at the end of a stem, are not proposed.
         learned = next(run.model.get_submodule(path).parameters(), None) is not None
-        if learned and record.target.used and record.site not in occupied:
-            proposed.append((index, record.map_size))
-    return InsertionReport(records, "dry run", run.cost, proposals=tuple(propose(proposed)))
+        suitable = record.target.used and MIN_TOKENS <= record.tokens <= MAX_TOKENS
+        if learned and suitable and record.site not in occupied:
+            late[index] = record.size
+    chosen = [*late][-2:]
+    sizes = " and ".join(late[index] for index in chosen)
+    proposal = f"va.insert_(model, stages={chosen}): late, with feature maps of {sizes}"
+    return InsertionReport(records, "dry run", run.cost, proposals=(proposal,) if chosen else ())
 
 
 def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> FeatureMap:

@@ -150,7 +150,7 @@ class InsertionReport(Report):
     output_change: float = 0.0
     #: statement of what was verified about the output of the network; empty if nothing is verified by design
     verified: str = ""
-    #: calls that insert blocks at suitable stages, with reasons, after a dry run
+    #: a call that inserts blocks at suitable stages, with the reason, after a dry run
     proposals: tuple[str, ...] = ()
 
     def parts(self) -> list[str | Table]:

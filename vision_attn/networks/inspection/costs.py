@@ -1,9 +1,8 @@
-"""Costs of networks and blocks: parameters, MACs (multiply-accumulate operations) and bytes; proposals of stages."""
+"""Costs of networks and blocks: parameters, MACs (multiply-accumulate operations) and bytes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,15 +22,8 @@ from vision_attn.networks.inspection.network import kept_tensors, quiet_eval
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
-#: Side lengths of feature maps for which full attention is proposed. Attention has little effect on smaller feature
-#: maps, and costs more than the network on larger ones.
-MIN_SIDE, MAX_SIDE = 7, 32
-
 #: Channels and size of a feature map.
 Shape = Sequence[int]
-
-#: Side lengths of windows, the most common first.
-WINDOWS = (7, 8, 6, 9, 10, 5)
 
 
 class Cost(NamedTuple):
@@ -153,39 +145,6 @@ def feature_map_error(block: nn.Module, site: str, shape: Shape, error: Exceptio
     """Return the error for a block that does not run on the feature map at a site."""
     what = f"block must accept the feature map of shape {(1, *shape)} at {site!r}; {type(block).__name__} does not"
     return ValueError(f"{what} ({describe_error(error)})")
-
-
-def propose(stages: Iterable[tuple[int, tuple[int, ...]]]) -> list[str]:
-    """Propose late stages of a suitable size, and windows at a larger stage.
-
-    Args:
-        stages: index, and size of the feature map, of each stage that can be proposed.
-
-    Returns:
-        Calls of :func:`vision_attn.insert_`, each with a reason.
-
-    >>> for size in ((36, 42), (45, 54), (50, 70), (35, 65), (34, 34)):
-    ...     print(propose([(1, size)])[0].partition(":")[0])
-    va.insert_(model, stages=[1], pattern=va.Window(6))
-    va.insert_(model, stages=[1], pattern=va.Window(9))
-    va.insert_(model, stages=[1], pattern=va.Window(10))
-    va.insert_(model, stages=[1], pattern=va.Window(5))
-    va.insert_(model, stages=[1], pattern=va.Window(7))
-    """
-    sizes = dict(stages)
-    sides = {index: math.sqrt(product(size)) for index, size in sizes.items()}
-    late = [index for index, side in sides.items() if MIN_SIDE <= side <= MAX_SIDE][-2:]
-    large = [index for index, side in sides.items() if side > MAX_SIDE and len(sizes[index]) == 2][-1:]
-    choices = []
-    if late:
-        listed = " and ".join("×".join(map(str, sizes[index])) for index in late)
-        choices.append(f"va.insert_(model, stages={late}): late, with feature maps of {listed}")
-    for index in large:
-        # The window size divides the feature map; if none does, the most common size is used, with padding.
-        window = next((side for side in WINDOWS if not any(length % side for length in sizes[index])), WINDOWS[0])
-        why = f"finer detail, in windows because full attention on {product(sizes[index]):,} positions is too expensive"
-        choices.append(f"va.insert_(model, stages={[index]}, pattern=va.Window({window})): {why}")
-    return choices
 
 
 def count_saved_bytes(
