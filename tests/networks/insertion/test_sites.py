@@ -330,7 +330,7 @@ def test_the_user_declares_a_layout_and_excludes_sites():
     vit = nn.Sequential(Net(lambda net, x: tokens(net.conv(x), 2), conv=nn.Conv2d(3, 8, 1)))
     assert va.insert_(vit, names="0", layout="b (2 + h w) c", **options).blocks[0].map_size == (8, 8)
     for exclude, layout, message in (
-        (None, "b (h w) c", "no feature map was found"),
+        (None, "b (h w) c", "no feature map of one layout and token grid was found"),
         ("layr", None, "exclude: no module matches 'layr'"),
         ("*", None, "no module is selected: exclude"),
     ):

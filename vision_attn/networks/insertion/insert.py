@@ -309,9 +309,8 @@ def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> Fea
     for x in maps:
         equal = len(run.calls[x.target]) == len(run.calls[second_map.target])
         if not equal or order.index(second_map.target) >= order.index(x.target):
-            relation = "does not run before" if equal else "runs more or less often than"
-            what = f"context: {second_map.target!r} {relation} {x.target!r}"
-            raise SiteError(f"{what}. Choose a module that runs earlier and equally often")
+            what = f"context: {second_map.target!r} does not run before {x.target!r} and equally often"
+            raise SiteError(f"{what}. Choose another module")
     return second_map
 
 
