@@ -24,12 +24,6 @@ from vision_attn.networks.inspection.selection import Globs, Where, select_insid
 from vision_attn.networks.inspection.wrappers import unwrap_model
 from vision_attn.text import Report, Table
 
-#: The note of a report if the loss is lower without the blocks.
-HARMFUL = (
-    "The loss on this batch is lower with all blocks disabled, so the blocks make the predictions worse.\n"
-    "Train longer or with a higher learning rate for the blocks (attention_lr), choose another site, or remove the "
-    "blocks with va.remove_(model)."
-)
 #: Number of attention weights of which the entropy is computed at a time.
 MAX_WEIGHTS = 2**24
 
@@ -84,7 +78,8 @@ class Contribution(Report):
             lines.append((site, ratio, changed, "" if without.loss is None else f"{without.loss:+.4f}"))
         notes = [] if self.predictions else ["The model returns no class scores, so predictions are not compared."]
         if self.all_blocks.loss is not None and round(self.all_blocks.loss, 4) < 0:
-            notes.append(HARMFUL)
+            remedy = "Train longer, choose another site, or call va.remove_(model)."
+            notes.append(f"The loss on this batch is lower with all blocks disabled. {remedy}")
         return ["change when a block is disabled", Table(lines), *notes]
 
 

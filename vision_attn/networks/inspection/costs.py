@@ -100,25 +100,26 @@ def count_macs(module: nn.Module, shape: tuple[int, ...]) -> int:
     return run_on_meta(module, shape[1:])[1]
 
 
+def make_maps(shape: Shape, context: Shape | None, **options: Any) -> tuple[tuple[Tensor], dict[str, Tensor]]:
+    """Return the arguments of a block: a feature map of zeros, and a second one if its shape without batch is given."""
+    more = {} if context is None else {"context": torch.zeros(shape[0], *context, **options)}
+    return (torch.zeros(*shape, **options),), more
+
+
 def run_on_meta(module: nn.Module, shape: Shape, context: Shape | None = None) -> tuple[Tensor, int]:
     """Return the output of a module for feature maps of these shapes, without values, and the MACs."""
     state = {name: x.to("meta") for name, x in (*module.named_parameters(), *module.named_buffers())}
     like = next(module.parameters(), torch.empty(0))
-
-    def inputs(device: Any) -> tuple[tuple[Tensor], dict[str, Tensor]]:
-        shapes = {"x": shape} if context is None else {"x": shape, "context": context}
-        maps = {name: torch.zeros(1, *sizes, device=device, dtype=like.dtype) for name, sizes in shapes.items()}
-        return (maps.pop("x"),), maps
-
     # All products of the implementation "bmm" are matrix products, which the counter supports.
     bmm = dict.fromkeys(blocks_for_impl(module, "bmm"), "bmm")
     with scope(module, "impl", bmm), quiet_eval(module):
         try:
             with count_flops() as counter:
-                output = functional_call(module, state, *inputs("meta"))
+                args, kwargs = make_maps((1, *shape), context, device="meta", dtype=like.dtype)
+                output = functional_call(module, state, args, kwargs)
         except Exception:  # A module that creates tensors or reads values does not run on the meta device.
             with count_flops() as counter, kept_tensors(module, module.parameters()):
-                args, kwargs = inputs(like.device)
+                args, kwargs = make_maps((1, *shape), context, device=like.device, dtype=like.dtype)
                 output = module(*args, **kwargs)
     return output, counter.get_total_flops() // 2
 
@@ -161,9 +162,8 @@ def count_saved_bytes(
     with FakeTensorMode(allow_non_fake_inputs=True):
         tensors = (*block.named_parameters(), *block.named_buffers())
         own = {name: torch.empty_like(x, device="cpu", requires_grad=x.requires_grad) for name, x in tensors}
-        x = torch.empty(shape, dtype=dtype, requires_grad=True)
-        more = {} if context is None else {"context": torch.empty(shape[0], *context, dtype=dtype, requires_grad=True)}
+        args, kwargs = make_maps(shape, context, dtype=dtype, requires_grad=True)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
-            functional_call(block, own, (x,), more)
+            functional_call(block, own, args, kwargs)
         storages = {*map(Tensor.untyped_storage, saved)} - {*map(Tensor.untyped_storage, own.values())}
         return sum(storage.nbytes() for storage in storages)
