@@ -1,4 +1,4 @@
-"""``insert_`` keeps the state of a network and the random states, and reports what it verified."""
+"""``insert_`` keeps the state of a network and the random states, calls no hooks, and reports what it verified."""
 
 import contextlib
 import copy
@@ -35,15 +35,19 @@ def test_insertion_does_not_change_parameters_and_buffers_that_forward_writes():
     assert torch.equal(model(x), twin(x))
 
 
-def test_insertion_does_not_advance_random_states():
+def test_insertion_does_not_call_hooks_or_advance_random_states():
     noise = Net(lambda net, x: x + 0 * random.random() + 0 * float(np.random.rand()) + 0 * torch.rand(1))
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), noise, nn.ReLU())
+    model, calls = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), noise, nn.ReLU()), []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
     python_state, numpy_position, state = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
     va.stage_names(model, (1, 3, 8, 8))
     assert torch.equal(torch.get_rng_state(), state)
     va.insert_(model, names="2", num_heads=2, example_input=(1, 3, 8, 8))
+    assert not calls
     assert python_state == random.getstate()
     assert numpy_position == np.random.get_state()[2]
+    model(torch.rand(1, 3, 8, 8))
+    assert calls == [1]
 
 
 OUTPUTS = [lambda x: SimpleNamespace(logits=x), lambda x: x.detach().numpy(), lambda x: [SimpleNamespace(t=x)]]

@@ -109,6 +109,9 @@ def run_block(module: nn.Module, args: Any, value: Any, *, block: nn.Module, pat
         if isinstance(x_map, Proxy):  # A traced graph contains the block as one node.
             node = x_map.tracer.path_of_module(running)
             return feature_maps.from_map(x, x_map.tracer.create_proxy("call_module", node, (x_map,), context), layout)
+        if x.is_quantized:
+            what = f"the block at {record.site!r} cannot process a quantized tensor ({x.dtype})"
+            raise SiteError(f"{what}. Quantize before va.insert_, and dequantize the feature map in front of the block")
         y = running(x_map, **context)
         y = y if is_residual(running) else scoped_output(running, x_map, y)
         return feature_maps.from_map(x, y, layout)

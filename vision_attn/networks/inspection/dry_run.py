@@ -25,7 +25,7 @@ from vision_attn.networks.inspection.costs import Cost, count_flops
 from vision_attn.networks.inspection.example import make_example, tree_leaves, tree_map_only
 from vision_attn.networks.inspection.feature_maps import Element, FeatureMap, TensorSpec
 from vision_attn.networks.inspection.metadata import read_metadata
-from vision_attn.networks.inspection.network import fixed_seed, kept_tensors, quiet_eval
+from vision_attn.networks.inspection.network import fixed_seed, kept_tensors, quiet_eval, without_hooks
 
 #: Values of the argument ``layout``.
 LAYOUT = re.compile(r"b c (w|h w|t h w)|b (w|h w|t h w) c|b \((\d+ \+ )?h w\) c")
@@ -61,8 +61,16 @@ class DryRun:
         self.unused: dict[tuple[FeatureMap, str], bool] = {}
         #: parameters that a forward pass changes, by training mode; missing before the first run in a mode
         self.changed: dict[bool, list[Tensor]] = {}
+        #: True if the forward pass needs the hooks of other code, such as timm's ``FeatureHookNet``
+        self.needs_hooks: bool = False
+        self.output: object = None
         hooks = [(x, partial(self.record_call, x)) for x, _ in model.named_modules() if x]
-        self.output, self.cost = self.measure(hooks)
+        with suppress(SiteError):
+            self.output, self.cost = self.measure(hooks)
+        if not get_tensors(self.output):
+            self.needs_hooks = True
+            self.calls.clear()
+            self.output, self.cost = self.measure(hooks)
 
     def record_call(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Record the shapes of a call, in a forward hook."""
@@ -72,7 +80,7 @@ class DryRun:
     def run(self, hooks: Hooks = (), *, before: bool = False, training: bool = False, context: Any = None) -> object:
         """Run the model on a copy of the example with a fixed random seed, and restore its state afterwards.
 
-        Parameters, buffers, modes and random states are restored. Hooks of other code run as in any other call.
+        Parameters, buffers, modes and random states are restored, and hooks of other code are not called.
 
         Args:
             hooks: temporary hooks.
@@ -85,6 +93,7 @@ class DryRun:
         parameters = [*self.changed.get(training, model.parameters())]
         try:
             with ExitStack() as stack:
+                stack.enter_context(nullcontext() if self.needs_hooks else without_hooks(model))
                 self.changed.setdefault(training, stack.enter_context(kept_tensors(model, parameters)))
                 stack.enter_context(fixed_seed(model))
                 stack.enter_context(quiet_eval(model, training))

@@ -1,4 +1,4 @@
-"""Run a network in evaluation mode without side effects on its tensors and random states."""
+"""Run a network in evaluation mode without side effects on its tensors, hooks and random states."""
 
 import inspect
 import random
@@ -114,6 +114,28 @@ def hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
     torch has no public list of hooks, and the handles of hooks are lost in copies.
     """
     return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """Leave out the forward hooks of a model, except the hooks of torch, such as weight norm, and of this library."""
+    every = [(hooks, dict(hooks)) for module in model.modules() for hooks in hook_dicts(module)[:2]]
+    try:
+        for hooks, before in every:
+            for key, hook in before.items():
+                if not is_library_hook(hook):
+                    del hooks[key]
+        yield
+    finally:
+        for hooks, before in every:
+            hooks.clear()
+            hooks.update(before)
+
+
+def is_library_hook(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)  # a partial
+    package = getattr(function, "__module__", None) or type(function).__module__
+    return str(package).partition(".")[0] in ("torch", "vision_attn")
 
 
 @contextmanager
