@@ -31,10 +31,6 @@ from vision_attn.networks.inspection.selection import Globs, Where, end_of_seque
 from vision_attn.networks.inspection.wrappers import layer_wrappers, require_modifiable
 from vision_attn.text import shorten
 
-#: Sizes of feature maps for which full attention is proposed: 7×7 to 32×32. Attention has little effect on smaller
-#: feature maps, and costs more than the network on larger ones.
-MIN_TOKENS, MAX_TOKENS = 49, 1024
-
 
 @torch.inference_mode(False)  # Tensors created in inference mode cannot be trained.
 def insert_(
@@ -94,7 +90,7 @@ def insert_(
             network, pass the option ``context_channels`` instead, and run the model in :func:`vision_attn.context`.
         exact: if False, insert the block unchanged; the report then contains the change of the output.
         dry_run: do not change the model, and return a report with the memory of each block for training. If no sites
-            are given, the report is about every stage, and proposes stages.
+            are given, the report is about every stage.
         **block_options: options of ``block``; explicit options are never overridden. The default number of heads is 8
             or, if 8 does not divide the number of channels, the largest smaller number that does. The default block
             attends in at most 512 channels: on wider feature maps, ``key_dim`` and ``value_dim`` are 512 divided by the
@@ -126,7 +122,7 @@ def insert_(
     method, inside = ZEROS if exact else UNCHANGED, False
     blocks = [create(x, method=method) for x in maps]
     if dry_run:
-        return report_costs(run, blocks, sites if overview else [])
+        return InsertionReport(tuple(map(get_record, blocks)), "dry run", run.cost)
     warn_about(blocks, run.declared.pads_images)
     while True:
         may_change = method in (GATE, UNCHANGED) or all(map(is_residual, blocks))
@@ -226,7 +222,7 @@ def replace_(
             options = {"groups": old.groups, **options} if old.groups > 1 else options
         blocks.append(new_block(run, make, x, "replace", options, y, dry_run=dry_run))
     if dry_run:
-        return report_costs(run, blocks)
+        return InsertionReport(tuple(map(get_record, blocks)), "dry run", run.cost)
     warn_about(blocks, run.declared.pads_images)
     called = list[nn.Module]()
     hooks = [(site, lambda module, *_: called.append(module)) for site in sites]
@@ -280,22 +276,6 @@ def remove_(model: nn.Module) -> InsertionReport:
         delattr(old, RANDOM)
     registry.detach_(model, blocks)
     return InsertionReport(records, verb="removed")
-
-
-def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str] = ()) -> InsertionReport:
-    """Return the report of a dry run, with proposals if ``stages`` are the paths of all stages."""
-    records, occupied = tuple(map(get_record, blocks)), registry.inserted_blocks(run.model)
-    late: dict[int, str] = {}
-    for index, (path, record) in enumerate(zip(stages, records, strict=False)):
-        # Stages without parameters, such as the activation at the end of a stem, are not proposed.
-        learned = next(run.model.get_submodule(path).parameters(), None) is not None
-        suitable = record.target.used and MIN_TOKENS <= record.tokens <= MAX_TOKENS
-        if learned and suitable and record.site not in occupied:
-            late[index] = record.size
-    chosen = [*late][-2:]
-    sizes = " and ".join(late[index] for index in chosen)
-    proposal = f"va.insert_(model, stages={chosen}): late, with feature maps of {sizes}"
-    return InsertionReport(records, "dry run", run.cost, proposals=(proposal,) if chosen else ())
 
 
 def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> FeatureMap:

@@ -150,8 +150,6 @@ class InsertionReport(Report):
     output_change: float = 0.0
     #: statement of what was verified about the output of the network; empty if nothing is verified by design
     verified: str = ""
-    #: a call that inserts blocks at suitable stages, with the reason, after a dry run
-    proposals: tuple[str, ...] = ()
 
     def parts(self) -> list[str | Table]:
         count, dry = len(self.blocks), self.verb == "dry run"
@@ -173,7 +171,6 @@ class InsertionReport(Report):
         notes += [self.verified] if self.verified else []
         notes += [OPTIMIZERS] if self.verb.startswith("inserted") else []
         notes += [f"warning: {line}" for line in self.warnings] if dry else []
-        notes += ["proposals:", *self.proposals] if self.proposals else []
         return [heading, table, *notes] if self.blocks else [f"no block {self.verb}"]
 
     @property

@@ -105,10 +105,8 @@ def compare_copies(dry_run: DryRun, blocks: Sequence[nn.Module], expected: objec
 
 def why_incomparable(output: object) -> str:
     """Return the reason why an output cannot be compared; empty if it can be."""
-    if not (tensors := get_tensors(output)):
-        return "the output of the network contains no tensors"
-    empty = all(has_no_values(x) or not x.numel() for x in tensors)
-    return "the tensors of the network have no values" if empty else ""
+    empty = all(has_no_values(x) or not x.numel() for x in get_tensors(output))
+    return "the output of the network contains no tensors with values" if empty else ""
 
 
 def quote_sites(blocks: Iterable[nn.Module]) -> str:
