@@ -30,13 +30,17 @@ from vision_attn.networks.inspection.wrappers import unwrap_model
 FUSED = (*CONVS, nn.Linear, nn.Dropout)
 
 
-#: Second feature maps of running forward passes, by the block that will process them, the thread, and the backward pass
-#: that computes a checkpointed segment again.
-CONTEXTS: dict[tuple[nn.Module, int, int], Tensor] = {}
+class Contexts(threading.local):
+    """Second feature maps of the running forward pass in a thread, by the block that will process them.
+
+    The second part of a key is the backward pass that computes a checkpointed segment again, and -1 otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.maps: dict[tuple[nn.Module, int], Tensor] = {}
 
 
-def context_key(block: nn.Module) -> tuple[nn.Module, int, int]:
-    return block, threading.get_ident(), backward_pass()
+CONTEXTS = Contexts()
 
 
 def keep_context(module: nn.Module, args: tuple[object, ...], output: object, *, block: nn.Module) -> None:
@@ -46,7 +50,7 @@ def keep_context(module: nn.Module, args: tuple[object, ...], output: object, *,
     second: Any = get_record(block).second
 
     def keep(x: Tensor) -> Tensor:
-        CONTEXTS[context_key(block)] = feature_maps.to_map(x, second.layout, second.size)
+        CONTEXTS.maps[block, backward_pass()] = feature_maps.to_map(x, second.layout, second.size)
         return x
 
     if feature_maps.has_element(output, second.element):
@@ -57,7 +61,7 @@ def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
     """Return the second feature map as a keyword argument; empty if the block has none."""
     record = get_record(block)
     if record.second is not None:
-        if (found := CONTEXTS.pop(context_key(original), None)) is None:
+        if (found := CONTEXTS.maps.pop((original, backward_pass()), None)) is None:
             what = f"the block at {record.site!r} has no context: {record.second.path!r} did not run before it"
             remedy = "Choose a context that runs earlier, and checkpoint both modules in one segment"
             raise SiteError(f"{what}. {remedy}")
@@ -76,7 +80,7 @@ def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
 
 def drop_context(model: nn.Module, args: object, output: object, *, block: nn.Module) -> None:
     """Drop the second feature map of a block that did not run, in a hook that is also called after an error."""
-    CONTEXTS.pop(context_key(block), None)
+    CONTEXTS.maps.pop((block, backward_pass()), None)
 
 
 def find_block(module: nn.Module, block: nn.Module, path: str | None) -> nn.Module | None:
