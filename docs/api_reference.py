@@ -73,8 +73,7 @@ PAGES = {
         "`import vision_attn.networks.models` registers [networks](../insert.md#registered-models) with timm. Create "
         "them with `timm.create_model`.",
         """
-        networks.models.registry.create_model networks.models.attention_networks.botnet50
-        networks.models.attention_networks.aa_resnet50 networks.models.cifar_resnet.CifarResNet
+        networks.models.registry.create_model networks.models.cifar_resnet.CifarResNet
         """,
     ),
     "equations": (

@@ -49,7 +49,6 @@ MISTAKES = [
     (lambda: va.insert_("resnet18", stages=-1), "model must be a torch.nn.Module, got 'resnet18'. Create it first"),
     (lambda: va.insert_(nn.Conv2d, stages=-1), "model must be a torch.nn.Module, got <class .*. Pass an instance"),
     (lambda: va.insert_(CONV, layers="a"), "one of stages, names and where, got none. 'layers' would be passed to"),
-    (lambda: va.insert_(CONV, where=callable), "where must be a function of path and module"),
     (lambda: va.load_checkpoint_(CONV, {}), "file must be a path .*, got dict. .*load_state_dict"),
     (lambda: va.timm_layer(nn.ReLU()), "block must be a class, .*, got an instance of ReLU"),
     (lambda: va.explore(CONV, "photo.jpg", "a.html"), "images must be a tensor .*, got 'photo.jpg'"),

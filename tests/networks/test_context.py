@@ -115,7 +115,7 @@ def test_other_contexts_are_refused(options, error, message):
 
 def test_a_context_that_runs_less_often_than_the_block_is_refused():
     conv = nn.Conv2d(8, 8, 1)
-    with pytest.raises(va.errors.SiteError, match="context: '0' runs more or less often than '1'"):
+    with pytest.raises(va.errors.SiteError, match="context: '0' does not run before '1' and equally often"):
         va.insert_(nn.Sequential(nn.Conv2d(3, 8, 4, 4), conv, conv), names="1", context="0")
 
 

@@ -106,7 +106,7 @@ def test_the_report_recommends_a_remedy_only_if_the_loss_is_lower_without_the_bl
     assert "lower with all blocks disabled" in str(harmful)
     assert "va.remove_(model)" in str(harmful)
     for report in (helpful, va.contribution(model, images)):
-        assert "disabled, so" not in str(report)
+        assert "lower with all" not in str(report)
         assert "remove_" not in str(report)
 
 
@@ -184,7 +184,7 @@ def test_scores_can_be_feature_maps_or_single_numbers(head, labels, loss, predic
     assert found.all_blocks.predictions_changed == int((predict(scores) != predict(others)).sum()) > 0
     assert found.all_blocks.loss == pytest.approx((loss(others, labels) - loss(scores, labels)).item(), rel=1e-3)
     assert found.predictions == labels.numel()
-    with pytest.raises(ValueError, match="labels must be class indices from 0 to"):
+    with pytest.raises(IndexError, match="out of bounds"):
         va.contribution(model, (images, labels + 255))
 
 

@@ -24,12 +24,6 @@ from vision_attn.networks.inspection.selection import Globs, Where, select_insid
 from vision_attn.networks.inspection.wrappers import unwrap_model
 from vision_attn.text import Report, Table
 
-#: The note of a report if the loss is lower without the blocks.
-HARMFUL = (
-    "The loss on this batch is lower with all blocks disabled, so the blocks make the predictions worse.\n"
-    "Train longer or with a higher learning rate for the blocks (attention_lr), choose another site, or remove the "
-    "blocks with va.remove_(model)."
-)
 #: Number of attention weights of which the entropy is computed at a time.
 MAX_WEIGHTS = 2**24
 
@@ -84,7 +78,8 @@ class Contribution(Report):
             lines.append((site, ratio, changed, "" if without.loss is None else f"{without.loss:+.4f}"))
         notes = [] if self.predictions else ["The model returns no class scores, so predictions are not compared."]
         if self.all_blocks.loss is not None and round(self.all_blocks.loss, 4) < 0:
-            notes.append(HARMFUL)
+            remedy = "Train longer, choose another site, or call va.remove_(model)."
+            notes.append(f"The loss on this batch is lower with all blocks disabled. {remedy}")
         return ["change when a block is disabled", Table(lines), *notes]
 
 
@@ -128,11 +123,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
             ablated = compute_scores(model, images)
         if scores is None or ablated is None:
             return Ablation(predictions_changed=None, loss=None)
-        try:
-            rise = None if labels is None else float(F.cross_entropy(ablated, labels) - F.cross_entropy(scores, labels))
-        except (IndexError, RuntimeError, ValueError) as error:
-            expected = f"class indices from 0 to {scores.shape[1] - 1} as int64, or -100 for positions without a label"
-            raise ValueError(f"labels must be {expected} ({error})") from error
+        rise = None if labels is None else float(F.cross_entropy(ablated, labels) - F.cross_entropy(scores, labels))
         return Ablation(int((scores.argmax(1) != ablated.argmax(1)).sum()), rise)
 
     with quiet_eval(model):

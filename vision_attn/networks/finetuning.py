@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from vision_attn.attention.position import PositionEncoding
-from vision_attn.checks import as_list, check_above
+from vision_attn.checks import check_above
 from vision_attn.networks.insertion.attributes import original_module
 from vision_attn.networks.insertion.build import CONTAINERS
 from vision_attn.networks.insertion.hooks import checked_network, hooks_inside, remove_hooks_
@@ -227,11 +227,8 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     ValueError: optimizer does not contain the parameters of the blocks at '0'. Create it after inserting the blocks
     >>> check_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
     """
-    what = "an optimizer or several"
-    optimizers = [optimizer] if hasattr(optimizer, "param_groups") else as_list("optimizer", optimizer, what)
-    if other := [one for one in optimizers if not hasattr(one, "param_groups")]:
-        raise ValueError(f"optimizer must be {what}, got {type(other[0]).__name__}")
-    known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    optimizers = [optimizer] if hasattr(optimizer, "param_groups") else optimizer
+    known = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     blocks = inserted_blocks(model)
     trained = {site: {id(p) for p in block.parameters() if p.requires_grad} for site, block in blocks.items()}
     if sites := ", ".join(repr(site) for site in trained if not trained[site] <= known):

@@ -13,7 +13,6 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 import vision_attn as va
-from vision_attn.attention.position import PositionEncoding
 from vision_attn.networks import models
 from vision_attn.networks.models import CifarResNet, create_model
 from vision_attn.networks.models.registry import weights_folder
@@ -30,13 +29,13 @@ def on_meta(name, **options):
         return timm.create_model(name, **options)
 
 
-SIZES = {"resnet20_a": 0.27, "resnet32_a": 0.46, "resnet44_a": 0.66, "resnet56_a": 0.85, "aa_resnet50": 25.8}
+SIZES = {"resnet20_a": 0.27, "resnet32_a": 0.46, "resnet44_a": 0.66, "resnet56_a": 0.85}
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_networks_have_the_sizes_of_their_papers(name):
-    """He et al., table 6, for option A; Bello et al., table 2."""
-    assert round(millions(on_meta(name)), 2 if name.startswith("resnet") else 1) == SIZES[name]
+    """He et al., table 6, for option A."""
+    assert round(millions(on_meta(name)), 2) == SIZES[name]
 
 
 def test_cifar_resnets_have_the_keys_of_model_zoos():
@@ -72,8 +71,8 @@ def test_bad_arguments_are_rejected(make):
 def test_errors_name_the_model_and_the_reason():
     with pytest.raises(ValueError, match=r"^model: 'resnet21' does not exist\. Did you mean 'resnet"):
         create_model("resnet21")
-    with pytest.raises(ValueError, match=r"^model: 'botnet50' cannot be created \(.*pretrained"):
-        create_model("botnet50", pretrained=True)
+    with pytest.raises(ValueError, match=r"^model: 'resnet20' cannot be created \(.*pretrained"):
+        create_model("resnet20", pretrained=True)
     with pytest.raises(ValueError, match=r"^model: 'resnet20' cannot be created \(.*blok"):
         create_model("resnet20", blok=3)
 
@@ -164,35 +163,24 @@ def test_pretrained_without_a_tag_loads_the_available_weights():
     model = timm.create_model("resnet20_attention", pretrained=True)
     assert (model.num_classes, model.pretrained_cfg["tag"]) == (100, "cifar100")
     assert list(va.inserted_blocks(model)) == ["layer3.0", "layer3.1", "layer3.2"]
-    for name in ("resnet20_attention.cifar10", "botnet50", "aa_resnet50"):
-        with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name.partition('.')[0]}"):
-            on_meta(name, pretrained=True)
+    with pytest.raises(RuntimeError, match="No pretrained weights exist for resnet20_attention"):
+        on_meta("resnet20_attention.cifar10", pretrained=True)
 
 
-def test_botnet_has_the_papers_size():
-    """Srinivas et al.: 20.8 M, without projections after attention."""
-    model = on_meta("botnet50")
-    blocks = [module for module in model.modules() if isinstance(module, va.blocks.StridedAttention2d)]
-    projections = sum(block.attn.proj.weight.numel() for block in blocks) / 1e6
-    assert millions(model) - projections == pytest.approx(20.8, abs=0.06)
+def test_replaced_convolutions_of_a_resnet_have_the_sizes_of_the_papers():
+    """Srinivas et al.: 20.8 M, without projections after attention. Bello et al., table 2: 25.8 M."""
+    botnet, augmented = on_meta("resnet50"), on_meta("resnet50")
+    options = {"position": va.RelPosDecomposed(), "qkv_bias": False}
+    va.replace_(botnet, names="layer4.*.conv2", num_heads=4, **options)
+    blocks = va.inserted_blocks(botnet).values()
+    projections = sum(p.numel() for block in blocks for p in block.attn.proj.parameters()) / 1e6
+    assert millions(botnet) - projections == pytest.approx(20.8, abs=0.06)
     assert [block.stride for block in blocks] == [2, 1, 1]
     assert [block.attn.position.config.feat_size for block in blocks] == [(14, 14), (7, 7), (7, 7)]
-    features = on_meta("botnet50", img_size=(40, 56), features_only=True)
-    tables = [module.config.feat_size for module in features.modules() if isinstance(module, PositionEncoding)]
-    assert tables == [(3, 4), (2, 2), (2, 2)]
-    model = on_meta("botnet50", output_stride=16)
-    assert [model.layer4[number].conv2.stride for number in range(3)] == [1, 1, 1]
-
-
-def test_the_augmented_resnet_has_the_papers_widths():
-    model = on_meta("aa_resnet50")
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, va.blocks.AugmentedConv2d)}
-    assert [sum(name.startswith(f"layer{stage}.") for name in blocks) for stage in range(1, 5)] == [0, 4, 6, 3]
-    first = [block.attn for name, block in blocks.items() if name.endswith(".0.conv2")]
-    assert [(attn.key_dim, attn.out_channels) for attn in first] == [(20, 16), (20, 24), (20, 48)]
-    assert [attn.position.config.feat_size for attn in first] == [(28, 28), (14, 14), (7, 7)]
-    with pytest.raises(ValueError, match="output_stride must be 32"):
-        on_meta("aa_resnet50", output_stride=16)
+    for stage, values in ((2, 16), (3, 24), (4, 48)):
+        widths = {"key_channels": 160, "value_channels": values, "bias": False}
+        va.replace_(augmented, va.blocks.AugmentedConv2d, names=f"layer{stage}.*.conv2", **widths, **options)
+    assert round(millions(augmented), 1) == 25.8
 
 
 def test_torch_hub_lists_every_network():

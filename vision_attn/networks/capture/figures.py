@@ -18,7 +18,6 @@ try:
     from matplotlib import figure as matplotlib_figure, ticker
     from matplotlib.colors import LogNorm
     from matplotlib.patches import Rectangle
-    from matplotlib.patheffects import withStroke
 except ImportError as error:
     raise ImportError(f"figures require matplotlib. Install it: {INSTALL.format('viz')}", name=error.name) from error
 
@@ -103,12 +102,6 @@ def draw_maps(
                 opacity = OPAQUE * np.log2(weight.clip(1, 2))
                 overlay = axis.imshow(weight, "plasma", norm, alpha=opacity, extent=extent)
                 overlay.set_interpolation("nearest")
-            elif len(queries) > 1:
-                for number in queries:
-                    position = attention.query_positions[number][-2:]
-                    y, x = ((0.5 + at) * side for at, side in zip(position, cell, strict=True))
-                    text = axis.text(x, y, str(number), ha="center", va="center", fontsize=8, color="white")
-                    text.set_path_effects([withStroke(linewidth=2, foreground="black")])
             axis.set_axis_off()
             if frame == marked:
                 corner = query_position[-1] * cell[1], query_position[-2] * cell[0]

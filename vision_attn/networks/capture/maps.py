@@ -153,7 +153,7 @@ class AttentionMap:
             images: images with values in 0…1, ``(b, 1 or 3, height, width)`` or ``(b, 1 or 3, t, height, width)``; a
                 map of one image also accepts the image without ``b``.
             query: index of the query, or several indices. With several queries, the title of each row contains its
-                index and position, and the indices are drawn on the images.
+                index and position.
             reduction: combination of the heads: ``"mean"``, ``"max"``, or ``"none"`` for one panel per head. To select
                 heads, pass ``heads`` to :func:`vision_attn.capture`.
             vmax: upper end of the color scale, as a multiple of uniform attention; by default, the largest weight,

@@ -109,7 +109,6 @@ def capture(
     kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, CONVS)]
     limit = math.inf if allow_large else MAX_BYTES
     recording = Recording(network, points, max(ranks or kernels or [0]), reduction, limit, others)
-    recording.maps.reasons.update(others)
     for path, block in modules.items():
         parents = [named[outer] for outer in (path, *reversed(outer_paths(path)))]
         indices = check_indices("heads", heads, block.num_heads)

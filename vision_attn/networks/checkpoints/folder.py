@@ -39,7 +39,7 @@ from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import Target, load_file_, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import get_arguments
 from vision_attn.networks.insertion import remove_
-from vision_attn.networks.insertion.attributes import set_random_
+from vision_attn.networks.insertion.attributes import RANDOM
 from vision_attn.networks.insertion.registry import inserted_blocks, records, replaced_modules
 from vision_attn.networks.insertion.second_map import random_contexts
 from vision_attn.networks.inspection.example import float_tensors, make_example, tree_leaves
@@ -255,7 +255,7 @@ def load_model(
             tensor.data = tensor.data.to(weights[key].dtype)
     load_file_(Target(model), file)
     for old in replaced_modules(model).values():
-        set_random_(old, True)
+        setattr(old, RANDOM, True)
     classes = config.get("label_names")
     transform = create_eval_transform(model) if getattr(model, "pretrained_cfg", None) else None
     for name, value in {"classes": tuple(classes) if classes else None, "transform": transform}.items():

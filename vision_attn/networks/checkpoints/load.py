@@ -21,7 +21,7 @@ from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, find_input_conv, remedies
 from vision_attn.networks.checkpoints.option_code import Arguments, compare_arguments, get_arguments
 from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
-from vision_attn.networks.insertion.attributes import set_random_
+from vision_attn.networks.insertion.attributes import RANDOM
 from vision_attn.networks.insertion.hooks import checked_network
 from vision_attn.networks.insertion.registry import keys_by_site, replaced_modules
 from vision_attn.networks.inspection.dry_run import equal_tensors
@@ -132,7 +132,7 @@ def load_file_(
     del file, tensors, saved, converted, attempts, new
     copy_all_(values)
     for old in replaced_modules(target.model).values() if report.replaced else ():
-        set_random_(old, False)
+        vars(old).pop(RANDOM, None)
     return report
 
 

@@ -11,7 +11,7 @@ RECORD = "insertion"
 #: wrapper or, in a replica of ``nn.DataParallel``, the replica of the block.
 SUBSTITUTE = "substitute_of_block"
 
-#: The attribute of a replaced module with random weights.
+#: The attribute of a replaced module with random weights, because no file contained them.
 RANDOM = "weights_not_loaded"
 
 
@@ -20,26 +20,10 @@ def get_record(block: nn.Module) -> InsertedBlock:
     return getattr(block, RECORD)
 
 
-def set_record_(block: nn.Module, record: InsertedBlock | None) -> nn.Module:
-    """Store the record of a block in it, or remove it, and return the block."""
-    if record is None:
-        vars(block).pop(RECORD, None)  # a wrapper has none, and may show that of the block
-    else:
-        setattr(block, RECORD, record)
+def set_record_(block: nn.Module, record: InsertedBlock) -> nn.Module:
+    """Store the record of a block in it, and return the block."""
+    setattr(block, RECORD, record)
     return block
-
-
-def set_random_(module: nn.Module, random: bool) -> None:
-    """Record whether a replaced module has random weights, because no file contained them."""
-    if random:
-        setattr(module, RANDOM, True)
-    else:
-        vars(module).pop(RANDOM, None)
-
-
-def has_random_weights(module: nn.Module) -> bool:
-    """Return True if :func:`set_random_` has recorded random weights."""
-    return getattr(module, RANDOM, False)
 
 
 def is_inserted(module: nn.Module) -> bool:

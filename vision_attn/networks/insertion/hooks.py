@@ -133,7 +133,7 @@ def still_runs(module: nn.Module, block: nn.Module, found: nn.Module | None) -> 
     """
     for part, hook in hooks_inside(module, (run_block,)):
         path = hook.keywords["path"]
-        runs = found if path is None or part is module else find_module(part, path)
+        runs = found if path is None else find_module(part, path)
         if hook.keywords["block"] is block and runs is not None:
             return True
     return False
@@ -151,7 +151,7 @@ def check_block(owner: nn.Module, args: Any, *, block: nn.Module, target: str, c
     if module is None:
         raise missing_block_error(record, "removed")
     inside = child[len(target) + 1 :] if child.startswith(f"{target}.") else None
-    found = find_module(owner, child) if inside is None else find_module(module, inside)
+    found = find_module(owner, child)
     if not still_runs(module, block, found):
         if not is_norm(module) or found is None:
             raise missing_block_error(record, f"replaced by {type(module).__name__}")

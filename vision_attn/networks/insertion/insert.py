@@ -17,14 +17,14 @@ from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import is_residual
 from vision_attn.errors import SiteError
 from vision_attn.networks.block_factories import BlockFactory, describe_error
-from vision_attn.networks.insertion.attributes import get_record, has_random_weights, is_inserted, set_random_
+from vision_attn.networks.insertion import registry
+from vision_attn.networks.insertion.attributes import RANDOM, get_record, is_inserted
 from vision_attn.networks.insertion.build import new_block
 from vision_attn.networks.insertion.exact import GATE, UNCHANGED, WRAPPED, ZEROS
 from vision_attn.networks.insertion.record import InsertionReport
-from vision_attn.networks.insertion.registry import attach_blocks_, detach_all_, inserted_blocks, replaced_modules
 from vision_attn.networks.insertion.sites import find_stages, find_targets, select_sites
 from vision_attn.networks.insertion.verify import ChangedOutputError, ChildError, attach_verified
-from vision_attn.networks.inspection.costs import Cost, propose
+from vision_attn.networks.inspection.costs import Cost
 from vision_attn.networks.inspection.dry_run import DryRun
 from vision_attn.networks.inspection.feature_maps import FeatureMap
 from vision_attn.networks.inspection.selection import Globs, Where, end_of_sequential, match_names
@@ -90,7 +90,7 @@ def insert_(
             network, pass the option ``context_channels`` instead, and run the model in :func:`vision_attn.context`.
         exact: if False, insert the block unchanged; the report then contains the change of the output.
         dry_run: do not change the model, and return a report with the memory of each block for training. If no sites
-            are given, the report is about every stage, and proposes stages.
+            are given, the report is about every stage.
         **block_options: options of ``block``; explicit options are never overridden. The default number of heads is 8
             or, if 8 does not divide the number of channels, the largest smaller number that does. The default block
             attends in at most 512 channels: on wider feature maps, ``key_dim`` and ``value_dim`` are 512 divided by the
@@ -113,9 +113,6 @@ def insert_(
     ('layer4.1', 49)
     """
     model = require_modifiable(model, "va.insert_")
-    if isinstance(block, int) or (isinstance(block, str) and block in dict(model.named_modules())):
-        remedy = f"Pass {'stages' if isinstance(block, int) else 'names'}={block!r}"
-        raise TypeError(f"block must be a class, a function or the name of one, got {block!r}. {remedy}")
     run = DryRun(model, example_input, layout)
     overview = dry_run and stages is None and names is None and where is None
     sites = find_stages(run) if overview else select_sites(run, stages, names, where, exclude, block_options, at)
@@ -125,7 +122,7 @@ def insert_(
     method, inside = ZEROS if exact else UNCHANGED, False
     blocks = [create(x, method=method) for x in maps]
     if dry_run:
-        return report_costs(run, blocks, sites if overview else [])
+        return InsertionReport(tuple(map(get_record, blocks)), "dry run", run.cost)
     warn_about(blocks, run.declared.pads_images)
     while True:
         may_change = method in (GATE, UNCHANGED) or all(map(is_residual, blocks))
@@ -225,11 +222,11 @@ def replace_(
             options = {"groups": old.groups, **options} if old.groups > 1 else options
         blocks.append(new_block(run, make, x, "replace", options, y, dry_run=dry_run))
     if dry_run:
-        return report_costs(run, blocks)
+        return InsertionReport(tuple(map(get_record, blocks)), "dry run", run.cost)
     warn_about(blocks, run.declared.pads_images)
     called = list[nn.Module]()
     hooks = [(site, lambda module, *_: called.append(module)) for site in sites]
-    with attach_blocks_(model, blocks):
+    with registry.attach_blocks_(model, blocks):
         try:
             _, cost = run.measure(hooks)
         except SiteError as error:
@@ -269,24 +266,16 @@ def remove_(model: nn.Module) -> InsertionReport:
     (2, True)
     """
     model = require_modifiable(model, "va.remove_")
-    if random := {site: old for site, old in replaced_modules(model).items() if has_random_weights(old)}:
+    blocks, records = registry.all_blocks(model), tuple(registry.iter_records(model))
+    if not blocks:
+        raise ValueError("model has no inserted block to remove")
+    if random := {site: old for site, old in registry.replaced_modules(model).items() if hasattr(old, RANDOM)}:
         what = f"va.save_model did not save {shorten(map(repr, random))}, so va.remove_ restores random weights"
         warnings.warn(f"{what}. Load the original checkpoint with va.load_checkpoint_", stacklevel=2)
-    records = detach_all_(model)
     for old in random.values():
-        set_random_(old, False)
+        delattr(old, RANDOM)
+    registry.detach_(model, blocks)
     return InsertionReport(records, verb="removed")
-
-
-def report_costs(run: DryRun, blocks: Sequence[nn.Module], stages: Sequence[str] = ()) -> InsertionReport:
-    """Return the report of a dry run, with proposals if ``stages`` are the paths of all stages."""
-    records, occupied, proposed = tuple(map(get_record, blocks)), inserted_blocks(run.model), []
-    for index, (path, record) in enumerate(zip(stages, records, strict=False)):
-        # Stages without parameters, such as the activation at the end of a stem, are not proposed.
-        learned = next(run.model.get_submodule(path).parameters(), None) is not None
-        if learned and record.target.used and record.site not in occupied:
-            proposed.append((index, record.map_size))
-    return InsertionReport(records, "dry run", run.cost, proposals=tuple(propose(proposed)))
 
 
 def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> FeatureMap:
@@ -300,9 +289,8 @@ def select_context(run: DryRun, context: str, maps: Iterable[FeatureMap]) -> Fea
     for x in maps:
         equal = len(run.calls[x.target]) == len(run.calls[second_map.target])
         if not equal or order.index(second_map.target) >= order.index(x.target):
-            relation = "does not run before" if equal else "runs more or less often than"
-            what = f"context: {second_map.target!r} {relation} {x.target!r}"
-            raise SiteError(f"{what}. Choose a module that runs earlier and equally often")
+            what = f"context: {second_map.target!r} does not run before {x.target!r} and equally often"
+            raise SiteError(f"{what}. Choose another module")
     return second_map
 
 

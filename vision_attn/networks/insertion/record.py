@@ -9,7 +9,7 @@ from torch import nn
 from vision_attn.checks import product
 from vision_attn.networks.inspection.costs import BlockCost, Cost, describe_added
 from vision_attn.networks.inspection.feature_maps import Element
-from vision_attn.text import Report, Table, shorten
+from vision_attn.text import Report, Table
 
 #: The name of a block as a child of its target, which identifies its keys in a state dict.
 CHILD = "inserted"
@@ -18,7 +18,6 @@ CHILD = "inserted"
 MAX_TOKENS = 4096
 
 OPTIMIZERS = "Create optimizers and EMA copies now: existing ones do not contain these parameters."
-FUSE_FIRST = "Freeze, fuse or quantize the network before inserting blocks at norms and convolutions: {}."
 
 
 @dataclass(frozen=True)
@@ -151,8 +150,6 @@ class InsertionReport(Report):
     output_change: float = 0.0
     #: statement of what was verified about the output of the network; empty if nothing is verified by design
     verified: str = ""
-    #: calls that insert blocks at suitable stages, with reasons, after a dry run
-    proposals: tuple[str, ...] = ()
 
     def parts(self) -> list[str | Table]:
         count, dry = len(self.blocks), self.verb == "dry run"
@@ -171,12 +168,9 @@ class InsertionReport(Report):
         notes += [f"{name} is an identity at initialization: {how}" for name, how in kinds if self.verb == "inserted"]
         if self.output_change:
             notes.append(f"the output of the network changes by {100 * self.output_change:.2g} %")
-        fusible = shorten(repr(block.site) for block in self.blocks if not block.is_child)
-        notes += [FUSE_FIRST.format(fusible)] if fusible and self.verb == "inserted" else []
         notes += [self.verified] if self.verified else []
         notes += [OPTIMIZERS] if self.verb.startswith("inserted") else []
         notes += [f"warning: {line}" for line in self.warnings] if dry else []
-        notes += ["proposals:", *self.proposals] if self.proposals else []
         return [heading, table, *notes] if self.blocks else [f"no block {self.verb}"]
 
     @property

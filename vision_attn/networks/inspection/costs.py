@@ -1,9 +1,8 @@
-"""Costs of networks and blocks: parameters, MACs (multiply-accumulate operations) and bytes; proposals of stages."""
+"""Costs of networks and blocks: parameters, MACs (multiply-accumulate operations) and bytes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,15 +22,8 @@ from vision_attn.networks.inspection.network import kept_tensors, quiet_eval
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
-#: Side lengths of feature maps for which full attention is proposed. Attention has little effect on smaller feature
-#: maps, and costs more than the network on larger ones.
-MIN_SIDE, MAX_SIDE = 7, 32
-
 #: Channels and size of a feature map.
 Shape = Sequence[int]
-
-#: Side lengths of windows, the most common first.
-WINDOWS = (7, 8, 6, 9, 10, 5)
 
 
 class Cost(NamedTuple):
@@ -108,25 +100,26 @@ def count_macs(module: nn.Module, shape: tuple[int, ...]) -> int:
     return run_on_meta(module, shape[1:])[1]
 
 
+def make_maps(shape: Shape, context: Shape | None, **options: Any) -> tuple[tuple[Tensor], dict[str, Tensor]]:
+    """Return the arguments of a block: a feature map of zeros, and a second one if its shape without batch is given."""
+    more = {} if context is None else {"context": torch.zeros(shape[0], *context, **options)}
+    return (torch.zeros(*shape, **options),), more
+
+
 def run_on_meta(module: nn.Module, shape: Shape, context: Shape | None = None) -> tuple[Tensor, int]:
     """Return the output of a module for feature maps of these shapes, without values, and the MACs."""
     state = {name: x.to("meta") for name, x in (*module.named_parameters(), *module.named_buffers())}
     like = next(module.parameters(), torch.empty(0))
-
-    def inputs(device: Any) -> tuple[tuple[Tensor], dict[str, Tensor]]:
-        shapes = {"x": shape} if context is None else {"x": shape, "context": context}
-        maps = {name: torch.zeros(1, *sizes, device=device, dtype=like.dtype) for name, sizes in shapes.items()}
-        return (maps.pop("x"),), maps
-
     # All products of the implementation "bmm" are matrix products, which the counter supports.
     bmm = dict.fromkeys(blocks_for_impl(module, "bmm"), "bmm")
     with scope(module, "impl", bmm), quiet_eval(module):
         try:
             with count_flops() as counter:
-                output = functional_call(module, state, *inputs("meta"))
+                args, kwargs = make_maps((1, *shape), context, device="meta", dtype=like.dtype)
+                output = functional_call(module, state, args, kwargs)
         except Exception:  # A module that creates tensors or reads values does not run on the meta device.
             with count_flops() as counter, kept_tensors(module, module.parameters()):
-                args, kwargs = inputs(like.device)
+                args, kwargs = make_maps((1, *shape), context, device=like.device, dtype=like.dtype)
                 output = module(*args, **kwargs)
     return output, counter.get_total_flops() // 2
 
@@ -155,39 +148,6 @@ def feature_map_error(block: nn.Module, site: str, shape: Shape, error: Exceptio
     return ValueError(f"{what} ({describe_error(error)})")
 
 
-def propose(stages: Iterable[tuple[int, tuple[int, ...]]]) -> list[str]:
-    """Propose late stages of a suitable size, and windows at a larger stage.
-
-    Args:
-        stages: index, and size of the feature map, of each stage that can be proposed.
-
-    Returns:
-        Calls of :func:`vision_attn.insert_`, each with a reason.
-
-    >>> for size in ((36, 42), (45, 54), (50, 70), (35, 65), (34, 34)):
-    ...     print(propose([(1, size)])[0].partition(":")[0])
-    va.insert_(model, stages=[1], pattern=va.Window(6))
-    va.insert_(model, stages=[1], pattern=va.Window(9))
-    va.insert_(model, stages=[1], pattern=va.Window(10))
-    va.insert_(model, stages=[1], pattern=va.Window(5))
-    va.insert_(model, stages=[1], pattern=va.Window(7))
-    """
-    sizes = dict(stages)
-    sides = {index: math.sqrt(product(size)) for index, size in sizes.items()}
-    late = [index for index, side in sides.items() if MIN_SIDE <= side <= MAX_SIDE][-2:]
-    large = [index for index, side in sides.items() if side > MAX_SIDE and len(sizes[index]) == 2][-1:]
-    choices = []
-    if late:
-        listed = " and ".join("×".join(map(str, sizes[index])) for index in late)
-        choices.append(f"va.insert_(model, stages={late}): late, with feature maps of {listed}")
-    for index in large:
-        # The window size divides the feature map; if none does, the most common size is used, with padding.
-        window = next((side for side in WINDOWS if not any(length % side for length in sizes[index])), WINDOWS[0])
-        why = f"finer detail, in windows because full attention on {product(sizes[index]):,} positions is too expensive"
-        choices.append(f"va.insert_(model, stages={[index]}, pattern=va.Window({window})): {why}")
-    return choices
-
-
 def count_saved_bytes(
     block: nn.Module, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, context: Shape | None = None
 ) -> int:
@@ -202,9 +162,8 @@ def count_saved_bytes(
     with FakeTensorMode(allow_non_fake_inputs=True):
         tensors = (*block.named_parameters(), *block.named_buffers())
         own = {name: torch.empty_like(x, device="cpu", requires_grad=x.requires_grad) for name, x in tensors}
-        x = torch.empty(shape, dtype=dtype, requires_grad=True)
-        more = {} if context is None else {"context": torch.empty(shape[0], *context, dtype=dtype, requires_grad=True)}
+        args, kwargs = make_maps(shape, context, dtype=dtype, requires_grad=True)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
-            functional_call(block, own, (x,), more)
+            functional_call(block, own, args, kwargs)
         storages = {*map(Tensor.untyped_storage, saved)} - {*map(Tensor.untyped_storage, own.values())}
         return sum(storage.nbytes() for storage in storages)

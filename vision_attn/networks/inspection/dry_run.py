@@ -25,7 +25,7 @@ from vision_attn.networks.inspection.costs import Cost, count_flops
 from vision_attn.networks.inspection.example import make_example, tree_leaves, tree_map_only
 from vision_attn.networks.inspection.feature_maps import Element, FeatureMap, TensorSpec
 from vision_attn.networks.inspection.metadata import read_metadata
-from vision_attn.networks.inspection.network import fixed_seed, hook_dicts, kept_tensors, quiet_eval, without_hooks
+from vision_attn.networks.inspection.network import fixed_seed, kept_tensors, quiet_eval, without_hooks
 
 #: Values of the argument ``layout``.
 LAYOUT = re.compile(r"b c (w|h w|t h w)|b (w|h w|t h w) c|b \((\d+ \+ )?h w\) c")
@@ -63,15 +63,12 @@ class DryRun:
         self.changed: dict[bool, list[Tensor]] = {}
         #: True if the forward pass needs the hooks of other code, such as timm's ``FeatureHookNet``
         self.needs_hooks: bool = False
+        self.output: object = None
         hooks = [(x, partial(self.record_call, x)) for x, _ in model.named_modules() if x]
-        try:
+        with suppress(SiteError):
             self.output, self.cost = self.measure(hooks)
-            self.needs_hooks = not get_tensors(self.output)
-        except SiteError:
-            self.needs_hooks = any(any(hook_dicts(module)[:2]) for module in model.modules())
-            if not self.needs_hooks:
-                raise
-        if self.needs_hooks:
+        if not get_tensors(self.output):
+            self.needs_hooks = True
             self.calls.clear()
             self.output, self.cost = self.measure(hooks)
 
@@ -134,17 +131,14 @@ class DryRun:
         """Return the feature maps in the input or output of a module that have the same layout in all calls."""
         calls = self.calls.get(target, [])
         by_signature: dict[Any, list[FeatureMap]] = {}
-        for x in (x for call in calls for x in self.maps_in_call(target, call[at])):
-            # A block runs in all calls. Feature maps may change in size between calls, but a grid of tokens may not.
-            signature = x.element, x.layout, x.shape[1], x.size if "(" in x.layout else None
-            by_signature.setdefault(signature, []).append(x)
+        for element, spec in (item for call in calls for item in call[at].items()):
+            if (layout := self.find_layout(spec, target)) is not None:
+                x = FeatureMap(target, element, spec, *layout)
+                # A block runs in all calls. Feature maps may change in size between calls, a grid of tokens may not.
+                signature = x.element, x.layout, x.shape[1], x.size if "(" in x.layout else None
+                by_signature.setdefault(signature, []).append(x)
         alike = [maps for maps in by_signature.values() if len(maps) == len(calls)]
         return [max(maps, key=lambda x: product(x.size))._replace(calls=tuple(x.spec for x in maps)) for maps in alike]
-
-    def maps_in_call(self, target: str, specs: Mapping[Element, TensorSpec]) -> list[FeatureMap]:
-        """Return the feature maps among the tensors of one call of a module."""
-        found = ((element, spec, self.find_layout(spec, target)) for element, spec in specs.items())
-        return [FeatureMap(target, element, spec, *layout) for element, spec, layout in found if layout is not None]
 
     def find_layout(self, spec: TensorSpec, target: str) -> Layout | None:
         """Return the layout and size of the feature map in a tensor, or None if the tensor cannot be a feature map."""
@@ -215,16 +209,11 @@ class DryRun:
             raise SiteError(f"{target!r} is not called in the forward pass. Choose another module")
         if maps := self.maps(target, at):
             return maps
-        calls = self.calls[target]
-        shapes = ", ".join(str(spec.shape) for spec in calls[0][at].values())
-        if self.maps_in_call(target, calls[0][at]):
-            what = f"{target!r} is called {len(calls)} times in one forward pass with different token grids or layouts"
-            remedy = f"Insert into the shared module: va.insert_(model.{target.split('.')[0]}, …)"
-            raise SiteError(f"{what}, but a block supports one. {remedy}")
+        shapes = " and ".join(str(spec.shape) for call in self.calls[target] for spec in call[at].values())
         what = f"{'receives' if at == 'before' else 'returns'} {shapes or 'no tensor'} for images {self.example.shape}"
         why = f", because {self.declared.non_raster}" if self.declared.non_raster else ""
         remedy = "Choose another module, or pass the layout of its feature map as layout="
-        raise SiteError(f"{target!r} {what}, and no feature map was found in it{why}. {remedy}")
+        raise SiteError(f"{target!r} {what}, and no feature map of one layout and token grid was found{why}. {remedy}")
 
     def test_use(self, maps: Iterable[FeatureMap], at: str) -> None:
         """Test whether the output depends on feature maps, in one forward and backward pass for all of them."""

@@ -119,15 +119,15 @@ def hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
     """Leave out the forward hooks of a model, except the hooks of torch, such as weight norm, and of this library."""
-    every = [hooks for module in model.modules() for hooks in hook_dicts(module)[:2]]
-    changed = [(hooks, dict(hooks)) for hooks in every if not all(map(is_library_hook, hooks.values()))]
+    every = [(hooks, dict(hooks)) for module in model.modules() for hooks in hook_dicts(module)[:2]]
     try:
-        for hooks, before in changed:
-            for key in [key for key, hook in before.items() if not is_library_hook(hook)]:
-                del hooks[key]
+        for hooks, before in every:
+            for key, hook in before.items():
+                if not is_library_hook(hook):
+                    del hooks[key]
         yield
     finally:
-        for hooks, before in changed:
+        for hooks, before in every:
             hooks.clear()
             hooks.update(before)
 

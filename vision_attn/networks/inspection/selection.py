@@ -1,6 +1,5 @@
 """Select modules and state-dict keys by globs, and the ends and parents of modules by path."""
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -21,16 +20,6 @@ Names = str | re.Pattern[str]
 #: Types of the arguments ``names`` and ``where`` of :func:`vision_attn.insert_`.
 Globs = Names | Iterable[Names] | None
 Where = Callable[[str, nn.Module], bool] | None
-
-
-def check_where(where: Where) -> None:
-    """Raise unless a function accepts the path of a module and the module."""
-    try:
-        if where is not None:
-            inspect.signature(where).bind("", None)
-    except TypeError as error:
-        expected = "a function of path and module, such as lambda name, module: …"
-        raise ValueError(f"where must be {expected} ({error})") from None
 
 
 def check_list(argument: str, value: Any, kinds: tuple[type, ...]) -> list[Any]:
@@ -57,7 +46,6 @@ def match_names(modules: Mapping[str, nn.Module], patterns: Globs, argument: str
 
 def match_modules(modules: Mapping[str, nn.Module], names: Globs, where: Where) -> list[str]:
     """Return the paths of the modules that both ``names`` and ``where`` select; None selects all modules."""
-    check_where(where)
     chosen = list(modules) if names is None else match_names(modules, names)
     return [name for name in chosen if where is None or where(name, modules[name])]
 

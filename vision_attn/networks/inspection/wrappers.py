@@ -76,10 +76,8 @@ def require_modifiable(model: nn.Module, call: str) -> nn.Module:
     ReLU()
     """
     network = unwrap_model(model)
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            what = f"a TorchScript program ({type(module).__name__}) cannot be changed"
-            raise SiteError(f"{what}. Call {call} before tracing")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise SiteError(f"model contains a TorchScript program, which cannot be changed. Call {call} before tracing")
     if (wrapper := synchronizer(model)) is not None:
         what = f"model is wrapped in {wrapper}, which does not synchronize parameters that are added later"
         raise SiteError(f"{what}. Call {call} on the network before wrapping it")

@@ -8,10 +8,9 @@ Each function accepts ``pretrained=True`` to load the weights of the library, th
 64
 """
 
-from vision_attn.networks.models import attention_networks, cifar_resnet
-from vision_attn.networks.models.attention_networks import *  # noqa: F403
+from vision_attn.networks.models import cifar_resnet
 from vision_attn.networks.models.cifar_resnet import *  # noqa: F403
 from vision_attn.networks.models.registry import create_model
 
 # Classes, create_model, and the functions that timm adds when a network is registered.
-__all__ = ["create_model", *attention_networks.__all__, *cifar_resnet.__all__]
+__all__ = ["create_model", *cifar_resnet.__all__]

@@ -1,5 +1,7 @@
 """ResNets for the 32×32 images of CIFAR: three stages (32×32, 16×16 and 8×8), average pooling and a linear classifier.
 
+``resnet20_attention`` has an attention block after each residual block of its last stage, and weights for CIFAR-100.
+
 The ResNets of He et al. have 16, 32 and 64 channels and depth 6n + 2. The paper has two options for the shortcut where
 the width changes. Checkpoints exist for both options:
 
@@ -18,26 +20,14 @@ Checkpoints for option B (chenyaofo/pytorch-cifar-models) require the mean and s
 from collections.abc import Callable
 from typing import Any
 
-from timm.layers import DropPath, calculate_drop_path_rates
 from timm.models import generate_default_cfgs
-from timm.models.resnet import BasicBlock, downsample_conv
+from timm.models.resnet import BasicBlock, make_blocks
 from torch import Tensor, nn
 
-from vision_attn.networks.models.registry import StagedNetwork, register_network
+from vision_attn.networks.insertion import insert_
+from vision_attn.networks.models.registry import StagedNetwork, register_network, weights_folder
 
 __all__ = ["CifarResNet"]  # timm adds the names of the networks
-
-
-def basic_block(in_channels: int, channels: int, stride: int, option: str, drop_path: nn.Module | None) -> nn.Module:
-    """Build a residual block of two 3×3 convolutions and a shortcut."""
-    shortcut: nn.Module | None = None
-    if stride != 1 and option == "A":  # half of the new channels are padded with zeros on each side
-        added = channels - in_channels
-        padding = nn.ConstantPad3d((0, 0, 0, 0, added // 2, added - added // 2), 0.0)
-        shortcut = nn.Sequential(nn.MaxPool2d(1, stride), padding)
-    elif stride != 1:
-        shortcut = downsample_conv(in_channels, channels, 1, stride)
-    return BasicBlock(in_channels, channels, stride, shortcut, drop_path=drop_path)
 
 
 class CifarResNet(StagedNetwork):
@@ -81,13 +71,13 @@ class CifarResNet(StagedNetwork):
         self.conv1: nn.Conv2d = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False)
         self.bn1: nn.BatchNorm2d = nn.BatchNorm2d(16)
         self.relu: nn.ReLU = nn.ReLU(inplace=True)
-        blocks = (depth - 2) // 6
-        rates = calculate_drop_path_rates(drop_path_rate, 3 * blocks)
-        drops = (DropPath(rate) if rate else None for rate in rates)
-        for stage, (before, after) in enumerate([(16, 16), (16, 32), (32, 64)], start=1):
-            shapes = [(before, after, 1 if stage == 1 else 2), *[(after, after, 1)] * (blocks - 1)]
-            layers = [basic_block(*shape, option, next(drops)) for shape in shapes]
-            self.add_module(f"layer{stage}", nn.Sequential(*layers))
+        blocks = ((depth - 2) // 6,) * 3
+        stages, _ = make_blocks((BasicBlock,) * 3, (16, 32, 64), blocks, inplanes=16, drop_path_rate=drop_path_rate)
+        for (name, stage), added in zip(stages, (0, 16, 32), strict=True):
+            self.add_module(name, stage)
+            if added and option == "A":  # half of the new channels are padded with zeros on each side
+                padding = nn.ConstantPad3d((0, 0, 0, 0, added // 2, added // 2), 0.0)
+                stage[0].downsample = nn.Sequential(nn.MaxPool2d(1, 2), padding)
         self.add_head(num_classes, **head)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -102,6 +92,14 @@ class CifarResNet(StagedNetwork):
         return {"stem": r"^conv1|bn1", "blocks": r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)"}
 
 
+class CifarAttentionNet(CifarResNet):
+    """:class:`CifarResNet` with an attention block after each residual block of the last stage."""
+
+    def __init__(self, depth: int, in_chans: int = 3, **options: Any) -> None:
+        super().__init__(depth, in_chans=in_chans, **options)
+        insert_(self, names="layer3.*", num_heads=4, example_input=(1, in_chans, 32, 32))
+
+
 # --- registration with timm -------------------------------------------------------------------------------------------
 SIZES = {"input_size": (3, 32, 32), "pool_size": (8, 8), "crop_pct": 1.0, "interpolation": "bilinear"}
 #: timm's configuration of a network for CIFAR-10, with the ``mean`` and ``std`` of ImageNet.
@@ -109,9 +107,11 @@ CIFAR10_A = {**SIZES, "num_classes": 10, "first_conv": "conv1", "classifier": "l
 CIFAR10 = CIFAR10_A | {"classifier": "fc", "mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
 CIFAR100 = CIFAR10 | {"num_classes": 100, "mean": (0.5070, 0.4865, 0.4409), "std": (0.2673, 0.2564, 0.2761)}
 CONFIGURATIONS = {"resnet{}_a.cifar10": CIFAR10_A, "resnet{}.cifar10": CIFAR10, "resnet{}.cifar100": CIFAR100}
+TRAINED = CIFAR100 | {"file": str(weights_folder() / "resnet20_attention_cifar100" / "model.safetensors")}
 
 default_cfgs: dict[str, Any] = generate_default_cfgs(
     {name.format(depth): cfg for depth in (20, 32, 44, 56) for name, cfg in CONFIGURATIONS.items()}
+    | {"resnet20_attention.cifar100": TRAINED, "resnet20_attention.cifar10": CIFAR10}
 )
 
 
@@ -129,3 +129,8 @@ resnet20_a: Callable[..., CifarResNet] = register_resnet(20, "A", "0.27")
 resnet32_a: Callable[..., CifarResNet] = register_resnet(32, "A", "0.46")
 resnet44_a: Callable[..., CifarResNet] = register_resnet(44, "A", "0.66")
 resnet56_a: Callable[..., CifarResNet] = register_resnet(56, "A", "0.85")
+
+ATTENTION_DOC = "ResNet-20 for CIFAR with three attention blocks; ``pretrained=True`` loads weights for CIFAR-100."
+resnet20_attention: Callable[..., CifarAttentionNet] = register_network(
+    "resnet20_attention", ATTENTION_DOC, CifarAttentionNet, depth=20
+)
