@@ -570,3 +570,15 @@ def test_gradients_in_torch_func_with_a_trained_bias_need_another_implementation
     block = va.Attention2d(8, 2, position=va.RelPosTable(4), impl="sdpa")
     with pytest.raises(RuntimeError, match="not differentiable with respect to argument 'attn_mask'"):
         torch.func.grad(lambda x: block(x).sum())(torch.randn(1, 8, 4, 4))
+
+
+def test_the_remedy_for_tables_of_a_pattern_and_a_dtensor_is_named(monkeypatch):
+    block, x = va.Attention2d(16, 2, pattern=va.Window(4, shift=2)), torch.randn(1, 16, 8, 8)
+
+    def fail(*args):
+        raise RuntimeError("aten.index_select.default got mixed torch.Tensor and DTensor, need to convert all")
+
+    monkeypatch.setattr(block, "encode", fail)
+    with pytest.raises(RuntimeError, match="mixed") as caught:
+        block(x)
+    assert re.fullmatch(r"Attention2d adds tensors of its pattern.*implicit_replication\(\)", *caught.value.__notes__)

@@ -14,6 +14,9 @@ from vision_attn.attention.kind import shape_error
 #: A convolution on feature maps with any number of axes.
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
+#: Remedy for the error of torch about mixed tensors.
+DTENSORS = "Run the model and the backward pass in torch.distributed.tensor.experimental.implicit_replication()"
+
 
 def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate a ``forward`` method to check its input, accept unbatched feature maps, and be one torch.fx node."""
@@ -22,7 +25,12 @@ def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def batched(self: Any, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         inputs = (mask,) if context is None else (mask, context)  # some blocks have no argument context
         if isinstance(x, Tensor) and x.dim() == 2 + self.rank and x.shape[1] == self.channels:
-            return forward(self, x, *inputs)
+            try:
+                return forward(self, x, *inputs)
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" in str(error):
+                    error.add_note(f"{type(self).__name__} adds tensors of its pattern or positions to a DTensor. {DTENSORS}")
+                raise
         if isinstance(x, torch.fx.Proxy):  # the operations inside depend on the size of the feature map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *inputs), {})
         if isinstance(x, Tensor) and x.dim() == 1 + self.rank and x.shape[0] == self.channels:
