@@ -101,11 +101,6 @@ def attend_normalized(layer: Any, attend: Attend, x: Tensor) -> Tensor:
     return attend(layer.norm(x).mT, efficientformer_bias(layer, x)).mT
 
 
-def attend_strided(layer: Any, attend: Attend, x: Tensor) -> Any:
-    """Run NextViT's attention, whose keys are averages of consecutive tokens."""
-    return attend(x.mT, None, None if layer.sr is None else layer.norm(layer.sr(x.mT))).mT
-
-
 def attend_reduced(layer: Any, attend: Attend, x: Tensor, size: Any) -> Tensor:
     """Run the attention of Twins and PVT v2, whose keys are from a smaller feature map."""
     maps = keys = x.mT.unflatten(2, tuple(size))
@@ -221,13 +216,6 @@ CONVERSIONS |= {
         unsupported={"block_stride": "blocks have no stride. Use avg_down=True"},
         size=lambda layer: (layer.block_size, 2 * layer.block_size),
     ),
-    "timm.layers.non_local_attn.NonLocalAttn": replace(
-        MAPS,
-        weights=named_weights("t p g", "z"),
-        options={"num_heads": lambda layer: 1, "scale": "scale"},
-        swap_only=("norm",),
-        call=lambda layer, attend, x: layer.norm(attend(x)) + x,
-    ),
     "timm.models.beit.Attention": replace(VIT, bias=beit_bias, swap_only=("relative_position_bias_table",)),
     "timm.models.convit.MHSA": VIT,
     "timm.models.davit.WindowAttention": VIT,
@@ -237,7 +225,6 @@ CONVERSIONS |= {
     "timm.models.gcvit.WindowAttentionGlobal": replace(REL_POS, unsupported=GCVIT),
     "timm.models.hieradet_sam2.MultiScaleAttention": replace(CHANNELS_LAST, unsupported=HIERA),
     "timm.models.metaformer.Attention": VIT,
-    "timm.models.nextvit.EfficientAttention": replace(VIT, call=attend_strided, swap_only=("sr",)),
     "timm.models.pvt_v2.Attention": REDUCED,
     "timm.models.tiny_vit.Attention": TINY_VIT,
     "timm.models.tnt.Attention": replace(VIT, weights=named_weights("qk v", "proj")),
