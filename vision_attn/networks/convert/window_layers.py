@@ -29,8 +29,6 @@ class PaddedAttention(Attention):
     shifts_before_padding = False
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        if isinstance(x, torch.fx.Proxy):
-            return super().forward(x, mask, context)
         padded = self.pad(x, mask, context)
         y = super().forward(padded, mask, context)
         inside: Any = (..., *map(slice, x.shape[-self.rank :]))
@@ -47,9 +45,8 @@ class PaddedAttention(Attention):
             return x
         rolled = self.shifts_before_padding and any(getattr(self.resolved_pattern, "shift", ()))
         if mask is not None or context is not None or rolled:
-            got = f"{'×'.join(map(str, size))} with a shift, a mask or a context"
-            sides = "×".join(map(str, window))
-            raise ValueError(f"x must have a size divisible by the window {sides}, got {got}. Pad x first")
+            got = f"{tuple(size)} with a shift, a mask or a context"
+            raise ValueError(f"x must have a size divisible by the window {window}, got {got}. Pad x first")
         return F.pad(x, [n for added in reversed(missing) for n in (0, added)])
 
 
