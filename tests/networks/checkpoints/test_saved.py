@@ -181,7 +181,7 @@ def test_an_adapter_is_not_saved_from_a_graph_that_runs_a_block(model, tmp_path)
     assert len(keys) == 7
     va.freeze_backbone_(traced)
     assert {key for key, p in traced.named_parameters() if p.requires_grad} == keys
-    with pytest.raises(ValueError, match=r"layer3\.0\.inserted cannot be saved: a graph of torch\.fx"):
+    with pytest.raises(ValueError, match=r"no inserted blocks to save\. .* before tracing"):
         va.save_adapter(traced, tmp_path / "adapter.safetensors")
 
 
@@ -647,7 +647,7 @@ def test_a_warning_of_the_network_appears_once(tmp_path, monkeypatch):
 
 def test_networks_that_timm_does_not_build_are_not_written(saved, tmp_path):
     _, model = saved
-    with pytest.raises(ValueError, match=r"architecture .*got None"):
+    with pytest.raises(ValueError, match=r"classifier of timm, got Sequential .*architecture None"):
         va.save_model(nn.Sequential(nn.Conv2d(3, 8, 1)), tmp_path / "net")
     other = timm.create_model("test_resnet", num_classes=3)
     other.act1 = nn.Sigmoid()

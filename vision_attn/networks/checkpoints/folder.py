@@ -129,10 +129,10 @@ def save_model(
     refuse_without_values(model)
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     remedy = "For another network, pass its class or function as network= and its arguments as model_args="
-    if network is None and not timm.is_model(str(architecture)):
-        raise ValueError(f"architecture must be a model name of timm, got {architecture!r}. {remedy}")
-    if network is None and not hasattr(model, "num_classes"):  # such as the networks of features_only=True
-        raise ValueError(f"model must be a classifier of timm, got {type(model).__name__}. {remedy}")
+    # The networks of features_only=True have no num_classes.
+    if network is None and not (timm.is_model(str(architecture)) and hasattr(model, "num_classes")):
+        got = f"{type(model).__name__} with the architecture {architecture!r}"
+        raise ValueError(f"model must be a classifier of timm, got {got}. {remedy}")
     count, known = (getattr(model, name, None) for name in ("num_classes", "classes"))
     if classes is None and isinstance(known, list | tuple) and count in (None, len(known)):  # some store the number
         classes = known if all(isinstance(name, str) for name in known) else None

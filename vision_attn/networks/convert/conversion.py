@@ -39,6 +39,11 @@ def run_converted(block: Any, rank: int, x: Tensor, mask: Tensor | None = None, 
     return block(x.flatten(2), mask, None if context is None else context.flatten(2)).unflatten(2, x.shape[2:])
 
 
+def repeat_masks(mask: Tensor, x: Tensor) -> Tensor:
+    """Return the masks of shifted windows, given one for each window of an image, for the windows of a batch."""
+    return mask.repeat(len(x) // len(mask), 1, 1)[:, None]
+
+
 def no_bias(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return None, or :data:`FALLBACK` for a call with arguments other than the feature map."""
     return FALLBACK if any(value is not None for value in (*args, *kwargs.values())) else None

@@ -52,7 +52,10 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def check_source(module: nn.Module, unsupported: Mapping[str, str]) -> None:
-    """Raise an error for a layer with unsupported settings, hooks, parametrizations or submodules in another mode."""
+    """Raise an error for a layer with hooks, parametrizations, submodules in another mode or unsupported settings.
+
+    ``unsupported`` maps paths of submodules and settings that must have no effect to remedies.
+    """
     kind = type(module).__name__
     for name, part in module.named_modules():
         where = f"{kind}.{name}" if name else kind
@@ -64,16 +67,11 @@ def check_source(module: nn.Module, unsupported: Mapping[str, str]) -> None:
         if isinstance(part, (nn.Dropout, nn.MultiheadAttention)) and part.training != module.training:
             modes = f"{kind} with training={module.training} and {where} with training={part.training}"
             raise ValueError(f"all modules must be in the same mode: got {modes}. Call .train() or .eval() first")
-    check_without(module, unsupported)
-
-
-def check_without(module: object, unsupported: Mapping[str, str]) -> None:
-    """Raise an error with a remedy for a layer with an unsupported submodule or setting that has an effect."""
     for path, remedy in unsupported.items():
         value = get_part(module, path)
         if repr(value) not in NO_EFFECT:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"{type(module).__name__}.{path} is not supported (got {got}): {remedy}")
+            raise ValueError(f"{kind}.{path} is not supported (got {got}): {remedy}")
 
 
 def get_dropout(module: Any, path: str) -> float:

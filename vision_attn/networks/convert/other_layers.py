@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend, LayerConversion
+from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend, LayerConversion, repeat_masks
 from vision_attn.networks.convert.equivalence import random_map
 from vision_attn.networks.convert.projection import Projection, input_weights, named_weights
 from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
-from vision_attn.networks.convert.timm_layers import add_window_masks
 
 
 def is_set(value: Any) -> bool:
@@ -74,15 +73,15 @@ CONVERSIONS["torch.nn.modules.activation.MultiheadAttention"] = LayerConversion(
 
 def needs_layer(layer: Any, *options: Any) -> bool:
     """Return True if a call requires attention weights or an option that torch's fused kernel does not support."""
-    fused = not hasattr(layer, "config") or attrgetter(ATTENTION)(layer) == "sdpa"
-    return not fused or any(map(is_set, options))
+    return attrgetter(ATTENTION)(layer) != "sdpa" or any(map(is_set, options))
 
 
 def transformers_bias(layer: Any, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
     """Return the mask; for Swin, with the bias of the windows."""
-    if hasattr(layer, "relative_position_bias"):
-        return add_window_masks(layer.relative_position_bias(), mask, x)
-    return mask
+    if not hasattr(layer, "relative_position_bias"):
+        return mask
+    bias = layer.relative_position_bias()
+    return bias if mask is None else bias + repeat_masks(mask, x)
 
 
 def attend_transformers(
@@ -91,7 +90,7 @@ def attend_transformers(
     if needs_layer(layer, *args, *others.values()):
         return FALLBACK
     y = attend(hidden_states.mT, transformers_bias(layer, hidden_states, attention_mask)).mT
-    return (y, None) if hasattr(layer, "config") else (y,)
+    return y, None
 
 
 def attend_segformer(

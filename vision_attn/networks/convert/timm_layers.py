@@ -117,11 +117,6 @@ def example_rotary(layer: Any) -> tuple[Any, ...]:
     return random_map(2, layer.num_prefix_tokens + tokens, channels), embedding
 
 
-def add_window_masks(bias: Tensor, mask: Tensor | None, x: Tensor) -> Tensor:
-    """Add the masks of shifted windows, one for each window of an image, to the bias of the logits."""
-    return bias if mask is None else bias + mask.repeat(len(x) // len(mask), 1, 1)[:, None]
-
-
 VIT = LayerConversion(weights=vit_weights)
 NORMED = replace(
     VIT,

@@ -13,7 +13,7 @@ from vision_attn.attention.blocks import Attention, Attention2d, Attention3d
 from vision_attn.attention.blocks.projection import to_memory_format_of
 from vision_attn.attention.patterns import Window
 from vision_attn.attention.position import RelPosTable
-from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend
+from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend, repeat_masks
 from vision_attn.networks.convert.equivalence import random_map
 from vision_attn.networks.convert.projection import Projection, named_weights
 from vision_attn.networks.convert.timm_layers import CHANNELS_LAST, MAPS, maxxvit_table, relative_bias, vit_weights
@@ -89,7 +89,7 @@ def attend_windows(layer: Any, attend: Attend, x: Tensor, mask: Tensor | None = 
     if x.shape[-2] != math.prod(get_window_size(layer)):  # MONAI shortens windows on a small feature map
         return FALLBACK
     maps = x.flatten(0, -3).mT.unflatten(2, get_window_size(layer))
-    y = attend(maps, None if mask is None else mask.repeat(len(x) // len(mask), 1, 1)[:, None])
+    y = attend(maps, None if mask is None else repeat_masks(mask, x))
     return y.flatten(2).mT.reshape(x.shape)
 
 
