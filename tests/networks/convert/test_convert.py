@@ -18,7 +18,6 @@ import timm.models as tm
 import torch
 import torchvision.models.maxvit as torchvision_maxvit
 import torchvision.models.swin_transformer as torchvision_swin
-import torchvision.models.video.swin_transformer as torchvision_video
 from page_sections import markdown
 from small_networks import assert_same as assert_same_state, results
 from stand_ins import diffusers_attention, layer_of, transformers_layer
@@ -175,8 +174,6 @@ for size, bias in (((2, 9), False), ((8, 3), True)):
     add(swin, channels_last, *variants, shapes=[(8, *size)])
 swin_v2 = partial(torchvision_swin.ShiftedWindowAttentionV2, 8, [2, 3], num_heads=2)
 add(swin_v2, channels_last, *each(shift_size=[[0, 0], [1, 1]], qkv_bias=yes_no), shapes=[(8, 5, 7)])
-swin_3d = partial(torchvision_video.ShiftedWindowAttention3d, 8, [2, 3, 2], num_heads=2)
-add(swin_3d, channels_last, *each(shift_size=[[0, 0, 0], [1, 1, 1]]), shapes=[(8, 3, 4, 5)])
 timm_swin, timm_swin_v2 = tm.swin_transformer, tm.swin_transformer_v2
 for make in (timm_swin.SwinTransformerBlock, timm_swin_v2.SwinTransformerV2Block):
     make = partial(make, 8, (9, 10), 2, window_size=(3, 5))

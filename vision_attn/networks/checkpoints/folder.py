@@ -190,7 +190,6 @@ def load_model(
 
     Raises:
         FileNotFoundError: the folder or one of its files does not exist.
-        ValueError: ``network`` is given for a network that timm creates.
         CheckpointError: the folder is damaged, the network does not exist in timm and ``network`` is not given, the
             weights do not match it, or the Hub cannot be read.
 
@@ -223,8 +222,6 @@ def load_model(
     if (name := config.get("network")) and network is None:
         remedy = f"Pass its class or function: va.load_model({str(folder)!r}, network={str(name).rpartition('.')[2]})"
         raise CheckpointError(f"{folder} contains the network {name}, which timm cannot create. {remedy}")
-    if network is not None and not name:
-        raise ValueError(f"network must be None for {str(folder)!r}, whose network is created by timm")
 
     block_classes = {} if saved is None else file_format.match_classes(saved, folder, block)
 
