@@ -156,8 +156,8 @@ def choose_source(
         raise CheckpointError(f"{file.path} contains no {what}: expected {expected}, got {found}")
     most = max(count for counts in matches.values() for count in counts.values())
     best = [(n, prefix) for n, counts in matches.items() for prefix in counts if counts[prefix] == most]
-    best = [(name, prefix) for name, prefix in best if not prefix or (name, "") not in best]
-    preferred = next((name for name in known if name in dict(best) and converted[name]), None)
+    names = {name for name, _ in best}
+    preferred = next((name for name in known if name in names and converted[name]), None)
     if not most and preferred is None:  # the error or timm's function needs keys
         preferred = max(matches, key=lambda name: len(converted[name]))
     best = [source for source in best if preferred in (None, source[0])]
@@ -168,9 +168,10 @@ def choose_source(
 
 
 def count_matches(content: Mapping[str, Any], names: Mapping[str, str], required: Tensors) -> dict[str, int]:
-    """Count the required keys, and required keys with the same shape, under each prefix.
+    """Count the required keys, and required keys with the same shape, without a prefix and under each prefix.
 
-    A prefix must have at least half of them, because parts of a network can have the same keys as another network.
+    A prefix must have at least half of them, because parts of a network can have the same keys as another network, and
+    more than there are without a prefix.
     """
     counts = Counter({"": 0})
     longest = max((key.count(".") for key in required), default=0) + 1
@@ -180,7 +181,8 @@ def count_matches(content: Mapping[str, Any], names: Mapping[str, str], required
             if (suffix := ".".join(parts[first:])) in required:
                 same = getattr(content[key], "shape", None) == required[suffix].shape
                 counts[name.removesuffix(suffix)] += 1 + same
-    return {prefix: count for prefix, count in counts.items() if not prefix or count >= len(required)}
+    least = max(len(required), counts[""] + 1)
+    return {prefix: count for prefix, count in counts.items() if not prefix or count >= least}
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
