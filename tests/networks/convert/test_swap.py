@@ -201,7 +201,7 @@ def test_attention_that_an_implementation_does_not_reach_is_named():
     assert va.set_impl_(model, "bmm") == 6
     hook = model.blocks[1].attn.qkv.register_forward_hook(lambda *_: None)
     reason = (
-        r"^impl='einx' has no effect on blocks\.1\.attn, which runs its original code, because a submodule has hook"
+        r"^impl='einx' has no effect on blocks\.1\.attn, which runs its original code, because a submodule was replaced"
     )
     with pytest.warns(UserWarning, match=reason):
         assert va.set_impl_(model, "einx") == 6

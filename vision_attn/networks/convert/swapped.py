@@ -36,7 +36,7 @@ UNSUPPORTED_CALL = (
     "that are added to queries and keys only, or a feature map that is smaller than a window"
 )
 #: Reason why all calls run the original code.
-CHANGED = "a submodule has hooks, another mode or was replaced, or a setting has changed, after va.swap_"
+CHANGED = "a submodule was replaced, or has hooks or another mode, or a setting was changed, after va.swap_"
 #: Attribute of a running block: the sizes of the feature maps (or tokens) of input and context.
 MAP_SIZES = "map_sizes"
 
