@@ -86,7 +86,6 @@ UNET_BLOCKS = {
 #: Options of models of transformers, vit-pytorch and MONAI.
 TRANSFORMER = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 96}
 PYTORCH = {"image_size": 64, "patch_size": 16, "num_classes": 5, "dim": 48, "depth": 2, "heads": 3, "mlp_dim": 96}
-PYTORCH_MAXVIT = {"num_classes": 5, "dim_conv_stem": 16, "dim": 32, "depth": (1, 1), "window_size": 7}
 MONAI = {
     "in_channels": 3, "img_size": (64, 64), "patch_size": (16, 16), "hidden_size": 48, "mlp_dim": 96,
     "num_layers": 2, "num_heads": 3, "spatial_dims": 2, "classification": True,
@@ -130,10 +129,9 @@ MODELS = (
      TOKENS[:1], TRANSFORMER | {"image_size": 64}),
     ("transformers", "DINOv2=Dinov2Model", ((56, 56), (70, 56)), TRANSFORMER | {"image_size": 56}),
     ("transformers", "DINOv3=DINOv3ViTModel", TOKENS, TRANSFORMER | {"image_size": 64, "num_register_tokens": 4}),
-    ("transformers", "Swin=SwinModel MaskFormer=MaskFormerSwinModel", BOTH, SWIN),
+    ("transformers", "Swin=SwinModel", BOTH, SWIN),
     ("transformers", "SegFormer=SegformerModel", BOTH, {"depths": [1, 1, 1, 1]}),
     ("vit_pytorch", "ViT=ViT SimpleViT=SimpleViT", TOKENS[:1], PYTORCH),
-    ("vit_pytorch", "MaxViT=max_vit.MaxViT", ((112, 112),), PYTORCH_MAXVIT),
     ("monai", "ViT=ViT", TOKENS[:1], MONAI),
     ("ultralytics", "C2PSA=DetectionModel", BOTH, {"cfg": "yolo11n.yaml", "verbose": False}),
     ("ultralytics", "A2C2f=DetectionModel", BOTH, {"cfg": "yolo12n.yaml", "verbose": False}),

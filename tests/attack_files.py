@@ -86,8 +86,18 @@ def share(path, count=150):
     torch.save(entries[0], path)
 
 
+def repeat(path, count=20_000):
+    """Write a part of a network under many prefixes."""
+    first = list(convolutions(3, 8, 8).state_dict().items())[:2]
+    torch.save({f"{number}.{key}": value for number in range(count) for key, value in first}, path)
+
+
 #: State dicts that take memory or time when they are compared with a model.
-STATE_DICTS = {"long key": lambda path: torch.save({"a." * 50_000: torch.zeros(1)}, path), "shared entries": share}
+STATE_DICTS = {
+    "long key": lambda path: torch.save({"a." * 50_000: torch.zeros(1)}, path),
+    "shared entries": share,
+    "prefixes": repeat,
+}
 ONE, STATE = crafted.tensor(1, (1,), (1,)), pickled({"weight": crafted.tensor(1, (1,), (1,), None)})
 #: Files that cause unlimited memory or time. Sparse files have a size of 64 GiB, but take no disk space.
 FILES = {

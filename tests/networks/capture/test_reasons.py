@@ -73,8 +73,8 @@ def called(*calls):
 
 #: A function that creates a network, and the reason why it has no map.
 WITHOUT_MAPS = [
-    (tuned_with_lora, "'qkv' was replaced by Linear"),
-    (with_training_dropout, "a dropout has another mode"),
+    (tuned_with_lora, "a submodule was replaced"),
+    (with_training_dropout, "or has hooks or another mode"),
     (eager, "does not support this call.*eager attention"),
     (lambda: called(with_weights), "such as need_weights=True"),
     (lambda: called(lambda layer, x: plain(layer, x, x + 1)), "positions that are added to queries and keys only"),

@@ -147,7 +147,7 @@ def test_an_error_lists_entries_that_match_equally(state, tmp_path):
     """facebookresearch/dino#217: the teacher and the student have the same keys."""
     content = {"student": averaged(state), "teacher": prefixed("backbone.", state), "center": torch.ones(1, 3)}
     path = save(content, tmp_path)
-    assert_rejected(r"under 2 entries. Pass prefix='student\.' or prefix='teacher\.'", small_network(), path)
+    assert_rejected(r"under 2 prefixes. Pass prefix='student\.' or prefix='teacher\.backbone\.'", small_network(), path)
     assert_rejected(r"prefix='head\.'", small_network(), path, prefix="head.")
     for prefix in ("teacher.", "teacher.backbone"):
         model = small_network()
@@ -155,12 +155,17 @@ def test_an_error_lists_entries_that_match_equally(state, tmp_path):
         assert (report.entry, report.prefix, report.other_entries) == ("teacher", "backbone.", ("student",))
         assert_same(model.state_dict(), state)
     path = save({f"net{number}": state for number in range(7)}, tmp_path)
-    assert_rejected(r"under 7 entries. Pass prefix='net0\.' or .*'net5\.'$", small_network(), path)
+    assert_rejected(r"under 7 prefixes. Pass prefix='net0\.' or .*'net5\.'$", small_network(), path)
 
 
 def test_the_same_names_under_two_incomplete_prefixes_are_not_loaded(tmp_path):
     path = save({f"{part}.0.weight": torch.ones(2, 2) for part in "ab"}, tmp_path)
-    assert_rejected(r"0\.weight", nn.Sequential(nn.Linear(2, 2, bias=False), nn.PReLU()), path, strict=False)
+    assert_rejected(
+        r"under 2 prefixes. Pass prefix='a\.' or prefix='b\.'$",
+        nn.Sequential(nn.Linear(2, 2, bias=False), nn.PReLU()),
+        path,
+        strict=False,
+    )
 
 
 def test_a_file_may_contain_a_shared_parameter_once(tmp_path):
@@ -212,7 +217,10 @@ def test_an_error_lists_ambiguous_prefixes(state, tmp_path):
         assert_rejected(message, model, path, skip=skip, strict=False)
     assert len(va.load_checkpoint_(model, path, prefix="ema_model.").ignored) == 11
     assert_same(model.state_dict(), state)
-    # Two parts with the same keys are distinguished by their shapes.
+    # The top level takes precedence, and two parts with the same keys are distinguished by their shapes.
+    path = save({"net": {**state, **prefixed("average.", averaged(state))}}, tmp_path)
+    assert len(va.load_checkpoint_(model, path, strict=False).unexpected) == len(state)
+    assert_same(model.state_dict(), state)
     path = save(prefixed("generator.", state) | prefixed("critic.", small_network(5).state_dict()), tmp_path)
     assert va.load_checkpoint_(model, path).prefix == "generator."
 
@@ -239,7 +247,7 @@ def test_the_report_separates_new_missing_unexpected_and_mismatched_keys(state, 
     assert report.mismatched == {"1.weight": ((8,), (5,))}
     assert set(report.loaded) == set(state) - {"0.bias", "1.weight"}
     assert torch.equal(model[0].bias, before["0.bias"])
-    remedy = r"Call va.insert_\(model, names=\['1'\]\) first \(--names '1' on the command line\)"
+    remedy = r"unexpected in the checkpoint: 1\.inserted\.(.*\n)+.* Call va.insert_ at their sites first \(--stages or"
     assert_rejected(remedy, small_network(), save(model.state_dict(), tmp_path))
 
 
@@ -248,8 +256,8 @@ OTHER_FILES = [
     ([torch.zeros(1)], "must contain a dictionary of tensors, got list"),
     ({"epoch": 3, "names": ["a"]}, "contains no weights.*got epoch, names"),
     ({"other.gamma": torch.zeros(1)}, "another architecture: .* weight, bias; .* other.gamma"),
-    ({"weight": torch.ones(3, 2).to_sparse(), "bias": torch.ones(3)}, r"weight is a sparse tensor.* to_dense\(\)"),
-    ({"model": {"weight": np.ones((3, 2)), "bias": np.ones(3)}}, "weight is a NumPy array.* torch.from_numpy"),
+    ({"weight": torch.ones(3, 2).to_sparse(), "bias": torch.ones(3)}, r"weight is the object .*sparse.* to_dense\(\)"),
+    ({"model": {"weight": np.ones((3, 2)), "bias": np.ones(3)}}, "weight is the object numpy.* torch.from_numpy"),
     ({"weight": Path("a"), "bias": torch.ones(3)}, r"weight is the object pathlib\..*PosixPath instead of a tensor"),
     ({"model": nn.Linear(2, 3)}, r"contains no weights.* model \(the object torch.nn.*Linear\)\. .*only the state"),
     ({"bias": torch.ones(3), "weight": torch.zeros(3, 2, dtype=torch.int8)}, "weight is integer .* floating"),
@@ -267,7 +275,7 @@ def test_other_files_are_rejected_before_anything_is_loaded(content, message, tm
 def test_quantized_tensors_are_rejected_by_key_but_may_be_skipped(tmp_path):
     content = {"weight": torch.quantize_per_tensor(torch.ones(3, 2), 0.1, 0, torch.qint8), "bias": torch.ones(3)}
     path = save(content, tmp_path)
-    assert_rejected(r"weight is a quantized tensor.* dequantize\(\)", nn.Linear(2, 3), path, strict=False)
+    assert_rejected(r"weight is the object .*qtensor .* dequantize\(\)", nn.Linear(2, 3), path, strict=False)
     assert va.load_checkpoint_(nn.Linear(2, 3), path, skip="weight").loaded == ("bias",)
 
 
@@ -350,8 +358,7 @@ def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
 
     # ``test_files.py`` loads a checkpoint with blocks into a model with blocks.
     path = save(models[1].state_dict(), tmp_path)
-    remedy = r"'layer3.2'. Call va.insert_\(model, names=\['layer3.2'\]\)"
-    assert_rejected(remedy, timm.create_model("resnet20_a"), path)
+    assert_rejected(r"Call va\.insert_ at their sites first", timm.create_model("resnet20_a"), path)
 
     # A checkpoint must contain all tensors of a block, or none.
     state = models[1].state_dict()
@@ -371,7 +378,7 @@ def test_loading_before_or_after_replacement_leaves_the_same_model(tmp_path):
     assert set(report.newly_initialized) == inserted_keys(models[1])
     assert "layer3.1.conv2.weight" not in report.loaded
     path = save(models[1].state_dict(), tmp_path)
-    assert_rejected(r"va.replace_\(model, names=\['layer3.1.conv2'\]\)", timm.create_model("resnet20"), path)
+    assert_rejected(r"unexpected .*: layer3\.1\.conv2\.attn\.qkv", timm.create_model("resnet20"), path)
     for model in models:
         va.remove_(model)
         assert_same(model.state_dict(), source.state_dict())
@@ -553,16 +560,3 @@ def test_another_head_and_other_input_channels_are_named_with_their_remedies(sta
 def test_a_scalar_of_another_shape_is_named(counter, state, tmp_path):
     path = save({**state, "1.num_batches_tracked": counter}, tmp_path)
     assert_rejected(r"1\.num_batches_tracked \(model \(\), checkpoint \(\d", small_network(), path)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
-def test_a_folder_of_distributed_checkpoints_is_named_with_its_converter(state, tmp_path):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    dcp.save({"model": state}, checkpoint_id=tmp_path / "folder", no_dist=True)
-    assert_rejected(r"format_utils\.dcp_to_torch_save\(folder, file\)", small_network(), tmp_path / "folder")
-    dcp_to_torch_save(tmp_path / "folder", tmp_path / "net.pth")
-    model = small_network()
-    va.load_checkpoint_(model, tmp_path / "net.pth")
-    assert_same(model.state_dict(), state)

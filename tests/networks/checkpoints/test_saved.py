@@ -122,12 +122,6 @@ def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
     va.load_adapter_(other, path)
     assert_same(other.state_dict(), model.state_dict())
     assert_rejected(r"another network: .*fc.weight \(model \(5, 16\), adapter \(3, 16", path, small_network(classes=5))
-    other.alias = other.fc.weight  # another name of a tensor of the new head
-    again = copy.deepcopy(other)
-    va.remove_(again)
-    nn.init.ones_(other.alias)
-    va.load_adapter_(again, va.save_adapter(other, tmp_path / "shared.safetensors", also="fc.*"))
-    assert_same(again.state_dict(), other.state_dict())
     with pytest.raises(ValueError, match=r"also='head.*' .*classifier .*'fc'; pass also=\"head\""):
         va.save_adapter(model, path, also=["fc.*", "head.*"])
     with pytest.raises(ValueError, match=r"adapter\.pth"):
@@ -187,7 +181,7 @@ def test_an_adapter_is_not_saved_from_a_graph_that_runs_a_block(model, tmp_path)
     assert len(keys) == 7
     va.freeze_backbone_(traced)
     assert {key for key, p in traced.named_parameters() if p.requires_grad} == keys
-    with pytest.raises(ValueError, match=r"layer3\.0\.inserted cannot be saved: a graph of torch\.fx"):
+    with pytest.raises(ValueError, match=r"no inserted blocks to save\. .* before tracing"):
         va.save_adapter(traced, tmp_path / "adapter.safetensors")
 
 
@@ -254,7 +248,7 @@ def test_other_and_damaged_files_are_rejected(adapter, tmp_path):
         rewrite(adapter, other, library="9.0", format=number)
         assert_rejected(rf"expected 5, got {number}\. .* vision_attn 9\.0", other)
     (block,) = read_entry(adapter)["blocks"]
-    wrong = [{"options": {"c": 3}}, {"options": {"c": "os.system('d')"}}, {"layout": 3}, {"element": [1]}, {"more": 1}]
+    wrong = [{"options": {"c": 3}}, {"layout": 3}, {"element": [1]}, {"more": 1}]
     wrong = [{"blocks": [{**block, **change}]} for change in wrong]
     wrong += {"blocks": [{}]}, {"blocks": 3}, {"also": ["fc.weight"]}, {"base": [1]}, {"arguments": {"a": 3}}
     for changes in wrong:
@@ -272,6 +266,7 @@ WRONG_SITES = [
     ({"channels": 10**6}, r"differ in .*\(3000000, 1000000, 1, 1\)"),
     ({"site": "layer1", "block_path": "layer1.inserted"}, "record of the block is invalid"),
     ({"site": "layer1"}, "record of the block is invalid"),
+    ({"options": {"num_heads": "os.system('d')"}}, "is not a valid value"),
     ({}, r"differ in fc\.bias"),
 ]
 
@@ -338,13 +333,13 @@ def test_several_custom_classes_are_used_by_name(tmp_path):
         assert [record.block for record in report.insertion.blocks] == ["Added", "Tanh", "AttentionBlock2d"]
         assert torch.equal(other.eval()(x), model(x))
     for block in (Added, [Added, Tanh], lambda channels, **how: Added(channels), None, names | {"More": Added}):
-        assert_rejected(r"custom classes: Added, Near, Tanh.*\[Added, Near, Tanh\]", file, build(), block=block)
+        assert_rejected(r"custom classes Added, Near, Tanh.*\[Added, Near, Tanh\]", file, build(), block=block)
     report = va.load_adapter_(build(), file, block=names | {"Added": Renamed})
     assert report.insertion.blocks[0].block == "Renamed"  # what was built
     wider = names | {"Added": lambda channels, **how: Added(channels + 1)}
     assert_rejected(r"differ in conv.weight \(9, 9, 1, 1\)", file, build(), block=wider)
     plain = va.save_adapter(network_with_block(), tmp_path / "plain.safetensors")
-    assert_rejected("block must be None .*, got Added", plain, block=Added)
+    assert_rejected("block must be None", plain, block=Added)
 
 
 def AttentionBlock2d(channels, num_heads):  # noqa: N802 - the class of this name refuses three heads
@@ -404,9 +399,9 @@ def test_custom_blocks_with_another_configuration_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"(?s)num_heads=4 .* function that builds custom blocks as block$"):
         va.save_model(model, tmp_path / "net", network=small_network)
     va.save_model(model, tmp_path / "net", network=small_network, block=make)
-    va.insert_(model, Attend, names="layer2.0", example_input=IMAGES)
-    with pytest.raises(ValueError, match=r"Attend at 'layer3\.0' cannot be saved: .* configured differently"):
-        va.save_adapter(model, path)
+    va.insert_(model, Attend, names="layer2.0", example_input=IMAGES)  # a file has one class or function for both
+    for block in (Attend, make):
+        assert_rejected("blocks are configured differently", va.save_adapter(model, path), block=block)
 
 
 def checkpoint_layer(model):
@@ -484,7 +479,7 @@ def test_networks_with_any_blocks_are_restored_bitwise(case, tmp_path):
     assert va.save_model(model, tmp_path / "net", classes=["a", "b", "c"]) == tmp_path / "net"
     how = {"block": CustomBlock} if case == "custom" else {}
     if how:
-        with pytest.raises(va.errors.CheckpointError, match=r"custom classes: CustomBlock\. Pass the class: block="):
+        with pytest.raises(va.errors.CheckpointError, match=r"custom classes CustomBlock, got none\. Pass block="):
             va.load_model(tmp_path / "net")
     again = va.load_model(tmp_path / "net", **how)
     assert torch.equal(torch.get_rng_state(), state)
@@ -652,7 +647,7 @@ def test_a_warning_of_the_network_appears_once(tmp_path, monkeypatch):
 
 def test_networks_that_timm_does_not_build_are_not_written(saved, tmp_path):
     _, model = saved
-    with pytest.raises(ValueError, match=r"architecture .*got None"):
+    with pytest.raises(ValueError, match=r"classifier of timm, got Sequential .*architecture None"):
         va.save_model(nn.Sequential(nn.Conv2d(3, 8, 1)), tmp_path / "net")
     other = timm.create_model("test_resnet", num_classes=3)
     other.act1 = nn.Sigmoid()
@@ -693,7 +688,7 @@ def test_a_network_with_a_context_from_outside_is_saved(tmp_path):
             assert torch.equal(loaded(x), expected)
 
 
-def test_a_network_of_any_class_is_saved_with_its_arguments(tmp_path):
+def test_a_network_of_any_class_is_saved_with_its_arguments(saved, tmp_path):
     torch.manual_seed(0)
     model, how = TwoHeads([8, 3, 2], act="silu").eval(), {"network": TwoHeads, "example_input": (1, 2, 8, 8)}
     va.insert_(model, names="conv.0", num_heads=2, pattern="rows", gate_init=0.5, example_input=(1, 2, 8, 8))
@@ -714,8 +709,9 @@ def test_a_network_of_any_class_is_saved_with_its_arguments(tmp_path):
 
     with pytest.raises(va.errors.CheckpointError, match=r"network .*test_saved\.TwoHeads, .* network=TwoHeads\)"):
         va.load_model(tmp_path / "net")
-    with pytest.raises(va.errors.CheckpointError, match="do not match the network"):
-        va.load_model(tmp_path / "net", network=lambda widths, act: TwoHeads([8, 3, 4]))
+    for folder, other in ((tmp_path / "net", lambda widths, act: TwoHeads([8, 3, 4])), (saved[0], small_network)):
+        with pytest.raises(va.errors.CheckpointError, match=r"do not match the network|cannot create the network"):
+            va.load_model(folder, network=other)
     with pytest.raises(ValueError, match=r"TwoHeads.* is not this network \(its output differs\)"):
         va.save_model(model, tmp_path / "other", model_args={"widths": [8, 3, 2]}, **how)
     with pytest.raises(ValueError, match=r"shape \(1, 2, 224, 224\) failed .* example_input"):
@@ -751,11 +747,6 @@ def test_every_tensor_keeps_its_dtype(dtype, tmp_path):
     model.head.to(dtype)
     va.save_model(model, tmp_path, network=phases, example_input=(1, 2, 4, 4))
     assert_same(va.load_model(tmp_path, network=phases).state_dict(), model.state_dict())
-
-
-def test_a_network_is_passed_only_for_a_folder_that_names_one(saved):
-    with pytest.raises(ValueError, match="created by timm"):
-        va.load_model(saved[0], network=small_network)
 
 
 #: A change of the configuration, and the message of the error.
@@ -807,11 +798,11 @@ PLAIN += [(), (1,), [[]], {"a": {}, -1: (None, [2.5])}]
 
 
 def test_values_are_restored_from_their_code_and_others_refused_by_name():
-    for value in (*CONFIG_CLASSES, *PLAIN, {"pattern": CONFIG_CLASSES, "more": tuple(PLAIN)}):
+    for value in (*CONFIG_CLASSES, *PLAIN, {"more": tuple(PLAIN)}):
         again = from_code(to_code("option", value))
         assert (again, repr(again), type(again)) == (value, repr(value), type(value))
     numbers = (float("nan"), torch.float32, torch.zeros(2), torch.Size((2, 2)))
-    for value in (*numbers, nn.GELU, len, {1, nn}, type("Window", (va.Window,), {})(7)):
+    for value in (*numbers, nn.GELU, len, {1, nn}, {"pattern": va.Window(7)}, type("Window", (va.Window,), {})(7)):
         with pytest.raises(ValueError, match=r"^activation="):
             to_code("activation", value)
 

@@ -18,7 +18,6 @@ import timm.models as tm
 import torch
 import torchvision.models.maxvit as torchvision_maxvit
 import torchvision.models.swin_transformer as torchvision_swin
-import torchvision.models.video.swin_transformer as torchvision_video
 from page_sections import markdown
 from small_networks import assert_same as assert_same_state, results
 from stand_ins import diffusers_attention, layer_of, transformers_layer
@@ -29,7 +28,6 @@ import vision_attn as va
 from vision_attn.networks import convert
 from vision_attn.networks.convert import other_layers
 from vision_attn.networks.convert.conversion import CONVERSIONS, find_conversion
-from vision_attn.networks.convert.equivalence import compare
 from vision_attn.networks.convert.window_layers import PaddedAttention
 
 BLOCKS = {1: va.blocks.Attention1d, 2: va.Attention2d, 3: va.blocks.Attention3d}
@@ -146,7 +144,6 @@ add(vit, on_tokens, {"qk_norm": True, "norm_layer": partial(tl.RmsNorm, eps=0.1)
 add(vit, on_tokens, {"qk_norm": True, "norm_layer": lambda width, **_: nn.LayerNorm(width, bias=False)})
 add(partial(tm.beit.Attention, 8, 2), on_tokens, *each(qkv_bias=yes_no))
 add(partial(tm.vision_transformer_relpos.RelPosAttention, 8, 2, qk_norm=True), on_tokens)
-add(partial(tm.nextvit.EfficientAttention, 8, head_dim=4), on_tokens, *each(qkv_bias=yes_no))
 add(partial(tm.metaformer.Attention, 8, head_dim=4), on_tokens)
 add(partial(tm.visformer.Attention, 8, 2, head_dim_ratio=0.5), on_map)
 add(partial(tm.fastvit.Attention, 8, 4, qkv_bias=True), on_map)
@@ -177,8 +174,6 @@ for size, bias in (((2, 9), False), ((8, 3), True)):
     add(swin, channels_last, *variants, shapes=[(8, *size)])
 swin_v2 = partial(torchvision_swin.ShiftedWindowAttentionV2, 8, [2, 3], num_heads=2)
 add(swin_v2, channels_last, *each(shift_size=[[0, 0], [1, 1]], qkv_bias=yes_no), shapes=[(8, 5, 7)])
-swin_3d = partial(torchvision_video.ShiftedWindowAttention3d, 8, [2, 3, 2], num_heads=2)
-add(swin_3d, channels_last, *each(shift_size=[[0, 0, 0], [1, 1, 1]]), shapes=[(8, 3, 4, 5)])
 timm_swin, timm_swin_v2 = tm.swin_transformer, tm.swin_transformer_v2
 for make in (timm_swin.SwinTransformerBlock, timm_swin_v2.SwinTransformerV2Block):
     make = partial(make, 8, (9, 10), 2, window_size=(3, 5))
@@ -227,24 +222,19 @@ for side in ((3, 5), (2, 3, 2)):
     for mask in (None, MASKS[:, : math.prod(side), : math.prod(side)]):
         only(monai, lambda layer, x, mask=mask: on_tokens(layer, x, mask), {"qkv_bias": True}, shapes=[(8, *side)])
 only(partial(tm.efficientformer.Attention, 8, 3, 2, 1.5, resolution=(2, 3)), on_tokens, shapes=[(8, 2, 3)])
-only(partial(tm.nextvit.EfficientAttention, 8, head_dim=4, sr_ratio=2), on_tokens, shapes=[(8, 2, 4)])
 halo = partial(tl.halo_attn.HaloAttn, 8, num_heads=2, block_size=4, stride=2)
 only(halo, on_map, {"avg_down": True, "scale_pos_embed": True}, shapes=[(8, 4, 8)])
 only(partial(tm.pvt_v2.Attention, 8, 2), sized, {}, {"sr_ratio": 2}, {"linear_attn": True}, shapes=[(8, 4, 6)])
 only(partial(tm.twins.GlobalSubSampleAttn, 8, 2, sr_ratio=2), sized, shapes=[(8, 4, 6)])
 only(partial(tm.gcvit.WindowAttentionGlobal, 8, 2, (3, 5), use_global=False), on_tokens)
 only(partial(tm.tiny_vit.Attention, 8, 3, 2, 2, resolution=(3, 5)), on_tokens)
-for path in ("swin.modeling_swin.SwinAttention", "maskformer.modeling_maskformer_swin.MaskFormerSwinAttention"):
-    windows = partial(transformers_layer, path, 8, 2, 3)
-    only(windows, lambda layer, x: on_tokens(layer, x, MASKS[:, :9, :9]), shapes=[(8, 3, 3)])
+windows = partial(transformers_layer, "swin.modeling_swin.SwinAttention", 8, 2, 3)
+only(windows, lambda layer, x: on_tokens(layer, x, MASKS[:, :9, :9]), shapes=[(8, 3, 3)])
 for ratio in (1, 2):
     segformer = partial(transformers_layer, "segformer.modeling_segformer.SegformerAttention", 8, 2, ratio)
     only(segformer, lambda layer, x: layer(tokens(x), *x.shape[2:])[0], shapes=[(8, 4, 6)])
 for kind in ("vit", "simple_vit"):
     only(partial(layer_of, f"vit_pytorch.{kind}.Attention", 8, 2, 4), on_tokens)
-inner = partial(layer_of, "vit_pytorch.max_vit.Attention", 8, 4, window_size=3)
-only(inner, lambda layer, x: layer(x.view(2, 8, 2, 3, 3, 3).permute(0, 2, 4, 3, 5, 1)), shapes=[(8, 6, 9)])
-only(partial(tl.non_local_attn.NonLocalAttn, 8), on_map, {"rd_channels": 4}, {"use_scale": False})
 
 
 def swap(layer):
@@ -291,34 +281,12 @@ def reverse_rows(monkeypatch, layer):
 @pytest.mark.slow
 def test_every_row_of_the_table_is_tested():
     rotary = "timm.layers.attention.AttentionRope", "timm.models.eva.", "transformers.models.dinov3_vit."
-    tried, elsewhere = set(), ("keras.", "natten.", "ultralytics.", *rotary)  # tested below and in test_swap.py
+    tried, elsewhere = set(), ("keras.", "ultralytics.", *rotary)  # tested below and in test_swap.py
     for make, variant, part, *_ in CASES:
         with suppress(pytest.skip.Exception):  # the library is not installed
             tried.add(find_conversion(make(**variant).get_submodule(part))[0])
     known = {path for path in CONVERSIONS if find_spec(path.partition(".")[0])}
     assert tried == {path for path in known if not path.startswith(elsewhere)}
-
-
-#: The size of a kernel, options of a layer of NATTEN, and the size of its feature map.
-NATTEN = [
-    ((3, 4), {"stride": (1, 2), "dilation": (2, 1), "is_causal": (True, False)}, (7, 6)),
-    ((2, 2, 3), {"stride": (2, 1, 1), "qk_scale": 0.7}, (4, 3, 5)),
-]
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning", "ignore:return_lse:FutureWarning")
-@pytest.mark.parametrize(("kernel", "options", "size"), NATTEN)
-def test_natten_is_compared_in_float32(kernel, options, size, monkeypatch):
-    make = partial(layer_of, f"natten.NeighborhoodAttention{len(size)}D", 64, 2, kernel, **options)
-    layer, other, x = make().eval(), make(), randn(2, 64, *size).float()
-    with torch.no_grad():
-        expected = channels_last(layer, x)
-        torch.testing.assert_close(convert.from_layer(layer)(x), expected, rtol=0, atol=1e-6)
-        assert "compared in torch.float32" in str(va.swap_(layer))
-        torch.testing.assert_close(channels_last(layer, x), expected, rtol=0, atol=1e-6)
-    reverse_rows(monkeypatch, other)
-    with pytest.raises(va.errors.ConversionError, match=r"a difference of \S+ in torch.float32"):
-        convert.from_layer(other)
 
 
 @pytest.mark.parametrize(("kind", "options"), [("Attention", {}), ("AAttn", {"area": 1}), ("AAttn", {"area": 2})])
@@ -374,11 +342,10 @@ def test_the_block_attends_to_padding_like_swin():
     y, last = block(x), x.to(memory_format=torch.channels_last)
     assert block(last).is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(block(x[0]), y[0], rtol=0, atol=1e-12)
-    assert torch.equal(torch.fx.symbolic_trace(nn.Sequential(block))(x), y)
     assert torch.equal(block.attention_weights(x), block.attention_weights(nn.functional.pad(x, (0, 2, 0, 1))))
     rolled_first = convert.from_layer(SOURCES["timm_swin"](), pattern=va.Window((3, 5), shift=1))
     for kind, options in ((block, {"mask": torch.ones(35, 35) > 0}), (block, {"context": x}), (rolled_first, {})):
-        with pytest.raises(ValueError, match=r"x must .*, got 5×7"):
+        with pytest.raises(ValueError, match=r"x must .*, got \(5, 7\)"):
             kind(x, **options)
 
 
@@ -446,19 +413,12 @@ def test_unsupported_keras_layers_are_rejected(keras):
     for layer, message in (
         (mha(2, 3), "MultiHeadAttention must be built"),
         (built(mha(2, 3, sliding_window=2), (7, 6)), "sliding_window is not supported .got 2"),
-        (built(mha(2, 3), (5, 6), (4, 7), (4, 6)), "cannot be run"),
-        (built(mha(2, 3), (2, 2, 2, 2, 6)), "cannot be run"),
-        (built(gqa(3, 4, 2), shape), "cannot be run"),
+        (built(mha(2, 3), (5, 6), (4, 7), (4, 6)), "cannot be compared"),
+        (built(mha(2, 3), (2, 2, 2, 2, 6)), "cannot be compared|incompatible"),
+        (built(gqa(3, 4, 2), shape), "cannot be compared|incompatible"),
     ):
         with pytest.raises((ValueError, va.errors.ConversionError), match=message):
             convert.from_layer(layer)
-
-
-def test_a_difference_in_float32_is_compared_with_its_rounding():
-    expected = torch.tensor([1.0, -2.0])
-    assert compare(nn.Identity(), expected, expected + 1e-6) < 1e-6
-    with pytest.raises(va.errors.ConversionError, match=r"a difference of 0.0001 .*, with a largest value of 2"):
-        compare(nn.Identity(), expected, expected + 1e-4)
 
 
 def test_a_keras_layer_with_a_changed_part_is_detected(keras):
@@ -502,11 +462,8 @@ def test_dtype_mode_and_requires_grad_are_kept_and_the_layer_does_not_change(nam
 
 def test_a_layer_with_a_frozen_part_of_a_projection_is_refused():
     layer = nn.MultiheadAttention(16, 2, kdim=8, vdim=8)
-    layer.q_proj_weight.requires_grad_(False)
-    frozen = {key for key, p in convert.from_layer(layer).named_parameters() if not p.requires_grad}
-    assert frozen == {"q.weight"}
     layer.k_proj_weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"^kv\.weight of the block would consist of frozen and trainable"):
+    with pytest.raises(ValueError, match=r"the layer has frozen and trainable parameters"):
         convert.from_layer(layer)
 
 
@@ -532,9 +489,9 @@ REFUSED = [
     (r"Attention\.norm is not supported .*va\.swap_", partial(vit, scale_norm=True, norm_layer=nn.LayerNorm)),
     ("EvaAttention is supported only by va.swap_", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),
     # Only a run of the layer detects a token before the feature map, a single norm, and another processor.
-    ("cannot be run", partial(maxvit, rel_pos_cls=partial(BIAS, prefix_tokens=1))),
-    ("cannot be run", lambda: with_parts(SOURCES["timm_attention"](), q_norm=nn.Identity())),
-    ("cannot be run", lambda: with_parts(diffusers(), processor=lambda attn, x, **others: x)),
+    ("cannot be compared with a block", partial(maxvit, rel_pos_cls=partial(BIAS, prefix_tokens=1))),
+    ("cannot be compared with a block", lambda: with_parts(SOURCES["timm_attention"](), q_norm=nn.Identity())),
+    ("cannot be compared with a block", lambda: with_parts(diffusers(), processor=lambda attn, x, **others: x)),
     ("rank", lambda: convert.from_layer(mha(), rank=4)),
     ("rank", lambda: convert.from_layer(SOURCES["torchvision_swin"](), rank=2)),
     ("pattern", lambda: convert.from_layer(mha(), pattern=va.Window(7))),

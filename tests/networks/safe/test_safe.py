@@ -141,8 +141,8 @@ KINDS = {
     "page.pth": (b"\n<!DOCTYPE html><html></html>", "an HTML or XML page"),
     "page.bin": (b"<HTML><body>404</body></HTML>", "an HTML or XML page"),
     "denied.pt": (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "an HTML or XML page"),
-    "keras.h5": (b"\x89HDF\r\n\x1a\n" + bytes(100), "an HDF5 file.* h5py"),
-    "net.pdparams": (pickle.dumps({"weight": np.ones(2)}), "a pickle that torch.save did not write"),
+    "keras.h5": (b"\x89HDF\r\n\x1a\n" + bytes(100), "truncated or not a checkpoint"),
+    "net.pdparams": (pickle.dumps({"weight": np.ones(2)}), "truncated or not a checkpoint"),
 }
 
 

@@ -15,7 +15,7 @@ from vision_attn.networks.checkpoints.hub import resolve_source
 from vision_attn.networks.checkpoints.load import copy_all_, pair_values, refuse_without_values
 from vision_attn.networks.checkpoints.option_code import compare_arguments, get_arguments
 from vision_attn.networks.insertion import InsertionReport, remove_
-from vision_attn.networks.insertion.registry import graph_blocks, inserted_blocks, inserted_keys, records
+from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, records
 from vision_attn.networks.inspection.example import tree_leaves
 from vision_attn.networks.inspection.selection import select_keys
 from vision_attn.networks.inspection.wrappers import require_modifiable, unwrap_average, unwrap_key
@@ -86,15 +86,11 @@ def save_adapter(
     """
     model = unwrap_average(model)
     refuse_without_values(model)
-    if nodes := graph_blocks(model):
-        raise ValueError(f"{shorten(nodes)} cannot be saved: a graph of torch.fx runs the block. Save before tracing")
     if not (blocks := file_format.blocks_to_save(model)):
-        raise ValueError("model has no inserted blocks to save. Call va.insert_ first, or use va.save_model")
+        remedy = "Call va.insert_ first, save before tracing with torch.fx, or use va.save_model"
+        raise ValueError(f"model has no inserted blocks to save. {remedy}")
     state, block_keys = unwrap_state(model), inserted_keys(model)
     extra = select_keys("also", also, model, [key for key in state if key not in block_keys])
-    names = {unwrap_key(key): id(parameter) for key, parameter in model.named_parameters(remove_duplicate=False)}
-    shared = {names.get(key) for key in extra}
-    extra |= {key for key in names.keys() - block_keys if names[key] in shared}  # all names of a shared parameter
     tensors = {key: gather(state[key]) for key in state if key in block_keys or key in extra}
     base = fingerprint_network(state, exclude=block_keys | extra)
     arguments = get_arguments(model.state_dict())
@@ -200,17 +196,19 @@ def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, 
     base, ours = adapter.base or {}, fingerprint_network(state, {key for key in state if key.startswith(sites)})
     saved = base | fingerprint_network(adapter.tensors, adapter.tensors.keys() - set(adapter.also))
     model_shapes, adapter_shapes = ({name: shape for name, (shape, *_) in tensors.items()} for tensors in (ours, saved))
-    if other := [name for name in adapter_shapes | model_shapes if model_shapes.get(name) != adapter_shapes.get(name)]:
-        pairs = [(name, model_shapes.get(name, "none"), adapter_shapes.get(name, "none")) for name in other]
-        shapes = [f"{name} (model {mine}, adapter {theirs})" for name, mine, theirs in pairs]
-        raise CheckpointError(f"{path} is for another network: {shorten(shapes)}. Use the network of the adapter")
+    pairs = {name: (model_shapes.get(name), adapter_shapes.get(name)) for name in adapter_shapes | model_shapes}
+    if other := [
+        f"{name} (model {mine}, adapter {theirs})" for name, (mine, theirs) in pairs.items() if mine != theirs
+    ]:
+        raise CheckpointError(f"{path} is for another network: {shorten(other)}. Use the network of the adapter")
     changed = tuple(name for name in base if ours.get(name, base[name]) != base[name])
     if strict and changed:
         types = [", ".join(sorted({tensors[name][1] for name in changed})) for tensors in (ours, base)]
         what = f"{path} is for different weights of this network: {len(changed)} of {len(base)} tensors differ"
         which = f"{shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter)"
-        remedy = "Load the original checkpoint of the network first"
-        trained = "If the network was trained together with the blocks, save all trained parameters with also="
-        save = f"{remedy}. {trained}, or use va.save_model"
-        raise CheckpointError(f"{what}, {which}. {save}. strict=False loads the adapter without this check")
+        remedy = (
+            "Load the original checkpoint of the network first. If the network was trained together with the blocks, "
+        )
+        remedy += "save all trained parameters with also=, or use va.save_model"
+        raise CheckpointError(f"{what}, {which}. {remedy}. strict=False loads the adapter without this check")
     return changed

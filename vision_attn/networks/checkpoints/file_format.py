@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.block_factories import BLOCKS, TIMM_BLOCKS, BlockFactory, get_block_factory, make_block
 from vision_attn.networks.checkpoints import option_code
-from vision_attn.networks.checkpoints.option_code import CONFIG_CLASSES, Arguments, Classes, get_arguments
+from vision_attn.networks.checkpoints.option_code import CONFIG_CLASSES, Arguments, Classes
 from vision_attn.networks.impl_choice import blocks_with_impl, use_impl
 from vision_attn.networks.insertion import registry
 from vision_attn.networks.insertion.attributes import original_module
@@ -189,9 +189,6 @@ def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     site = Site(v["site"], v["at"], v["channels"], size, images, v["layout"], v["element"], v["used"])
     second = SecondMap(v["context"], v["context_layout"], v["context_element"], second_size) if v["context"] else None
     option_code.check_saved_arguments({v["block_path"]: v["options"]})
-    for code in v["options"].values():
-        if option_code.class_names(code) <= CONFIG_CLASSES.keys():
-            option_code.from_code(code)  # raises for an invalid value, before anything is built
     identity, cost = (v["identity_init"], v["wrapper_options"]), BlockCost(v["parameters"], v["macs"])
     return InsertedBlock(site, v["block"], v["options"], v["block_path"], second, identity, cost)
 
@@ -206,14 +203,9 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
         ValueError: a block differs from a block that is built from its class and options.
     """
     blocks, records = registry.inserted_blocks(model), registry.records(model)
-    built = dict[object, Arguments]()  # arguments of attention in custom blocks, by the arguments of their class
     for record in records:
-        block = blocks[record.site]
-        given = record.block, record.channels, repr([record.options, replacement_options(original_module(block))])
-        arguments = get_arguments(unwrap_block(block).state_dict())
-        same = built.setdefault(given, arguments) == arguments
-        reason = "" if same else "is configured differently from another block of this class with these options"
-        reason = explain_change(record, block) if record.block in (*BLOCKS, *TIMM_BLOCKS) else reason
+        own = record.block in (*BLOCKS, *TIMM_BLOCKS)
+        reason = explain_change(record, blocks[record.site]) if own else ""
         if record.second and context_path(model, record.site) is None:
             reason = "reads a module outside this part of the network. Save the network that contains both"
         if reason:
@@ -280,16 +272,12 @@ def match_classes(saved: Saved, path: Path, block: Any) -> Classes:
         classes = {foreign[0]: passed[0]}
     else:
         classes = {getattr(kind, "__name__", repr(kind)): kind for kind in passed}
+    if classes and not foreign:
+        raise CheckpointError(f"block must be None for {path}, which contains only classes of this library")
     if classes.keys() != {*foreign}:
-        got = f", got {', '.join(classes)}" if classes else ""
-        if not foreign:
-            raise CheckpointError(f"block must be None for {path}, which contains only classes of this library{got}")
-        listed, flags = ", ".join(foreign), " ".join(f"--block MODULE:{name}" for name in foreign)
-        argument = f"the classes: block=[{listed}]" if len(foreign) > 1 else f"the class: block={listed}"
-        if len(foreign) == len(classes) == 1:
-            argument += f", or block={{{foreign[0]!r}: {next(iter(classes))}}} if its name has changed"
-        what = f"{path} contains custom classes: {listed}{got}"
-        raise CheckpointError(f"{what}. Pass {argument}, or {flags} on the command line")
+        what = f"{path} contains the custom classes {', '.join(foreign)}, got {', '.join(classes) or 'none'}"
+        remedy = f"Pass block=[{', '.join(foreign)}], or {{name: class}} if a name has changed"
+        raise CheckpointError(f"{what}. {remedy} (--block MODULE:CLASS for each on the command line)")
     return classes
 
 

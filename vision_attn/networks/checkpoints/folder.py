@@ -129,10 +129,10 @@ def save_model(
     refuse_without_values(model)
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     remedy = "For another network, pass its class or function as network= and its arguments as model_args="
-    if network is None and not timm.is_model(str(architecture)):
-        raise ValueError(f"architecture must be a model name of timm, got {architecture!r}. {remedy}")
-    if network is None and not hasattr(model, "num_classes"):  # such as the networks of features_only=True
-        raise ValueError(f"model must be a classifier of timm, got {type(model).__name__}. {remedy}")
+    # The networks of features_only=True have no num_classes.
+    if network is None and not (timm.is_model(str(architecture)) and hasattr(model, "num_classes")):
+        got = f"{type(model).__name__} with the architecture {architecture!r}"
+        raise ValueError(f"model must be a classifier of timm, got {got}. {remedy}")
     count, known = (getattr(model, name, None) for name in ("num_classes", "classes"))
     if classes is None and isinstance(known, list | tuple) and count in (None, len(known)):  # some store the number
         classes = known if all(isinstance(name, str) for name in known) else None
@@ -190,7 +190,6 @@ def load_model(
 
     Raises:
         FileNotFoundError: the folder or one of its files does not exist.
-        ValueError: ``network`` is given for a network that timm creates.
         CheckpointError: the folder is damaged, the network does not exist in timm and ``network`` is not given, the
             weights do not match it, or the Hub cannot be read.
 
@@ -223,8 +222,6 @@ def load_model(
     if (name := config.get("network")) and network is None:
         remedy = f"Pass its class or function: va.load_model({str(folder)!r}, network={str(name).rpartition('.')[2]})"
         raise CheckpointError(f"{folder} contains the network {name}, which timm cannot create. {remedy}")
-    if network is not None and not name:
-        raise ValueError(f"network must be None for {str(folder)!r}, whose network is created by timm")
 
     block_classes = {} if saved is None else file_format.match_classes(saved, folder, block)
 

@@ -53,9 +53,9 @@ def load_checkpoint_(
     ``.safetensors`` files and ``torch.save`` files (``.pt``, ``.pth``, ``.th``, …) are read without running code.
     Weights are found at the top level of the file or under any entry, such as ``state_dict`` or ``checkpoint.model``.
     Parts that wrappers add to the keys (``module.``, ``_orig_mod.``, …) are ignored. A prefix is removed if the
-    checkpoint contains all tensors of the model under it. If the keys or shapes do not fit a network of timm, timm's
-    ``checkpoint_filter_fn`` for its family converts them: keys of the authors or of an earlier timm, and position
-    tables for another image size. The report names it.
+    checkpoint contains at least half of the tensors of the model under it. If the keys or shapes do not fit a network
+    of timm, timm's ``checkpoint_filter_fn`` for its family converts them: keys of the authors or of an earlier timm,
+    and position tables for another image size. The report names it.
 
     If the model is sharded by FSDP2 (``fully_shard``), call this function on every process. Hooks of
     ``load_state_dict`` do not run.
@@ -289,8 +289,7 @@ def explain_refusal(report: LoadReport, target: Target, saved: Tensors) -> Check
         hint = hint or 'If the checkpoint contains the network under a prefix, pass it, as in prefix="backbone."'
         return CheckpointError(f"{report.file} is for another architecture: {keys}. {hint}")
     what = f"{report.file} does not fit the model {type(target.model).__name__}. Nothing was loaded."
-    remedy = [hint] if hint else remedies(report, map(unwrap_key, dict(target.model.named_modules())))
-    return CheckpointError(what, *str(report).split("\n")[1:], *remedy)
+    return CheckpointError(what, *str(report).split("\n")[1:], *([hint] if hint else remedies(report)))
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Report of a loaded checkpoint, and remedies for a checkpoint that does not fit."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from vision_attn.networks.insertion.record import CHILD
@@ -81,11 +81,8 @@ def format_shapes(shapes: Shapes) -> list[str]:
     return [f"{key} (model {model}, checkpoint {checkpoint})" for key, (model, checkpoint) in shapes.items()]
 
 
-def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
-    """Yield remedies for a checkpoint that does not fit a model with these modules."""
-    sites = ", ".join(map(repr, find_sites(report.unexpected, modules)))
-    lost = dict.fromkeys(key.rpartition(".")[0] for key in report.missing)
-    replaced = ", ".join(repr(site) for site in lost if any(k.startswith(f"{site}.attn.") for k in report.unexpected))
+def remedies(report: LoadReport) -> Iterator[str]:
+    """Yield remedies for a checkpoint that does not fit a model."""
     shapes = dict(report.mismatched)
     if key := find_input_conv(shapes):
         ours, theirs = shapes.pop(key)
@@ -95,17 +92,9 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
     heads = {key.rpartition(".")[0] for key, (ours, theirs) in parameters.items() if ours[1:] == theirs[1:]}
     if report.config_mismatches:
         yield "Insert the blocks with the options in the checkpoint, or load the weights anyway with strict=False."
-    elif sites or replaced:
-        if sites:
-            call = f"va.insert_(model, names=[{sites}])"
-            flag = f"--names {sites.replace(',', '')} on the command line"
-            yield f"The checkpoint has blocks inserted at {sites}. Call {call} first ({flag})."
-        if replaced:
-            call = f"va.replace_(model, names=[{replaced}])"
-            yield f"The checkpoint has attention instead of {replaced}. Call {call} first."
-    elif any(".position." in f".{key}" for key in shapes):
-        remedy = 'or keep the position tables of the model with skip=["*position.*"]'
-        yield f"Create the block with the feat_size and pattern of the checkpoint, {remedy}."
+    elif any(f".{CHILD}" in f".{key}" for key in report.unexpected):
+        flags = "--stages or --names on the command line"
+        yield f"The checkpoint has inserted blocks. Call va.insert_ at their sites first ({flags})."
     elif len(heads) == 1 and len(parameters) == len(shapes) <= 2 and not report.missing and not report.unexpected:
         (ours, theirs), *_ = shapes.values()
         skip = f'keep the classifier of the model with skip=["{heads.pop()}.*"] (--reset-head on the command line)'
@@ -123,19 +112,3 @@ def find_input_conv(shapes: Shapes) -> str:
     key = next((key for key, (own, _) in shapes.items() if len(own) > 2 and key.endswith("weight")), "")
     own, other = shapes.get(key, ((), ()))
     return key if (*own[:1], *own[2:]) == (*other[:1], *other[2:]) and len(own) == len(other) else ""
-
-
-def find_sites(keys: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Return the modules at which blocks were inserted, given the keys of a state dict.
-
-    A block can be a child of a parent or of a submodule of its site. Its name then contains the site.
-    """
-    spelled = {name.replace(".", "_"): name for name in modules}
-    sites: dict[str, None] = {}
-    for key in keys:
-        host, child, rest = f".{key}".partition(f".{CHILD}")
-        if child:
-            site = rest.partition(".")[0]
-            around, inside = spelled.get(f"{host[1:]}{site}".replace(".", "_")), spelled.get(site[1:])
-            sites[around or inside or host.removeprefix(".")] = None
-    return list(sites)

@@ -24,15 +24,12 @@ WEIGHT_ENTRIES = ("state_dict", "model", "model_state_dict", "net", "params")
 #: Largest number of keys in the entries of a file, enough for five times the tensors of :data:`.read.MAX_LIST`.
 MAX_KEYS = 400_000
 
-#: Parts of the names of torch's and NumPy's placeholders that stand for tensors -> kind and remedy.
-OTHER_TENSORS = {
-    "qtensor": "a quantized tensor. Save the result of its dequantize()",
-    "sparse_tensor": "a sparse tensor. Save the result of its to_dense()",
-    "meta_tensor": "a tensor without values, on the meta device",
-    "DTensor": "a shard. Save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) "
-    "of torch.distributed.checkpoint.state_dict",
-    "multiarray": "a NumPy array. Save the result of torch.from_numpy",
-}
+#: Parts of the names of torch's and NumPy's placeholders that stand for tensors.
+OTHER_TENSORS = ("qtensor", "sparse_tensor", "meta_tensor", "DTensor", "multiarray")
+#: Remedy for these placeholders.
+SAVE_TENSORS = (
+    "Save complete, dense tensors: full_tensor(), dequantize(), to_dense() or torch.from_numpy() convert others"
+)
 
 Tensors = Mapping[str, Tensor]
 #: Values of the entries of a file, or their new keys, by entry and key.
@@ -62,17 +59,16 @@ def find_weights(
 
     entries = {name: value for name, value in iterate_entries(file) if is_state_dict(value)}
     converted = {name: convert(name, content) for name, content in entries.items()}
-    entry = choose_entry(file, entries, converted, required, ema)
+    entry, found_prefix = choose_source(file, entries, converted, required, ema)
     values = read_values(file, entries[entry], required)
     if not (names := convert(entry, values)):
         first_parts = shorten(dict.fromkeys(unwrap_key(key, wrappers).partition(".")[0] for key in values))
         raise CheckpointError(f"{file.path}: no key starts with prefix={prefix!r}; the keys start with {first_parts}")
-    found_prefix = find_prefix(file.path, select_tensors(file.path, names, values), required)
     names = remove_prefix(names, found_prefix)
     for key, name in names.items():
         if name in required and isinstance(values[key], Placeholder):
-            kind = other_tensor(values[key]) or f"the object {values[key].name} instead of a tensor"
-            raise CheckpointError(f"{file.path}: {key} is {kind}")
+            what = f"{file.path}: {key} is the object {values[key].name} instead of a tensor"
+            raise CheckpointError(f"{what}. {SAVE_TENSORS}")
     tensors = select_tensors(file.path, names, values)
     ignored = [key for key, value in values.items() if key not in names and isinstance(value, Tensor)]
     source = {
@@ -133,44 +129,60 @@ def iterate_entries(file: CheckpointFile) -> Iterator[tuple[str, Any]]:
 
 def is_state_dict(value: Mapping[Any, Any]) -> bool:
     """Return True for a dictionary with string keys and at least one tensor; other values can be counters."""
-    tensors = (isinstance(v, Tensor) or other_tensor(v) for v in value.values())
-    return all(isinstance(key, str) for key in value) and any(tensors)
+    return all(isinstance(key, str) for key in value) and any(map(is_any_tensor, value.values()))
 
 
-def other_tensor(value: object) -> str | None:
-    """Return the kind of tensor for which a placeholder stands, and the remedy; None for any other value."""
+def is_any_tensor(value: object) -> bool:
+    """Return True for a tensor, and for a placeholder that stands for a tensor."""
     name = value.name if isinstance(value, Placeholder) and value.name.startswith(("torch.", "numpy.")) else ""
-    return next((kind for part, kind in OTHER_TENSORS.items() if part in name), None)
+    return isinstance(value, Tensor) or any(part in name for part in OTHER_TENSORS)
 
 
-def choose_entry(file: CheckpointFile, entries: Entries, converted: Entries, required: Tensors, ema: bool) -> str:
-    """Return the entry with the most keys and shapes of the model; raise an error if there is none, or several."""
+def choose_source(
+    file: CheckpointFile, entries: Entries, converted: Entries, required: Tensors, ema: bool
+) -> tuple[str, str]:
+    """Return the entry and the prefix with the most keys and shapes of the model.
+
+    Raises:
+        CheckpointError: no entry contains weights, or several entries or prefixes match equally.
+    """
     known = EMA_ENTRIES if ema else (*WEIGHT_ENTRIES, *EMA_ENTRIES, "")
-    scores = {n: count_matches(entries[n], converted[n], required) for n in entries if not ema or n in known}
-    if not scores:
+    matches = {n: count_matches(entries[n], converted[n], required) for n in entries if not ema or n in known}
+    if not matches:
         what = "averaged weights for ema=True" if ema else "weights"
         expected = f"a dictionary of tensors, alone or under {', '.join(filter(None, known))}"
         objects = {k: f"{k} (the object {v.name})" for k, v in file.content.items() if isinstance(v, Placeholder)}
         found = shorten(objects.get(name, name) for name in file.content) + f". {SAVE_STATE_DICT}" * bool(objects)
         raise CheckpointError(f"{file.path} contains no {what}: expected {expected}, got {found}")
-    best = [name for name, score in scores.items() if score == max(scores.values())]
-    if preferred := [name for name in known if name in best and converted[name]]:
-        return preferred[0]
-    if len(best) > 1 and any(scores.values()):
-        choices = " or ".join(f"prefix={f'{name}.'!r}" for name in best[:6])
-        raise CheckpointError(f"{file.path} has weights for the model under {len(best)} entries. Pass {choices}")
-    return max(best, key=lambda name: len(converted[name]))
+    most = max(count for counts in matches.values() for count in counts.values())
+    best = [(n, prefix) for n, counts in matches.items() for prefix in counts if counts[prefix] == most]
+    names = {name for name, _ in best}
+    preferred = next((name for name in known if name in names and converted[name]), None)
+    if not most and preferred is None:  # the error or timm's function needs keys
+        preferred = max(matches, key=lambda name: len(converted[name]))
+    best = [source for source in best if preferred in (None, source[0])]
+    if len(best) > 1:
+        choices = " or ".join(f"prefix={f'{name}.{prefix}'.removeprefix('.')!r}" for name, prefix in best[:6])
+        raise CheckpointError(f"{file.path} has weights for the model under {len(best)} prefixes. Pass {choices}")
+    return best[0]
 
 
-def count_matches(content: Mapping[str, Any], names: Mapping[str, str], required: Tensors) -> int:
-    """Count the required keys, and required keys with the same shape, under any prefix."""
-    shapes: dict[str, set[object]] = {}
+def count_matches(content: Mapping[str, Any], names: Mapping[str, str], required: Tensors) -> dict[str, int]:
+    """Count the required keys, and required keys with the same shape, without a prefix and under each prefix.
+
+    A prefix must have at least half of them, because parts of a network can have the same keys as another network, and
+    more than there are without a prefix.
+    """
+    counts = Counter({"": 0})
     longest = max((key.count(".") for key in required), default=0) + 1
     for key, name in names.items():
         parts = name.rsplit(".", longest)
         for first in range(len(parts)):
-            shapes.setdefault(".".join(parts[first:]), set()).add(getattr(content[key], "shape", None))
-    return sum(1 + (value.shape in shapes[key]) for key, value in required.items() if key in shapes)
+            if (suffix := ".".join(parts[first:])) in required:
+                same = getattr(content[key], "shape", None) == required[suffix].shape
+                counts[name.removesuffix(suffix)] += 1 + same
+    least = max(len(required), counts[""] + 1)
+    return {prefix: count for prefix, count in counts.items() if not prefix or count >= least}
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -216,20 +228,6 @@ def rename_keys(names: Mapping[str, str], pairs: Iterable[tuple[re.Pattern[str],
 def remove_prefix(names: Mapping[str, str], prefix: str) -> dict[str, str]:
     """Remove a prefix from the values, and drop values without the prefix."""
     return {key: name.removeprefix(prefix) for key, name in names.items() if name.startswith(prefix)}
-
-
-def find_prefix(path: object, saved: Tensors, required: Tensors) -> str:
-    """Return the prefix under which a checkpoint has all required tensors, or at least one of the first ten."""
-    for first in [*required][:10]:
-        if prefixes := [key.removesuffix(first) for key in saved if f".{key}".endswith(f".{first}")]:
-            complete = [prefix for prefix in prefixes if all(prefix + name in saved for name in required)]
-            exact = [p for p in complete if all(saved[p + name].shape == required[name].shape for name in required)]
-            fitting = exact or complete or prefixes
-            if len(fitting) > 1 and complete and "" not in fitting:
-                choices = " or ".join(f"prefix={prefix!r}" for prefix in fitting[:6])
-                raise CheckpointError(f"{path} has the network under {len(fitting)} prefixes. Pass {choices}")
-            return fitting[0] if len(fitting) == 1 else ""
-    return ""
 
 
 def rename_hint(saved: Tensors, required: Tensors) -> str:

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -38,6 +37,11 @@ def run_converted(block: Any, rank: int, x: Tensor, mask: Tensor | None = None, 
     if rank > 1:
         return block(x, mask, context)
     return block(x.flatten(2), mask, None if context is None else context.flatten(2)).unflatten(2, x.shape[2:])
+
+
+def repeat_masks(mask: Tensor, x: Tensor) -> Tensor:
+    """Return the masks of shifted windows, given one for each window of an image, for the windows of a batch."""
+    return mask.repeat(len(x) // len(mask), 1, 1)[:, None]
 
 
 def no_bias(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -79,10 +83,8 @@ class LayerConversion:
     example: Callable[[Any], tuple[Any, ...]] | None = None
     #: function that returns options of the block, for a layer whose input is the groups of a feature map
     groups: Callable[[Any], dict[str, Any]] | None = None
-    #: context manager that yields a copy of the layer with random weights
-    make_copy: Callable[[Any, torch.dtype], AbstractContextManager[Any]] = randomized_copy
-    #: dtype of the comparison
-    dtype: torch.dtype = torch.float64
+    #: context manager that yields a copy of the layer in float64 with random weights
+    make_copy: Callable[[Any], AbstractContextManager[Any]] = randomized_copy
     #: keyword arguments of the layer's call in the comparison
     call_options: Mapping[str, bool] = field(default_factory=dict)
 
@@ -127,13 +129,10 @@ class LayerConversion:
         block = self.empty_block(layer, weights, **options)
         tensors = to_parameters(weights, block.rank)
         if len({p.requires_grad for p in layer.parameters() if p.is_floating_point()}) > 1:
-            inverse = deepcopy(layer)
-            for p in filter(Tensor.is_floating_point, inverse.parameters()):
-                p.requires_grad_(not p.requires_grad)
-            frozen = to_parameters(self.weights(inverse), block.rank)
-            if mixed := [name for name, x in tensors.items() if x.requires_grad and frozen[name].requires_grad]:
-                what = f"{', '.join(mixed)} of the block would consist of frozen and trainable parameters of the layer"
-                raise ValueError(f"{what}. Freeze all of these parameters or none, and then parameters of the block")
+            what = (
+                "the layer has frozen and trainable parameters, and one parameter of the block can consist of several"
+            )
+            raise ValueError(f"{what}. Freeze all of them or none, and then parameters of the block")
         copies = {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
         block.load_state_dict(copies, assign=True)
         for name, parameter in block.named_parameters():
@@ -180,7 +179,6 @@ UNSUPPORTED = {
     "TalkingHeadAttn": "it mixes the heads before and after the softmax",
     "CascadedGroupAttention": "each head receives the output of the previous head",
     "OutlookAttention": "its attention weights are computed without keys",
-    "MaskFormerDetrSelfAttention MaskFormerDetrCrossAttention": "keys have position encodings, values do not",
     "MultiScaleAttention": "queries are pooled after the projection",
     "MaskUnitAttention": "tokens are ordered by mask unit",
 }
@@ -207,11 +205,8 @@ def find_conversion(module: nn.Module) -> tuple[str, Any, LayerConversion]:
 
 
 def get_conversion(path: str) -> LayerConversion:
-    """Return the conversion of a class, by path; :func:`find_conversion` has accepted the class."""
-    return CONVERSIONS.get(path) or conversion_by_structure()
+    """Return the conversion of a class that :func:`find_conversion` has accepted, by path.
 
-
-@cache
-def conversion_by_structure() -> LayerConversion:
-    """Return the conversion of classes that repositories copied from timm; calls with other arguments fall back."""
-    return replace(CONVERSIONS["timm.layers.attention.Attention"], bias=no_bias)
+    Classes that repositories copied from timm are not in the table. Their calls with other arguments fall back.
+    """
+    return CONVERSIONS.get(path) or CONVERSIONS["timm.models.metaformer.Attention"]

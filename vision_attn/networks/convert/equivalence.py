@@ -19,18 +19,15 @@ from torch.nn.utils.parametrize import is_parametrized
 from vision_attn.errors import ConversionError
 from vision_attn.networks.inspection.network import hook_dicts
 
-#: Largest accepted difference by dtype, relative to the largest value. A wrong order of rows causes a relative
-#: difference of about 1, and rounding in float64 about 1e-15. float32 is for layers without a float64 kernel.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+#: Largest accepted difference, relative to the largest value. A wrong order of rows causes a relative difference of
+#: about 1, and rounding in float64 about 1e-15.
+TOLERANCE = 1e-10
 
 #: Scales of the random inputs.
 SCALES = (1.0, 1e-3)
 
 #: The ``repr`` of settings and submodules that have no effect.
 NO_EFFECT = ("None", "False", "0", "1", "1.0", "(1, 1)", "Identity()", "'sdpa'")
-
-#: The last step of a comparison, as named in error messages.
-BLOCK_STEP = "run by a block"
 
 REMEDY = (
     "Possible causes are a subclass with a custom forward, a replaced submodule (by an adapter or quantization) or an "
@@ -55,7 +52,10 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def check_source(module: nn.Module, unsupported: Mapping[str, str]) -> None:
-    """Raise an error for a layer with unsupported settings, hooks, parametrizations or submodules in another mode."""
+    """Raise an error for a layer with hooks, parametrizations, submodules in another mode or unsupported settings.
+
+    ``unsupported`` maps paths of submodules and settings that must have no effect to remedies.
+    """
     kind = type(module).__name__
     for name, part in module.named_modules():
         where = f"{kind}.{name}" if name else kind
@@ -67,16 +67,11 @@ def check_source(module: nn.Module, unsupported: Mapping[str, str]) -> None:
         if isinstance(part, (nn.Dropout, nn.MultiheadAttention)) and part.training != module.training:
             modes = f"{kind} with training={module.training} and {where} with training={part.training}"
             raise ValueError(f"all modules must be in the same mode: got {modes}. Call .train() or .eval() first")
-    check_without(module, unsupported)
-
-
-def check_without(module: object, unsupported: Mapping[str, str]) -> None:
-    """Raise an error with a remedy for a layer with an unsupported submodule or setting that has an effect."""
     for path, remedy in unsupported.items():
         value = get_part(module, path)
         if repr(value) not in NO_EFFECT:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"{type(module).__name__}.{path} is not supported (got {got}): {remedy}")
+            raise ValueError(f"{kind}.{path} is not supported (got {got}): {remedy}")
 
 
 def get_dropout(module: Any, path: str) -> float:
@@ -97,12 +92,12 @@ def get_dropout(module: Any, path: str) -> float:
 
 
 @contextmanager
-def randomized_copy(source: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
-    """Yield a copy of a layer in evaluation mode, with random weights that do not require gradients.
+def randomized_copy(source: nn.Module) -> Iterator[nn.Module]:
+    """Yield a copy of a layer in float64 and evaluation mode, with random weights that do not require gradients.
 
     Some kernels do not support gradients.
     """
-    copied = copy.deepcopy(source).to("cpu", dtype).requires_grad_(False)
+    copied = copy.deepcopy(source).to("cpu", torch.float64).requires_grad_(False)
     copied.eval()  # not chained: in some libraries, eval() returns None
     parameters = list(copied.parameters())
     with torch.no_grad():
@@ -115,27 +110,24 @@ def check_equivalence(source: nn.Module, compute: Callable[..., Any], conversion
     """Return the largest difference between ``compute(copy, *arguments)`` and the output of a copy of a layer.
 
     Its :class:`.LayerConversion` makes the copy and the arguments. The difference is relative to the largest value. A
-    difference above :data:`TOLERANCE` raises an error. Exceptions are converted to :class:`ConversionError`, except for
-    a ``ValueError`` of ``compute``, whose message is kept.
+    difference above :data:`TOLERANCE` raises an error. Exceptions are converted to :class:`ConversionError`,
+    except for a ``ValueError``, which names an unsupported option.
     """
-    dtype = conversion.dtype
-    worst, step = 0.0, f"copied in {dtype}"
+    worst = 0.0
     try:
-        with torch.inference_mode(False), torch.enable_grad(), conversion.make_copy(source, dtype) as copied:
+        with torch.inference_mode(False), torch.enable_grad(), conversion.make_copy(source) as copied:
             for scale in SCALES:
-                step = f"run in {dtype} with the arguments of its class"
                 inputs = conversion.arguments(copied)
                 # The same tensor can be passed as several arguments.
-                scaled = {id(x): scale * x.to(dtype) for x in inputs if isinstance(x, Tensor)}
+                scaled = {id(x): scale * x.to(torch.float64) for x in inputs if isinstance(x, Tensor)}
                 arguments = [scaled.get(id(x), x) for x in inputs]
                 expected = get_output(copied(*arguments, **conversion.call_options))
-                step = BLOCK_STEP
                 worst = max(worst, compare(source, expected, get_output(compute(copied, *arguments))))
+    except (ConversionError, ValueError):
+        raise
     except Exception as error:
-        if isinstance(error, ConversionError) or (isinstance(error, ValueError) and step == BLOCK_STEP):
-            raise
-        kind = type(source).__name__
-        raise ConversionError(f"{kind} cannot be {step} ({type(error).__name__}: {error}). {REMEDY}") from error
+        what = f"{type(source).__name__} cannot be compared with a block ({type(error).__name__}: {error})"
+        raise ConversionError(f"{what}. {REMEDY}") from error
     return worst
 
 
@@ -149,9 +141,9 @@ def compare(source: nn.Module, expected: Tensor, got: Tensor) -> float:
     reason = f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
     if got.shape == expected.shape:
         largest, error = expected.abs().max().item(), (got - expected).abs().max().item()
-        if error <= TOLERANCE[expected.dtype] * largest:  # False for NaN
+        if error <= TOLERANCE * largest:  # False for NaN
             return error / largest if largest else 0.0
-        reason = f"a difference of {error:.2g} in {expected.dtype}, with a largest value of {largest:.2g}"
+        reason = f"a difference of {error:.2g}, with a largest value of {largest:.2g}"
     raise ConversionError(f"the converted {type(source).__name__} has different outputs: {reason}. {REMEDY}")
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vision_attn.networks.convert.conversion import CONVERSIONS, Attend, LayerConversion
@@ -15,13 +14,13 @@ from vision_attn.networks.convert.projection import Projection, input_weights
 
 def get_dense(layer: Any, name: str) -> Any:
     """Return a projection. Only one of the two classes has public names for them."""
+    if not layer.built:
+        raise ValueError(f"{type(layer).__name__} must be built: call the layer once on an input first")
     return getattr(layer, f"_{name}_dense")
 
 
 def get_axes(layer: Any) -> Any:
     """Return the axes of the input between batch and channels, as letters of the layer's projection equation."""
-    if not layer.built:
-        raise ValueError(f"{type(layer).__name__} must be built: call the layer once on an input first")
     return get_dense(layer, "query").equation.split(",")[0][1:-1]
 
 
@@ -41,18 +40,18 @@ def keras_weights(layer: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def randomize_keras(layer: Any, dtype: torch.dtype) -> Iterator[Any]:
-    """Yield the layer itself, temporarily with another dtype and random weights."""
+def randomize_keras(layer: Any) -> Iterator[Any]:
+    """Yield the layer itself, temporarily in float64 and with random weights."""
     from keras import StatelessScope
 
     numbers = random_like([weight.value for weight in layer.weights])
     policies = {part: part.dtype_policy for part in layer.modules() if hasattr(part, "dtype_policy")}
     try:
         for part in policies:
-            part.dtype_policy = str(dtype).removeprefix("torch.")
+            part.dtype_policy = "float64"
         with StatelessScope() as scope:
             for weight, values in zip(layer.weights, numbers, strict=True):
-                scope.add_update((weight, values.to(dtype)))
+                scope.add_update((weight, values.double()))
             yield layer
     finally:
         for part, policy in policies.items():

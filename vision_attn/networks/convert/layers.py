@@ -15,7 +15,7 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
     """Convert an attention layer of another library to a block for feature maps, with copies of its weights.
 
     ``block(x)`` on a feature map ``x`` equals ``layer(t)`` on its positions ``t`` in row-major order. The block has the
-    dtype, device and mode of the layer, and the same parameters require gradients. The layer does not change.
+    dtype, device and mode of the layer, and is frozen if the layer is frozen. The layer does not change.
     ``docs/convert.md`` lists the supported layers.
 
     - ``nn.MultiheadAttention``: pass ``~mask``, because torch's boolean mask is True where attention is not allowed. If
@@ -40,10 +40,9 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
         A block: :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d`.
 
     Raises:
-        ValueError: the layer or one of its options is not supported, or a parameter of the block would consist of
-            frozen and trainable parameters of the layer.
+        ValueError: the layer or one of its options is not supported, or some of its parameters are frozen.
         ConversionError: the outputs of block and layer differ. They are compared on random weights and inputs, in
-            float64, or in float32 if the library has no float64 kernel.
+            float64.
 
     >>> from_layer(nn.MultiheadAttention(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
@@ -65,7 +64,7 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
         raise ValueError(f"rank must be None for {kind.__name__}, because its class determines the rank, got {rank}")
 
     def compute(copied: Any, x: Tensor, *args: Any) -> Any:
-        block = conversion.make_block(copied).to(conversion.dtype)
+        block = conversion.make_block(copied)
         attend = partial(run_converted, block, block.rank)
         return conversion.forward(copied, lambda x, _=None, context=None: attend(x, None, context), x, *args)
 

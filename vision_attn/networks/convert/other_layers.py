@@ -1,6 +1,5 @@
-"""Conversions of the attention layers of torch, transformers, vit-pytorch, MONAI, YOLO, diffusers and natten."""
+"""Conversions of the attention layers of torch, transformers, vit-pytorch, MONAI, YOLO and diffusers."""
 
-import math
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -10,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vision_attn.attention.patterns import Neighborhood
-from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend, LayerConversion
+from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend, LayerConversion, repeat_masks
 from vision_attn.networks.convert.equivalence import random_map
 from vision_attn.networks.convert.projection import Projection, input_weights, named_weights
 from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
-from vision_attn.networks.convert.timm_layers import VIT, add_window_masks
 
 
 def is_set(value: Any) -> bool:
@@ -76,18 +73,15 @@ CONVERSIONS["torch.nn.modules.activation.MultiheadAttention"] = LayerConversion(
 
 def needs_layer(layer: Any, *options: Any) -> bool:
     """Return True if a call requires attention weights or an option that torch's fused kernel does not support."""
-    fused = not hasattr(layer, "config") or attrgetter(ATTENTION)(layer) == "sdpa"
-    return not fused or any(map(is_set, options))
+    return attrgetter(ATTENTION)(layer) != "sdpa" or any(map(is_set, options))
 
 
 def transformers_bias(layer: Any, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
     """Return the mask; for Swin, with the bias of the windows."""
-    if hasattr(layer, "relative_position_bias"):
-        return add_window_masks(layer.relative_position_bias(), mask, x)
-    if not hasattr(layer, "self"):
+    if not hasattr(layer, "relative_position_bias"):
         return mask
-    bias = layer.self.relative_position_bias_table[layer.self.relative_position_index]
-    return add_window_masks(bias.permute(2, 0, 1)[None], mask, x)
+    bias = layer.relative_position_bias()
+    return bias if mask is None else bias + repeat_masks(mask, x)
 
 
 def attend_transformers(
@@ -96,7 +90,7 @@ def attend_transformers(
     if needs_layer(layer, *args, *others.values()):
         return FALLBACK
     y = attend(hidden_states.mT, transformers_bias(layer, hidden_states, attention_mask)).mT
-    return (y, None) if hasattr(layer, "config") else (y,)
+    return y, None
 
 
 def attend_segformer(
@@ -169,26 +163,8 @@ TRANSFORMERS_LAYERS = {
 for names, row in TRANSFORMERS_LAYERS.items():
     for name, kind in (path.split(".") for path in names.split()):
         CONVERSIONS[f"transformers.models.{name}.modeling_{name}.{kind}Attention"] = row
-CONVERSIONS["transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinAttention"] = replace(
-    TRANSFORMERS,
-    weights=named_weights("self.query self.key self.value", "output.dense"),
-    options={"num_heads": lambda layer: layer.self.num_attention_heads},
-    dropouts=("self.dropout", "output.dropout"),
-    swap_only=("self.relative_position_bias_table",),
-)
 
 # --- vit-pytorch, MONAI and YOLO --------------------------------------------------------------------------------------
-
-
-def attend_inner_windows(layer: Any, attend: Attend, x: Tensor) -> Tensor:
-    """Run the attention of vit-pytorch's MaxViT, whose input is a grid of windows ``b y x h w c``."""
-    bias = layer.rel_pos_bias(layer.rel_pos_indices).permute(2, 0, 1)[None]
-    return attend(layer.norm(x).flatten(0, 2).flatten(1, 2).mT, bias).mT.reshape(x.shape)
-
-
-def example_inner_windows(layer: Any) -> tuple[Any, ...]:
-    side = math.isqrt(len(layer.rel_pos_indices))
-    return (random_map(2, 2, 1, side, side, layer.to_qkv.in_features),)
 
 
 def fold_batch_norm(layer: Any) -> Projection:
@@ -240,9 +216,6 @@ CONVERSIONS |= {
     "vit_pytorch.simple_vit.Attention": replace(
         VIT_PYTORCH, weights=named_weights("to_qkv", "to_out"), dropouts=("", "")
     ),
-    "vit_pytorch.max_vit.Attention": replace(
-        VIT_PYTORCH, dropouts=("attend.1", "to_out.1"), call=attend_inner_windows, example=example_inner_windows
-    ),
     "monai.networks.blocks.selfattention.SABlock": LayerConversion(
         weights=lambda layer: named_weights("qkv" if layer.use_combined_linear else "to_q to_k to_v", "out_proj")(
             layer
@@ -254,7 +227,7 @@ CONVERSIONS |= {
     "ultralytics.nn.modules.block.AAttn": YOLO,
 }
 
-# --- diffusers and natten ---------------------------------------------------------------------------------------------
+# --- diffusers ------------------------------------------------------------------------------------------------------
 
 
 def attend_diffusers(
@@ -290,18 +263,3 @@ CONVERSIONS["diffusers.models.attention_processor.Attention"] = LayerConversion(
     call=attend_diffusers,
     example=example_diffusers,
 )
-
-
-def make_neighborhood(layer: Any) -> Neighborhood:
-    return Neighborhood(*map(tuple, (layer.kernel_size, layer.dilation, layer.stride, layer.is_causal)))
-
-
-for rank, axes in enumerate(("b w c", "b h w c", "b t h w c"), start=1):
-    CONVERSIONS[f"natten.modules.NeighborhoodAttention{rank}D"] = LayerConversion(
-        weights=VIT.weights,
-        options={"pattern": make_neighborhood, "scale": "scale"},
-        axes=axes,
-        unsupported={"rpb": "blocks use other position tables. Create the layer without rel_pos_bias"},
-        size=lambda layer: tuple(2 * side * step for side, step in zip(layer.kernel_size, layer.dilation, strict=True)),
-        dtype=torch.float32,  # natten has no float64 kernel
-    )

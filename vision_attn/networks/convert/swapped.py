@@ -6,7 +6,7 @@ run the module at the same time. Calls that the block does not support run the o
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -35,6 +35,8 @@ UNSUPPORTED_CALL = (
     "a block does not support this call, such as need_weights=True, output_attentions=True, eager attention, positions "
     "that are added to queries and keys only, or a feature map that is smaller than a window"
 )
+#: Reason why all calls run the original code.
+CHANGED = "a submodule was replaced, or has hooks or another mode, or a setting was changed, after va.swap_"
 #: Attribute of a running block: the sizes of the feature maps (or tokens) of input and context.
 MAP_SIZES = "map_sizes"
 
@@ -57,8 +59,7 @@ class Swap:
         return get_conversion(self.family)
 
     def __str__(self) -> str:
-        dtype = "" if self.conversion.dtype == torch.float64 else f", compared in {self.conversion.dtype}"
-        return f"{type(self.block).__name__}, pattern={self.block.pattern!r}{dtype}"
+        return f"{type(self.block).__name__}, pattern={self.block.pattern!r}"
 
     def attend(
         self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None, **tensors: Tensor
@@ -106,7 +107,7 @@ class Swapped(nn.Module):
     def bypass_reason(self) -> str:
         """Return why every call runs the original code; empty if only calls that the block does not support do."""
         traits = self.swapped.traits
-        return "" if read_traits(self, traits[-1]) == traits else explain_change(self)
+        return "" if read_traits(self, traits[-1]) == traits else CHANGED
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         proxy: Any = next((x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)), None)
@@ -146,32 +147,14 @@ def make_empty(kind: Any) -> Any:
     return swapped.__new__(swapped)
 
 
-def explain_change(module: Swapped) -> str:
-    """Return why a swapped module runs its original code, as the end of a sentence."""
-    parts, hooked, _, settings = module.swapped.traits
-    for name, part in named_parts(module):
-        if not any(part is known for known in parts):
-            return f"{name!r} was replaced by {type(part).__name__}"
-        if is_hooked(part) and not hooked:
-            return f"{name!r} has a hook"
-    changed = (f"{name!r} has changed" for name, value in settings.items() if getattr(module, name, None) != value)
-    return next(changed, "a dropout has another mode or rate")
-
-
-def named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the submodules of a module, except blocks that are inserted at its output."""
-    for name, child in module.named_children():
-        if not name.startswith(CHILD):
-            yield from child.named_modules(prefix=name)
-
-
 def read_traits(module: nn.Module, names: Iterable[str] = ()) -> tuple[Any, ...]:
     """Return the submodules, dropouts and settings of a module, and True if a submodule has hooks.
 
-    By default, all settings are returned. With ``names``, only these settings are read, because torch.compile in torch
-    2.11 cannot trace the listing of attributes.
+    Blocks that are inserted at its output are not included. By default, all settings are returned. With ``names``, only
+    these settings are read, because torch.compile in torch 2.11 cannot trace the listing of attributes.
     """
-    parts = [part for _, part in named_parts(module)]
+    children = (x for name, x in module.named_children() if not name.startswith(CHILD))
+    parts = [part for child in children for part in child.modules()]
     hooked = any(map(is_hooked, parts))
     drops = [(part.p, part.training == module.training) for part in parts if isinstance(part, nn.Dropout)]
     if not names:

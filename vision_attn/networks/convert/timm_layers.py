@@ -1,18 +1,15 @@
 """Conversions of the attention layers of timm, whose inputs are tokens or feature maps."""
 
-from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks import Attention1d
 from vision_attn.attention.patterns import Halo
 from vision_attn.attention.position import RelPosDecomposed
 from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend, LayerConversion
-from vision_attn.networks.convert.equivalence import check_without, random_map
+from vision_attn.networks.convert.equivalence import get_dropout, random_map
 from vision_attn.networks.convert.projection import Projection, named_weights
 from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
 
@@ -21,8 +18,7 @@ from vision_attn.networks.convert.rotary import IN_CALLS, SIN_COS, CallRotation
 
 def vit_weights(layer: Any) -> dict[str, Any]:
     """Read the weights of a layer with ``qkv`` and ``proj``, as in most layers of timm."""
-    separate = "q_proj k_proj v_proj" if hasattr(layer, "q_proj") else "q k v"
-    weights = named_weights("qkv" if getattr(layer, "qkv", None) is not None else separate, "proj")(layer)
+    weights = named_weights("qkv" if layer.qkv is not None else "q_proj k_proj v_proj", "proj")(layer)
     if getattr(layer, "q_bias", None) is not None:
         bias = torch.cat([layer.q_bias, torch.zeros_like(layer.q_bias), layer.v_bias])
         weights["qkv"] = Projection(layer.qkv.weight, bias)
@@ -32,45 +28,13 @@ def vit_weights(layer: Any) -> dict[str, Any]:
     if getattr(layer, "gate", None) is not None:
         weights["gate"] = Projection.read(layer.gate).with_bias()
     for name in ("q_norm", "k_norm"):
-        weights |= norm_weights(name, getattr(layer, name, None))
+        norm = getattr(layer, name, None) or nn.Identity()
+        weights |= {f"{name}.{key}": x for key, x in norm.named_parameters()}
     return weights
-
-
-def norm_weights(name: str, norm: nn.Module | None) -> dict[str, Tensor]:
-    return {} if norm is None else {f"{name}.{key}": x for key, x in norm.named_parameters()}
-
-
-class NormedProjection(nn.Conv1d):
-    """Output projection after a norm of the channels, ``scale_norm`` in timm."""
-
-    norm: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x.mT).mT)
-
-
-def normed_attention(layer: Any) -> Callable[..., Attention1d] | None:
-    """Return a function that builds a block with the norm of the layer before its projection; None without a norm."""
-    if isinstance(getattr(layer, "norm", nn.Identity()), nn.Identity):
-        return None
-
-    def make(*args: Any, **options: Any) -> Attention1d:
-        check_without(layer, {"gate": "blocks apply the gate before the norm"})
-        block = Attention1d(*args, **options)
-        bias = block.proj.bias is not None
-        proj = NormedProjection(block.proj.in_channels, block.out_channels, 1, bias=bias, device="meta")
-        proj.norm, block.proj = deepcopy(layer.norm).to("meta"), proj
-        return block
-
-    return make
 
 
 def efficientformer_bias(layer: Any, x: Tensor) -> Any:
     return layer.attention_biases[:, layer.attention_bias_idxs][None]
-
-
-def vit_bias(layer: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Any:
-    return FALLBACK if is_causal else attn_mask
 
 
 def beit_bias(layer: Any, x: Tensor, shared_rel_pos_bias: Any = None) -> Any:
@@ -101,11 +65,6 @@ def attend_normalized(layer: Any, attend: Attend, x: Tensor) -> Tensor:
     return attend(layer.norm(x).mT, efficientformer_bias(layer, x)).mT
 
 
-def attend_strided(layer: Any, attend: Attend, x: Tensor) -> Any:
-    """Run NextViT's attention, whose keys are averages of consecutive tokens."""
-    return attend(x.mT, None, None if layer.sr is None else layer.norm(layer.sr(x.mT))).mT
-
-
 def attend_reduced(layer: Any, attend: Attend, x: Tensor, size: Any) -> Tensor:
     """Run the attention of Twins and PVT v2, whose keys are from a smaller feature map."""
     maps = keys = x.mT.unflatten(2, tuple(size))
@@ -122,14 +81,34 @@ def example_reduced(layer: Any) -> tuple[Any, ...]:
     return random_map(2, 6 * side**2, layer.q.in_features), (3 * side, 2 * side)
 
 
+def has_norm(layer: Any) -> bool:
+    """Return True for a layer with a norm before its output projection, ``scale_norm`` in timm."""
+    return not isinstance(getattr(layer, "norm", nn.Identity()), nn.Identity)
+
+
+def normed_weights(layer: Any) -> dict[str, Any]:
+    """Read the weights; the output projection of the block is an identity if the layer has a norm before its own."""
+    weights = vit_weights(layer)
+    if has_norm(layer):
+        weights["proj"] = Projection(torch.eye(layer.proj.in_features).to(layer.proj.weight))
+    return weights
+
+
+def attend_vit(
+    layer: Any, attend: Attend, x: Tensor, attn_mask: Any = None, is_causal: bool = False, **tensors: Tensor
+) -> Any:
+    if is_causal:
+        return FALLBACK
+    y = attend(x.mT, attn_mask, **tensors).mT
+    return layer.proj_drop(layer.proj(layer.norm(y))) if has_norm(layer) else y
+
+
 def attend_rotary(
     layer: Any, attend: Attend, x: Tensor, rope: Any = None, attn_mask: Any = None, is_causal: bool = False
 ) -> Any:
     """Run the attention of EVA, DINOv3 and other networks that pass a rotary embedding to every layer."""
-    if is_causal:
-        return FALLBACK
     tensors = {} if rope is None else dict(zip(SIN_COS, rope.chunk(2, dim=-1), strict=True))
-    return attend(x.mT, attn_mask, **tensors).mT
+    return attend_vit(layer, attend, x, attn_mask, is_causal, **tensors)
 
 
 def example_rotary(layer: Any) -> tuple[Any, ...]:
@@ -138,17 +117,13 @@ def example_rotary(layer: Any) -> tuple[Any, ...]:
     return random_map(2, layer.num_prefix_tokens + tokens, channels), embedding
 
 
-def add_window_masks(bias: Tensor, mask: Tensor | None, x: Tensor) -> Tensor:
-    """Add the masks of shifted windows, one for each window of an image, to the bias of the logits."""
-    return bias if mask is None else bias + mask.repeat(len(x) // len(mask), 1, 1)[:, None]
-
-
 VIT = LayerConversion(weights=vit_weights)
 NORMED = replace(
     VIT,
-    weights=lambda layer: vit_weights(layer) | norm_weights("proj.norm", getattr(layer, "norm", None)),
-    options={"kind": normed_attention},
+    weights=normed_weights,
+    options={"proj_drop": lambda layer: 0.0 if has_norm(layer) else get_dropout(layer, "proj_drop")},
     swap_only=("norm",),
+    call=attend_vit,
 )
 ROTARY = replace(
     NORMED,
@@ -200,11 +175,8 @@ HIERA = {"q_pool": "blocks have one query per position"}
 GCVIT = {"use_global": "its queries are from another feature map"}
 POOLED = "blocks pool only keys and values (kv_stride), by averaging. Convert a layer with strides of 1"
 CONVERSIONS |= {
-    "timm.layers.attention.Attention": replace(NORMED, bias=vit_bias),
-    "timm.layers.attention.AttentionRope": replace(
-        ROTARY,  # timm 1.0.26 has no grouped heads
-        options={**ROTARY.options, "num_kv_heads": lambda layer: getattr(layer, "num_kv_heads", layer.num_heads)},
-    ),
+    "timm.layers.attention.Attention": NORMED,
+    "timm.layers.attention.AttentionRope": ROTARY,
     "timm.layers.attention2d.Attention2d": MAPS,
     "timm.layers.attention2d.MultiQueryAttention2d": replace(
         MAPS,
@@ -221,13 +193,6 @@ CONVERSIONS |= {
         unsupported={"block_stride": "blocks have no stride. Use avg_down=True"},
         size=lambda layer: (layer.block_size, 2 * layer.block_size),
     ),
-    "timm.layers.non_local_attn.NonLocalAttn": replace(
-        MAPS,
-        weights=named_weights("t p g", "z"),
-        options={"num_heads": lambda layer: 1, "scale": "scale"},
-        swap_only=("norm",),
-        call=lambda layer, attend, x: layer.norm(attend(x)) + x,
-    ),
     "timm.models.beit.Attention": replace(VIT, bias=beit_bias, swap_only=("relative_position_bias_table",)),
     "timm.models.convit.MHSA": VIT,
     "timm.models.davit.WindowAttention": VIT,
@@ -237,7 +202,6 @@ CONVERSIONS |= {
     "timm.models.gcvit.WindowAttentionGlobal": replace(REL_POS, unsupported=GCVIT),
     "timm.models.hieradet_sam2.MultiScaleAttention": replace(CHANNELS_LAST, unsupported=HIERA),
     "timm.models.metaformer.Attention": VIT,
-    "timm.models.nextvit.EfficientAttention": replace(VIT, call=attend_strided, swap_only=("sr",)),
     "timm.models.pvt_v2.Attention": REDUCED,
     "timm.models.tiny_vit.Attention": TINY_VIT,
     "timm.models.tnt.Attention": replace(VIT, weights=named_weights("qk v", "proj")),

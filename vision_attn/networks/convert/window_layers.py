@@ -2,18 +2,17 @@
 
 import math
 from dataclasses import replace
-from operator import lt
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vision_attn.attention.blocks import Attention, Attention2d, Attention3d
+from vision_attn.attention.blocks import Attention2d
 from vision_attn.attention.blocks.projection import to_memory_format_of
 from vision_attn.attention.patterns import Window
 from vision_attn.attention.position import RelPosTable
-from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend
+from vision_attn.networks.convert.conversion import CONVERSIONS, FALLBACK, Attend, repeat_masks
 from vision_attn.networks.convert.equivalence import random_map
 from vision_attn.networks.convert.projection import Projection, named_weights
 from vision_attn.networks.convert.timm_layers import CHANNELS_LAST, MAPS, maxxvit_table, relative_bias, vit_weights
@@ -22,46 +21,34 @@ from vision_attn.networks.convert.timm_layers import CHANNELS_LAST, MAPS, maxxvi
 BIASES = "position.relative_position_bias_table"
 
 
-class PaddedAttention(Attention):
+class PaddedAttention(Attention2d):
     """Window attention that pads its feature map with zeros to complete windows, and attends to the padding."""
 
     #: True if the network shifts the feature map before it pads it, which the block does not support
     shifts_before_padding = False
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        if isinstance(x, torch.fx.Proxy):
-            return super().forward(x, mask, context)
         padded = self.pad(x, mask, context)
         y = super().forward(padded, mask, context)
-        inside: Any = (..., *map(slice, x.shape[-self.rank :]))
-        return y if padded is x else to_memory_format_of(x, y[inside])
+        return y if padded is x else to_memory_format_of(x, y[..., : x.shape[-2], : x.shape[-1]])
 
     def attention_weights(self, x: Tensor, mask: Any = None, queries: Any = None, context: Any = None) -> Tensor:
         """Return the attention weights of the padded feature map."""
         return super().attention_weights(self.pad(x, mask, context), mask, queries, context)
 
     def pad(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
-        window, size = self.resolved_pattern.window_shape, x.shape[-self.rank :]
-        missing = [-length % (side or 1) for length, side in zip(size, window, strict=True)]
-        if not any(missing):
+        window, size = self.resolved_pattern.window_shape, x.shape[-2:]
+        below, right = (-length % (side or 1) for length, side in zip(size, window, strict=True))
+        if not below and not right:
             return x
         rolled = self.shifts_before_padding and any(getattr(self.resolved_pattern, "shift", ()))
         if mask is not None or context is not None or rolled:
-            got = f"{'×'.join(map(str, size))} with a shift, a mask or a context"
-            sides = "×".join(map(str, window))
-            raise ValueError(f"x must have a size divisible by the window {sides}, got {got}. Pad x first")
-        return F.pad(x, [n for added in reversed(missing) for n in (0, added)])
+            got = f"{tuple(size)} with a shift, a mask or a context"
+            raise ValueError(f"x must have a size divisible by the window {window}, got {got}. Pad x first")
+        return F.pad(x, (0, right, 0, below))
 
 
-class PaddedAttention2d(PaddedAttention, Attention2d):
-    """:class:`PaddedAttention` for feature maps ``(b, c, h, w)``."""
-
-
-class PaddedAttention3d(PaddedAttention, Attention3d):
-    """:class:`PaddedAttention` for feature maps ``(b, c, t, h, w)``."""
-
-
-class ShiftFirstAttention2d(PaddedAttention2d):
+class ShiftFirstAttention2d(PaddedAttention):
     """Window attention for a layer whose network shifts the feature map before it pads it."""
 
     shifts_before_padding = True
@@ -92,13 +79,8 @@ def attend_windows(layer: Any, attend: Attend, x: Tensor, mask: Tensor | None = 
     if x.shape[-2] != math.prod(get_window_size(layer)):  # MONAI shortens windows on a small feature map
         return FALLBACK
     maps = x.flatten(0, -3).mT.unflatten(2, get_window_size(layer))
-    y = attend(maps, None if mask is None else mask.repeat(len(x) // len(mask), 1, 1)[:, None])
+    y = attend(maps, None if mask is None else repeat_masks(mask, x))
     return y.flatten(2).mT.reshape(x.shape)
-
-
-def no_bias_in_windows(layer: Any, x: Tensor) -> Any:
-    """Fall back on a feature map that is smaller than a window, for which the layer shortens the window."""
-    return FALLBACK if any(map(lt, x.shape[2:], layer.window_size)) else None
 
 
 MAXXVIT = replace(
@@ -114,7 +96,7 @@ TORCHVISION_SWIN = replace(
     MAPS,
     weights=swin_weights,
     options={
-        "kind": lambda layer: PaddedAttention2d,
+        "kind": lambda layer: PaddedAttention,
         "pattern": lambda layer: Window(tuple(layer.window_size), tuple(layer.shift_size)),
         "position": RelPosTable(),
     },
@@ -137,7 +119,7 @@ CONVERSIONS |= {
     "timm.models.swin_transformer_v2.WindowAttention": TIMM_SWIN,
     "timm.models.twins.LocallyGroupedAttn": replace(
         CHANNELS_LAST,  # the layer pads and partitions the feature map of its tokens
-        options={"kind": lambda layer: PaddedAttention2d, "pattern": lambda layer: Window(layer.ws)},
+        options={"kind": lambda layer: PaddedAttention, "pattern": lambda layer: Window(layer.ws)},
         call=lambda layer, attend, x, size: attend(x.mT.unflatten(2, tuple(size))).flatten(2).mT,
         example=lambda layer: (random_map(2, 3 * (layer.ws + 1), layer.dim), (3, layer.ws + 1)),
     ),
@@ -150,12 +132,6 @@ CONVERSIONS |= {
     ),
     "torchvision.models.swin_transformer.ShiftedWindowAttention": TORCHVISION_SWIN,
     "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": TORCHVISION_SWIN,
-    "torchvision.models.video.swin_transformer.ShiftedWindowAttention3d": replace(
-        TORCHVISION_SWIN,
-        options={**TORCHVISION_SWIN.options, "kind": lambda layer: PaddedAttention3d},
-        axes="b t h w c",
-        bias=no_bias_in_windows,
-    ),
     "monai.networks.nets.swin_unetr.WindowAttention": replace(
         TIMM_SWIN,  # windows have two or three axes
         options={**TIMM_SWIN.options, "rank": lambda layer: len(layer.window_size)},

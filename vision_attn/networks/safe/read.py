@@ -35,7 +35,6 @@ INDEX = ".index.json"
 OTHER_FILES = {
     (b"version https://git-lfs",): "a Git LFS pointer instead of the file. Run git lfs pull in its repository",
     (b"<!doctype", b"<html", b"<?xml"): "an HTML or XML page. Its link may have expired or require a login",
-    (b"\x89hdf",): "an HDF5 file of Keras. Read it with h5py, and save a dictionary of tensors with torch.save",
 }
 #: End of the name of an archive entry -> what the archive is, and a remedy.
 OTHER_ARCHIVES = {
@@ -142,9 +141,6 @@ def find_file(path: Path) -> Path:
     for name in (name + ending for name in FILE_NAMES for ending in ("", INDEX)):
         if (path / name).is_file():
             return path / name
-    if (path / ".metadata").is_file():
-        call = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, file)"
-        raise CheckpointError(f"{path} was written by torch.distributed.checkpoint. Convert it with {call}")
     where = f" in the folder; expected {' or '.join(FILE_NAMES)}" if path.is_dir() else ""
     raise FileNotFoundError(f"{escape_control_characters(path)}: checkpoint file not found{where}")
 
@@ -217,10 +213,6 @@ def read_legacy(file: ShortReads) -> object:
     pickles = read_pickle(file)
     reader = PickleReader(pickles, file.size, allocate_storage)
     start = pickles.read(32)  # the protocol, the frame of protocols 4 and 5, and the magic number
-    if MAGIC not in start and start.startswith(b"\x80"):
-        what = f"{file.name} is a pickle that torch.save did not write, such as a .pdparams file"
-        remedy = "read it with the library that wrote it, and save a dictionary of tensors with torch.save"
-        raise CheckpointError(f"{what}. If you trust its source, {remedy}")
     pickles.seek(0)
     if MAGIC not in start or (reader.load(), reader.load())[1] != VERSION:
         raise ValueError("the file was not written by torch.save")
