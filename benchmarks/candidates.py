@@ -75,7 +75,7 @@ class LowerBound(nn.Module):
         with torch.no_grad(), scope(block, "attention", {block: recorded.append}):
             block(x)
         q, k, v, self.scale, grouping, bias, _ = recorded[0]
-        mask = grouping.attn_mask(q) if bias is None else bias.attn_mask(grouping.attn_mask(q))
+        mask = grouping.attn_mask(q.dtype) if bias is None else bias.attn_mask(grouping.attn_mask(q.dtype))
         if mask is not None:
             q, k, v, mask = to_4d_mask(q, k, v, mask)
         state = {key: value.detach() for key, value in block.state_dict().items()}

@@ -100,7 +100,7 @@ INVALID = [
     ({"block_options": ("num_heads=4", "num_heads=2")}, "--block-options .*'num_heads=2'"),
     ({"block_options": ("context_channels=4",)}, "--block-options must not contain context_channels"),
     ({"block": "vision_attn:Nothing"}, "--block .*MODULE:CLASS, got 'vision_attn:Nothing'"),
-    ({"pattern": "row"}, "pattern .*got 'row'. Did you mean 'rows'"),
+    ({"pattern": "row"}, "pattern must be one of 'full', 'rows', .* got 'row'"),
     ({"pattern": "Windo(7)"}, r"pattern must be one of .*Window.* got 'Windo\(7\)'"),
     ({"pattern": "Window()"}, r"pattern must be one of .*Window.* got 'Window\(\)'"),
     ({"batch_size": 100}, "--batch-size .* 72, .* got 100"),

@@ -153,7 +153,7 @@ def read_tokens(outers: Sequence[Any]) -> tuple[int | None, dict[Any, Any]]:
 #: Python modules with classes that partition a feature map into windows, each with different attributes.
 WINDOW_MODULES = re.compile(
     r"timm\.models\.(davit|gcvit|hieradet_sam2|maxxvit|swin_transformer|swin_transformer_v2|tiny_vit)"
-    r"|torchvision\.models\.maxvit|monai\.networks\.nets\.swin_unetr|transformers\.models\.\w+\.modeling_(swin|maskformer_swin)"
+    r"|torchvision\.models\.maxvit|monai\.networks\.nets\.swin_unetr|transformers\.models\.\w+\.modeling_swin"
 )
 
 

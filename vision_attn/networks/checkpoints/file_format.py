@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.block_factories import BLOCKS, TIMM_BLOCKS, BlockFactory, get_block_factory, make_block
 from vision_attn.networks.checkpoints import option_code
-from vision_attn.networks.checkpoints.option_code import CONFIG_CLASSES, Arguments, Classes
+from vision_attn.networks.checkpoints.option_code import CONFIG_CLASSES, Arguments, Classes, get_arguments
 from vision_attn.networks.impl_choice import blocks_with_impl, use_impl
 from vision_attn.networks.insertion import registry
 from vision_attn.networks.insertion.attributes import original_module
@@ -203,9 +203,14 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
         ValueError: a block differs from a block that is built from its class and options.
     """
     blocks, records = registry.inserted_blocks(model), registry.records(model)
+    built = dict[object, Arguments]()  # arguments of attention in custom blocks, by the arguments of their class
     for record in records:
-        own = record.block in (*BLOCKS, *TIMM_BLOCKS)
-        reason = explain_change(record, blocks[record.site]) if own else ""
+        block = blocks[record.site]
+        given = record.block, record.channels, repr([record.options, replacement_options(original_module(block))])
+        arguments = get_arguments(unwrap_block(block).state_dict())
+        same = built.setdefault(given, arguments) == arguments
+        reason = "" if same else "is configured differently from another block of this class with these options"
+        reason = explain_change(record, block) if record.block in (*BLOCKS, *TIMM_BLOCKS) else reason
         if record.second and context_path(model, record.site) is None:
             reason = "reads a module outside this part of the network. Save the network that contains both"
         if reason:
