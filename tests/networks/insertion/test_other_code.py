@@ -580,9 +580,3 @@ def test_head_is_the_classifier_that_the_model_declares(make, head):
     assert all(name.startswith(head) for name in trained)
     with pytest.raises(ValueError, match=f"also_train='nothing.*'.* classifier .*'{head}"):
         va.freeze_backbone_(model, also_train="nothing.*")
-
-
-def test_an_error_for_a_checkpoint_names_the_site_of_a_block_stored_in_the_parent(tmp_path):
-    torch.save(with_block(["layer2.1.bn2"])[0].state_dict(), tmp_path / "whole.pth")
-    with pytest.raises(va.errors.CheckpointError, match=r"insert_\(model, names=\[.layer2.1.bn2"):
-        va.load_checkpoint_(resnet(), tmp_path / "whole.pth")
