@@ -29,9 +29,7 @@ def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 return forward(self, x, *inputs)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
-                    error.add_note(
-                        f"{type(self).__name__} adds tensors of its pattern or positions to a DTensor. {DTENSORS}"
-                    )
+                    error.add_note(f"{type(self).__name__} adds tensors of its pattern or positions. {DTENSORS}")
                 raise
         if isinstance(x, torch.fx.Proxy):  # the operations inside depend on the size of the feature map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *inputs), {})
