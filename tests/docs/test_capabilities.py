@@ -175,7 +175,7 @@ ERRORS = {
     ("… with one graph for all sizes (`dynamic=True`)", "einx"): (AssertionError, "4 == 1"),  # one graph per size
     ("`torch.export`, dynamic batch and size", "einx"): (UserError, "specialized it to be a constant"),
     ("forward-mode gradients (`jvp`), on the CPU", "sdpa"): (NotImplementedError, "forward AD with _scaled_dot"),
-    ("second derivatives, on the CPU", "sdpa"): (RuntimeError, "derivative for aten::_scaled_dot.* is not implemented"),
+    ("second derivatives, on the CPU", "sdpa"): (NotImplementedError, "bmm"),
     ("… with gradients on the CPU", "flex"): (Unsupported, "flex"),
     ("`torch.func.vmap`", "flex"): (ValueError, "flex"),
     ("per-sample gradients (`vmap` of `grad`), on the CPU", "flex"): (ValueError, "flex"),

@@ -16,7 +16,7 @@ least one key for every query. Its rows may be padded; columns from ``j`` on are
 True. Logits and softmax are computed in at least float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 from operator import index
@@ -194,9 +194,23 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
         mask = mask if mask.dtype in (torch.bool, q.dtype) else cast_mask(mask, q.dtype)
         q, k, v, mask = to_4d_mask(q, k, v, mask)
     y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
+    if (node := y.grad_fn) is not None and not torch.compiler.is_dynamo_compiling():
+        node.register_hook(name_missing_derivative)
     if mask is not None and y.shape[1] != shape[1]:  # groups became heads
         y = y.reshape(*shape[:3], y.shape[3])
     return y if y.shape[3] == e else y[..., :e]
+
+
+def name_missing_derivative(gradients: Sequence[Tensor | None], _: Any) -> None:
+    """Make second derivatives that torch does not implement raise an error that recommends ``impl="bmm"``."""
+    for gradient in gradients:
+        node = None if gradient is None else gradient.grad_fn  # with create_graph=True
+        if gradient is not None and node is not None and "NotImplemented" in node.name():
+            gradient.register_hook(refuse_second_derivative)
+
+
+def refuse_second_derivative(gradient: Tensor) -> None:
+    raise NotImplementedError("torch's fused attention has no second derivative. Use va.use_impl(model, 'bmm')")
 
 
 def sdpa_on_gpu(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Mask, **options: Any) -> Tensor:

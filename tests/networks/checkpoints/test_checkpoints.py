@@ -560,3 +560,16 @@ def test_another_head_and_other_input_channels_are_named_with_their_remedies(sta
 def test_a_scalar_of_another_shape_is_named(counter, state, tmp_path):
     path = save({**state, "1.num_batches_tracked": counter}, tmp_path)
     assert_rejected(r"1\.num_batches_tracked \(model \(\), checkpoint \(\d", small_network(), path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
+def test_a_folder_of_distributed_checkpoints_is_named_with_its_converter(state, tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "folder", no_dist=True)
+    assert_rejected(r"format_utils\.dcp_to_torch_save\(folder, file\)", small_network(), tmp_path / "folder")
+    dcp_to_torch_save(tmp_path / "folder", tmp_path / "net.pth")
+    model = small_network()
+    va.load_checkpoint_(model, tmp_path / "net.pth")
+    assert_same(model.state_dict(), state)

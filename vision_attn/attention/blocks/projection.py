@@ -14,9 +14,6 @@ from vision_attn.attention.kind import shape_error
 #: A convolution on feature maps with any number of axes.
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-#: Remedy for the error of torch about mixed tensors.
-DTENSORS = "Run the model and the backward pass in torch.distributed.tensor.experimental.implicit_replication()"
-
 
 def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate a ``forward`` method to check its input, accept unbatched feature maps, and be one torch.fx node."""
@@ -28,9 +25,11 @@ def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
             try:
                 return forward(self, x, *inputs)
             except RuntimeError as error:
-                if "mixed torch.Tensor and DTensor" in str(error):
-                    error.add_note(f"{type(self).__name__} adds tensors of its pattern or positions. {DTENSORS}")
-                raise
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                what = f"{type(self).__name__} adds tensors of its pattern or positions to a DTensor"
+                remedy = "Run the model and the backward pass in torch.distributed.tensor.experimental"
+                raise RuntimeError(f"{what}. {remedy}.implicit_replication()") from error
         if isinstance(x, torch.fx.Proxy):  # the operations inside depend on the size of the feature map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *inputs), {})
         if isinstance(x, Tensor) and x.dim() == 1 + self.rank and x.shape[0] == self.channels:

@@ -141,6 +141,9 @@ def find_file(path: Path) -> Path:
     for name in (name + ending for name in FILE_NAMES for ending in ("", INDEX)):
         if (path / name).is_file():
             return path / name
+    if (path / ".metadata").is_file():
+        call = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, file)"
+        raise CheckpointError(f"{path} was written by torch.distributed.checkpoint. Convert it with {call}")
     where = f" in the folder; expected {' or '.join(FILE_NAMES)}" if path.is_dir() else ""
     raise FileNotFoundError(f"{escape_control_characters(path)}: checkpoint file not found{where}")
 
