@@ -156,6 +156,9 @@ def test_an_error_lists_entries_that_match_equally(state, tmp_path):
         assert_same(model.state_dict(), state)
     path = save({f"net{number}": state for number in range(7)}, tmp_path)
     assert_rejected(r"under 7 prefixes. Pass prefix='net0\.' or .*'net5\.'$", small_network(), path)
+    path = save({"ema": {"module": prefixed("a.", state) | prefixed("b.", averaged(state))}}, tmp_path)
+    assert_rejected(r"Pass prefix='ema\.module\.a\.' or prefix=", small_network(), path)
+    assert va.load_checkpoint_(small_network(), path, prefix="ema.module.a.").prefix == "a."
 
 
 def test_the_same_names_under_two_incomplete_prefixes_are_not_loaded(tmp_path):

@@ -23,6 +23,7 @@ from small_networks import assert_same as assert_same_state, results
 from stand_ins import diffusers_attention, layer_of, transformers_layer
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
 import vision_attn as va
 from vision_attn.networks import convert
@@ -492,6 +493,8 @@ REFUSED = [
     ("cannot be compared with a block", partial(maxvit, rel_pos_cls=partial(BIAS, prefix_tokens=1))),
     ("cannot be compared with a block", lambda: with_parts(SOURCES["timm_attention"](), q_norm=nn.Identity())),
     ("cannot be compared with a block", lambda: with_parts(diffusers(), processor=lambda attn, x, **others: x)),
+    # It has the attributes of timm's layers, but unpacks the shape of a video.
+    ("3d cannot be compared with a block", lambda: ShiftedWindowAttention3d(6, [2, 2, 2], [0, 0, 0], 2)),
     ("rank", lambda: convert.from_layer(mha(), rank=4)),
     ("rank", lambda: convert.from_layer(SOURCES["torchvision_swin"](), rank=2)),
     ("pattern", lambda: convert.from_layer(mha(), pattern=va.Window(7))),

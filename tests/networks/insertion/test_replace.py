@@ -86,6 +86,17 @@ def test_restored_modules_have_the_dtype_and_mode_of_the_model():
     assert model(x).dtype == torch.float64
 
 
+def test_a_restored_module_keeps_its_dtype_if_no_parameter_determines_another():
+    """A block without parameters left the dtype of the first parameter of the model, or of torch, to the module."""
+    double = lambda: nn.Conv2d(3, 3, 1, dtype=torch.float64)  # noqa: E731
+    mixed = nn.Sequential(nn.Conv2d(3, 3, 1), Net(lambda net, x: x.double()), double(), double())
+    for model, name in (mixed, "3"), (nn.Sequential(double()), "0"):
+        x = torch.randn(1, 3, 8, 8, dtype=model[0].weight.dtype)
+        va.replace_(model, lambda channels, **options: nn.Identity(), names=name, example_input=x)
+        va.remove_(model)
+        assert model[int(name)].weight.dtype == torch.float64
+
+
 def test_a_restored_module_that_was_not_saved_is_reported_until_its_weights_are_loaded(tmp_path):
     model = timm.create_model("test_resnet", num_classes=5)
     torch.save(model.state_dict(), tmp_path / "net.pth")

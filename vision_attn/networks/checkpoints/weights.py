@@ -52,10 +52,13 @@ def find_weights(
     prefix = unwrap_key(f"{prefix.removesuffix('.')}.", wrappers) if prefix else ""
     pairs = parse_rename(rename, required)
 
+    def prefix_in(entry: str) -> str:
+        return prefix.removeprefix(unwrap_key(f"{entry}.", wrappers))
+
     def convert(entry: str, keys: Iterable[str]) -> dict[str, str]:
         """Convert the keys of an entry that start with the prefix, which can include the name of the entry."""
         names = {key: unwrap_key(key, wrappers) for key in keys}
-        return rename_keys(remove_prefix(names, prefix.removeprefix(f"{entry}.")), pairs)
+        return rename_keys(remove_prefix(names, prefix_in(entry)), pairs)
 
     entries = {name: value for name, value in iterate_entries(file) if is_state_dict(value)}
     converted = {name: convert(name, content) for name, content in entries.items()}
@@ -75,7 +78,7 @@ def find_weights(
         "file": str(file.path),
         "entry": entry,
         "other_entries": tuple(name for name in entries if name not in ("", entry)),
-        "prefix": prefix.removeprefix(f"{entry}.") + found_prefix,
+        "prefix": prefix_in(entry) + found_prefix,
         "ignored": tuple(unwrap_key(key, wrappers) for key in ignored),
     }
     arguments = {name.strip("."): values[key] for key, name in names.items() if key.endswith(".")}

@@ -111,7 +111,7 @@ def check_equivalence(source: nn.Module, compute: Callable[..., Any], conversion
 
     Its :class:`.LayerConversion` makes the copy and the arguments. The difference is relative to the largest value. A
     difference above :data:`TOLERANCE` raises an error. Exceptions are converted to :class:`ConversionError`,
-    except for a ``ValueError``, which names an unsupported option.
+    except for a ``ValueError`` of the conversion, which names an unsupported option.
     """
     worst = 0.0
     try:
@@ -121,7 +121,10 @@ def check_equivalence(source: nn.Module, compute: Callable[..., Any], conversion
                 # The same tensor can be passed as several arguments.
                 scaled = {id(x): scale * x.to(torch.float64) for x in inputs if isinstance(x, Tensor)}
                 arguments = [scaled.get(id(x), x) for x in inputs]
-                expected = get_output(copied(*arguments, **conversion.call_options))
+                try:
+                    expected = get_output(copied(*arguments, **conversion.call_options))
+                except ValueError as error:  # does not name an option, unlike those of the conversion
+                    raise RuntimeError(*error.args) from error
                 worst = max(worst, compare(source, expected, get_output(compute(copied, *arguments))))
     except (ConversionError, ValueError):
         raise

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attributes import RECORD, get_record, is_inserted, replaced_module
-from vision_attn.networks.insertion.build import CONTAINERS, like_parameters, rebuild
+from vision_attn.networks.insertion.build import CONTAINERS, rebuild
 from vision_attn.networks.insertion.hooks import block_at, checked_network, context_path, hook_, hooks_inside, unhook_
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock
 from vision_attn.networks.inspection.selection import own_children, require_module
@@ -117,9 +117,11 @@ def match_state_(module: nn.Module, block: nn.Module, model: nn.Module) -> None:
 
     If the block has no parameters, device and dtype are those of the model.
     """
-    before, now = like_parameters(module, block), like_parameters(block, model)
-    if (before.device, before.dtype) != (now.device, now.dtype):  # A module may have several dtypes.
-        module.to(device=now.device, dtype=now.dtype)
+    now = {(p.device, p.dtype) for p in ([*block.parameters()][:1] or model.parameters())}
+    before = next(((p.device, p.dtype) for p in module.parameters()), None)
+    if before is not None and before not in now and len(now) == 1:  # A model may have several devices and dtypes.
+        device, dtype = now.pop()
+        module.to(device=device, dtype=dtype)
     if module.training != block.training:
         module.train(block.training)
 
