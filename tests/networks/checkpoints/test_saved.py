@@ -122,6 +122,12 @@ def test_a_new_head_is_saved_with_the_blocks(model, tmp_path):
     va.load_adapter_(other, path)
     assert_same(other.state_dict(), model.state_dict())
     assert_rejected(r"another network: .*fc.weight \(model \(5, 16\), adapter \(3, 16", path, small_network(classes=5))
+    other.alias = other.fc.weight  # another name of a tensor of the new head
+    again = copy.deepcopy(other)
+    va.remove_(again)
+    nn.init.ones_(other.alias)
+    va.load_adapter_(again, va.save_adapter(other, tmp_path / "shared.safetensors", also="fc.*"))
+    assert_same(again.state_dict(), other.state_dict())
     with pytest.raises(ValueError, match=r"also='head.*' .*classifier .*'fc'; pass also=\"head\""):
         va.save_adapter(model, path, also=["fc.*", "head.*"])
     with pytest.raises(ValueError, match=r"adapter\.pth"):

@@ -91,6 +91,9 @@ def save_adapter(
         raise ValueError(f"model has no inserted blocks to save. {remedy}")
     state, block_keys = unwrap_state(model), inserted_keys(model)
     extra = select_keys("also", also, model, [key for key in state if key not in block_keys])
+    names = {unwrap_key(key): id(parameter) for key, parameter in model.named_parameters(remove_duplicate=False)}
+    shared = {names.get(key) for key in extra}
+    extra |= {key for key in names.keys() - block_keys if names[key] in shared}  # all names of a shared parameter
     tensors = {key: gather(state[key]) for key in state if key in block_keys or key in extra}
     base = fingerprint_network(state, exclude=block_keys | extra)
     arguments = get_arguments(model.state_dict())
