@@ -72,6 +72,7 @@ def test_all_damaged_images_are_listed_before_the_first_epoch(image_folder, tmp_
     (said,) = capsys.readouterr().err.splitlines()
     assert "error: 2 images cannot be read: " in said
     assert all(f"{file} (" in said for file in bad)
+    assert said.endswith("). Replace or remove them")
     assert not (tmp_path / "run").exists()
 
 

@@ -404,6 +404,8 @@ def test_a_file_is_replaced_only_by_a_complete_file(tmp_path, monkeypatch):
     assert [*tmp_path.glob(".settings*")] == []
     monkeypatch.undo()
     module.runs.write_file(tmp_path / "names.csv", os.fsdecode(b"caf\xe9"))  # a name that is not UTF-8
+    with pytest.raises(FileNotFoundError, match=r"nothing/names\.csv'$"):
+        module.runs.write_file(tmp_path / "nothing" / "names.csv", "")
     assert (tmp_path / "names.csv").read_bytes() == b"caf\xe9"
 
 
