@@ -281,8 +281,9 @@ def match_classes(saved: Saved, path: Path, block: Any) -> Classes:
         raise CheckpointError(f"block must be None for {path}, which contains only classes of this library")
     if classes.keys() != {*foreign}:
         what = f"{path} contains the custom classes {', '.join(foreign)}, got {', '.join(classes) or 'none'}"
-        remedy = f"Pass block=[{', '.join(foreign)}], or {{name: class}} if a name has changed"
-        raise CheckpointError(f"{what}. {remedy} (--block MODULE:CLASS for each on the command line)")
+        flags = " ".join(f"--block MODULE:{name}" for name in foreign)
+        remedy = f"Pass block=[{', '.join(foreign)}], or {flags} on the command line"
+        raise CheckpointError(f"{what}. {remedy}; or block={{name: class}} if a name has changed")
     return classes
 
 
