@@ -581,3 +581,10 @@ def test_tables_of_a_pattern_and_a_dtensor_are_refused_by_name(monkeypatch):
     monkeypatch.setattr(block, "encode", fail)
     with pytest.raises(RuntimeError, match=r"Attention2d adds tensors of its pattern.*implicit_replication\(\)"):
         block(x)
+
+
+def test_defaults_are_not_shown_and_not_saved():
+    block, x = va.Attention2d(8, 2), torch.randn(8, 3, 4)
+    assert block.get_config() == {"num_heads": 2, "pattern": "full"}
+    assert block.extra_repr() == "8, num_heads=2, impl='auto', pattern='full'"
+    assert torch.equal(block.attention_weights(x), block.attention_weights(x[None]))

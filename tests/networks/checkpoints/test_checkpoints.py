@@ -565,6 +565,13 @@ def test_a_scalar_of_another_shape_is_named(counter, state, tmp_path):
     assert_rejected(r"1\.num_batches_tracked \(model \(\), checkpoint \(\d", small_network(), path)
 
 
+def test_the_number_of_keys_and_of_empty_entries_is_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr("vision_attn.networks.checkpoints.weights.MAX_KEYS", 10)
+    assert_rejected(
+        "has more than 10 keys in its entries", small_network(), save({str(n): {} for n in range(11)}, tmp_path)
+    )
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
 def test_a_folder_of_distributed_checkpoints_is_named_with_its_converter(state, tmp_path):
     import torch.distributed.checkpoint as dcp
