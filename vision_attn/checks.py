@@ -48,6 +48,7 @@ def check_bool(**values: Any) -> None:
 def check_kernel_size(kernel_size: Any) -> None:
     """Raise unless the size of a convolution kernel is an odd integer, so that padding can keep the size of the input.
 
+    >>> check_kernel_size(1)
     >>> check_kernel_size(4)
     Traceback (most recent call last):
     ValueError: kernel_size must be odd, got 4
