@@ -244,7 +244,7 @@ def test_no_tensor_of_size_queries_times_keys_is_allocated_forward_or_backward(b
         assert max(elements) >= 1024**2
 
 
-# --- custom implementations, linear attention -----------------------------------------------------------
+# --- custom implementations, linear attention -------------------------------------------------------------------------
 
 
 def test_a_custom_implementation_is_available_to_every_block(monkeypatch):

@@ -80,8 +80,8 @@ def select_auto(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> Callable[..
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **options: Any) -> Tensor:
     """Call torch's fused kernel, or bmm for inputs that it cannot differentiate.
 
-    These are inputs in forward mode, and, on a CPU, a mask that requires gradients outside a transform of
-    ``torch.func`` in which the kernel runs.
+    The fused kernel has no derivative in forward mode and, in a transform of ``torch.func`` on a CPU, none for a mask
+    from outside of the transform.
     """
     try:
         return attend_sdpa(q, k, v, mask=mask, **options)

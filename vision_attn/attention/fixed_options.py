@@ -22,7 +22,7 @@ class FixedOptions(nn.Module):
                 why = f"cannot change after it was built, got {value!r} in place of {old!r}"
                 raise AttributeError(f"{what} {why}. {remedy}")
         elif name in self.live and isinstance(value, Tensor):
-            raise AttributeError(f"{what} must not be a tensor, got shape {tuple(value.shape)}")
+            raise AttributeError(f"{what} must not be a tensor, got shape {tuple(value.shape)}. Pass a plain value")
         elif isinstance(layer, FixedOptions) and name in {*layer.fixed, *layer.live} and not hasattr(self, name):
             remedy = "Assign to the attribute of .attn" if name in layer.live else "Build another block"
             raise AttributeError(f"{what} is an option of its attention layer. {remedy}")

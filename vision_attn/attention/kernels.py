@@ -205,8 +205,8 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
 def name_missing_derivative(gradients: Sequence[Tensor | None], _: Any) -> None:
     """Make second derivatives that torch does not implement raise an error that recommends ``impl="bmm"``."""
     for gradient in gradients:
-        node = None if gradient is None else gradient.grad_fn  # with create_graph=True
-        if gradient is not None and node is not None and "NotImplemented" in node.name():
+        # With create_graph=True, gradients have a node.
+        if gradient is not None and (node := gradient.grad_fn) is not None and "NotImplemented" in node.name():
             gradient.register_hook(refuse_second_derivative)
 
 

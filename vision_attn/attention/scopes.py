@@ -213,7 +213,7 @@ class EagerInScopes(str):
 
     def enter(self) -> None:
         with self.lock:
-            # Also if another thread has set the stance, because torch raises an error in a compiled function.
+            # This runs even if another thread has set the stance, because torch raises an error in a compiled function.
             handle: Any = torch.compiler.set_stance(self)  # type: ignore[arg-type]
             if self.entered:
                 handle.__exit__(None, None, None)

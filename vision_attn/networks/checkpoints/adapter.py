@@ -200,18 +200,16 @@ def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, 
     saved = base | fingerprint_network(adapter.tensors, adapter.tensors.keys() - set(adapter.also))
     model_shapes, adapter_shapes = ({name: shape for name, (shape, *_) in tensors.items()} for tensors in (ours, saved))
     pairs = {name: (model_shapes.get(name), adapter_shapes.get(name)) for name in adapter_shapes | model_shapes}
-    if other := [
-        f"{name} (model {mine}, adapter {theirs})" for name, (mine, theirs) in pairs.items() if mine != theirs
-    ]:
-        raise CheckpointError(f"{path} is for another network: {shorten(other)}. Use the network of the adapter")
+    if other := {name: shapes for name, shapes in pairs.items() if shapes[0] != shapes[1]}:
+        shown = shorten(f"{name} (model {mine}, adapter {theirs})" for name, (mine, theirs) in other.items())
+        raise CheckpointError(f"{path} is for another network: {shown}. Use the network of the adapter")
     changed = tuple(name for name in base if ours.get(name, base[name]) != base[name])
     if strict and changed:
         types = [", ".join(sorted({tensors[name][1] for name in changed})) for tensors in (ours, base)]
         what = f"{path} is for different weights of this network: {len(changed)} of {len(base)} tensors differ"
         which = f"{shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter)"
-        remedy = (
-            "Load the original checkpoint of the network first. If the network was trained together with the blocks, "
-        )
-        remedy += "save all trained parameters with also=, or use va.save_model"
-        raise CheckpointError(f"{what}, {which}. {remedy}. strict=False loads the adapter without this check")
+        remedy = "Load the original checkpoint of the network first"
+        trained = "If the network was trained together with the blocks, save all trained parameters with also="
+        save = f"{remedy}. {trained}, or use va.save_model"
+        raise CheckpointError(f"{what}, {which}. {save}. strict=False loads the adapter without this check")
     return changed

@@ -27,9 +27,7 @@ MAX_KEYS = 400_000
 #: Parts of the names of torch's and NumPy's placeholders that stand for tensors.
 OTHER_TENSORS = ("qtensor", "sparse_tensor", "meta_tensor", "DTensor", "multiarray")
 #: Remedy for these placeholders.
-SAVE_TENSORS = (
-    "Save complete, dense tensors: full_tensor(), dequantize(), to_dense() or torch.from_numpy() convert others"
-)
+SAVE_TENSORS = "Save complete, dense tensors: use full_tensor(), dequantize(), to_dense() or torch.from_numpy()"
 
 Tensors = Mapping[str, Tensor]
 #: Values of the entries of a file, or their new keys, by entry and key.

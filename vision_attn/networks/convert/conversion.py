@@ -129,9 +129,7 @@ class LayerConversion:
         block = self.empty_block(layer, weights, **options)
         tensors = to_parameters(weights, block.rank)
         if len({p.requires_grad for p in layer.parameters() if p.is_floating_point()}) > 1:
-            what = (
-                "the layer has frozen and trainable parameters, and one parameter of the block can consist of several"
-            )
+            what = "the layer has frozen and trainable parameters, which can be parts of one parameter of the block"
             raise ValueError(f"{what}. Freeze all of them or none, and then parameters of the block")
         copies = {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
         block.load_state_dict(copies, assign=True)

@@ -123,7 +123,7 @@ def check_equivalence(source: nn.Module, compute: Callable[..., Any], conversion
                 arguments = [scaled.get(id(x), x) for x in inputs]
                 try:
                     expected = get_output(copied(*arguments, **conversion.call_options))
-                except ValueError as error:  # does not name an option, unlike those of the conversion
+                except ValueError as error:  # the layer's error does not name an option
                     raise RuntimeError(*error.args) from error
                 worst = max(worst, compare(source, expected, get_output(compute(copied, *arguments))))
     except (ConversionError, ValueError):
