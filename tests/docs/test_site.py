@@ -42,12 +42,13 @@ def test_no_page_is_wider_than_a_phone(site, browser):
 
 
 def test_einx_and_bmm_are_columns_on_a_screen_and_tabs_on_a_phone(site, browser):
+    rows = (ROOT / "docs/implementations.md").read_text().count("</td><td>")
     for width, columns in ((1366, 2), (PHONE, 1)):
         tab = browser.new_page(viewport={"width": width, "height": 768})
         tab.goto((site / "docs/implementations.html").as_uri())
         tab.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
         sets = tab.locator(".tabbed-set").all()
-        assert len(sets) == 7
+        assert len(sets) == rows > 0
         for one in sets:
             boxes = [box for block in one.locator(".tabbed-block").all() if (box := block.bounding_box())]
             assert len(boxes) == len({box["x"] for box in boxes}) == columns
