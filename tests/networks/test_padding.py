@@ -3,6 +3,7 @@
 import inspect
 from contextlib import nullcontext
 from functools import partial
+from itertools import cycle
 
 import pytest
 import timm
@@ -51,43 +52,30 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-#: With a padded batch, an implementation only receives another mask: each option is tested with two implementations.
-CASES = [(options, CPU_IMPLS[number % len(CPU_IMPLS)]) for number, options in enumerate(OPTIONS)]
+LINEAR = [partial(va.blocks.LinearAttention2d, feature_map=name) for name in ("softmax", "elu", "relu", "none")]
+#: A block, the sizes of its feature maps, the size of the batch, the tolerance, and a second implementation, because an
+#: implementation only receives another mask for a padded batch.
+CASES = [
+    *((partial(va.Attention2d, **how), SIZES, FULL, 2e-6, impl) for how, impl in zip(OPTIONS, cycle(CPU_IMPLS))),
+    *((block, SIZES, FULL, 2e-5, "einx") for block in LINEAR),
+    (va.blocks.Attention1d, [(9,), (4,)], (9,), 1e-6, "einx"),
+    (partial(va.blocks.AttentionBlock3d, gate_init=1.0), [(2, 4, 5), (3, 2, 4)], (3, 4, 5), 1e-6, "bmm"),
+]
 
 
-@pytest.mark.parametrize(("options", "impl"), CASES, ids=str)
+@pytest.mark.parametrize(("build", "sizes", "full", "tolerance", "impl"), CASES, ids=str)
 @torch.no_grad()
-def test_a_padded_batch_equals_each_image_alone(options, impl):
+def test_a_padded_batch_equals_each_image_alone(build, sizes, full, tolerance, impl):
     torch.manual_seed(0)
-    block = va.Attention2d(16, 4, **options).eval()
-    alone, x = batch()
+    block = build(16, 4).eval()
+    alone, x = batch(sizes, 16, full)
     expected = [block(image) for image in alone]
     for one in ("auto", impl):
         va.set_impl_(block, one)
         assert difference(block(x), expected) > 1e-2
-        for valid in (SIZES, mask_of(SIZES), mask_of(SIZES, stride=4)):
+        for valid in (sizes, mask_of(sizes, full), mask_of(sizes, full, stride=4)):
             with va.padded(block, valid):
-                assert difference(block(x), expected) < 2e-6
-
-
-LINEAR = [partial(va.blocks.LinearAttention2d, feature_map=name) for name in ("softmax", "elu", "relu", "none")]
-#: A block, the sizes of its feature maps, the size of the batch, and the tolerance.
-OTHER_BLOCKS = [
-    *((block, SIZES, FULL, 2e-5) for block in LINEAR),
-    (va.blocks.Attention1d, [(9,), (4,)], (9,), 1e-6),
-    (partial(va.blocks.AttentionBlock3d, gate_init=1.0), [(2, 4, 5), (3, 2, 4)], (3, 4, 5), 1e-6),
-]
-
-
-@pytest.mark.parametrize(("build", "sizes", "full", "tolerance"), OTHER_BLOCKS)
-@torch.no_grad()
-def test_linear_attention_and_other_numbers_of_axes(build, sizes, full, tolerance):
-    block = build(16, 4).eval()
-    alone, x = batch(sizes, 16, full)
-    expected = [block(image) for image in alone]
-    assert difference(block(x), expected) > 1e-2
-    with va.padded(block, sizes):
-        assert difference(block(x), expected) < tolerance
+                assert difference(block(x), expected) < tolerance
 
 
 @torch.no_grad()
