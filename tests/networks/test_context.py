@@ -1,7 +1,5 @@
 """A second feature map for inserted blocks: the output of another module, or a map from outside the network."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import timm
 import torch
@@ -70,16 +68,6 @@ def test_features_are_an_input_of_an_exported_graph_or_refused():
     torch.testing.assert_close(program(images, second), both(images, second))
     with pytest.raises(va.errors.SiteError, match="constant of the exported graph"), va.context(model, first):
         torch.export.export(model, (images,))
-
-
-def test_threads_read_their_own_context():
-    model = resnet()
-    va.insert_(model, names="layer4", context="layer1", gate_init=0.5, example_input=IMAGE)
-    images = [torch.rand(1, 3, 64, 64) for _ in range(6)]
-    expected = [model(x) for x in images]
-    with ThreadPoolExecutor(len(images)) as pool:
-        found = pool.map(model, images * 5)
-    torch.testing.assert_close(list(found), expected * 5)
 
 
 def test_a_part_that_fails_leaves_no_context_to_a_later_call():

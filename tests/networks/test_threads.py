@@ -52,7 +52,7 @@ def frequent_switches():
 def model():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), va.AttentionBlock2d(8, 2, gate_init=1.0))
-    va.insert_(model, names="1", num_heads=2, gate_init=1.0, example_input=(1, 3, 12, 12))
+    va.insert_(model, names="1", context="0", num_heads=2, gate_init=1.0, example_input=(1, 3, 12, 12))
     return model.eval()
 
 
@@ -221,6 +221,7 @@ def test_a_compiled_model_runs_in_eager_inside_and_compiled_in_another_thread(mo
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*side effects happened")  # of the exporter
 def test_a_model_is_compiled_and_exported_while_another_thread_is_inside(model):
     x = IMAGES[0]
     with in_another_thread(model, "capture", "disabled"):
