@@ -163,12 +163,8 @@ def test_an_error_lists_entries_that_match_equally(state, tmp_path):
 
 def test_the_same_names_under_two_incomplete_prefixes_are_not_loaded(tmp_path):
     path = save({f"{part}.0.weight": torch.ones(2, 2) for part in "ab"}, tmp_path)
-    assert_rejected(
-        r"under 2 prefixes. Pass prefix='a\.' or prefix='b\.'$",
-        nn.Sequential(nn.Linear(2, 2, bias=False), nn.PReLU()),
-        path,
-        strict=False,
-    )
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.PReLU())
+    assert_rejected(r"under 2 prefixes. Pass prefix='a\.' or prefix='b\.'$", model, path, strict=False)
 
 
 def test_a_file_may_contain_a_shared_parameter_once(tmp_path):
@@ -347,42 +343,37 @@ def test_each_shard_is_released_after_its_last_copy(state, tmp_path, monkeypatch
 # --- inserted blocks --------------------------------------------------------------------------------------------------
 
 
-def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
-    source = randomize_(timm.create_model("resnet20_a", num_classes=10))
-    path, models = save(source.state_dict(), tmp_path), [timm.create_model("resnet20_a").eval() for _ in range(2)]
+#: A change of a network, the keys of modules that it replaces, a key of the block, and the message without the block.
+BLOCK_CHANGES = [
+    (va.insert_, "layer3.2", (), "layer3.2.inserted.gate", r"Call va\.insert_ at their sites first"),
+    (
+        va.replace_,
+        "layer3.1.conv2",
+        ("layer3.1.conv2.weight",),
+        "layer3.1.conv2.attn.qkv.bias",
+        "unexpected .*attn.qkv",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "names", "replaced", "key", "message"), BLOCK_CHANGES)
+def test_loading_before_or_after_a_change_gives_the_same_model(change, names, replaced, key, message, tmp_path):
+    source, x = randomize_(timm.create_model("resnet20", num_classes=10)).eval(), torch.randn(2, 3, 32, 32)
+    path, models = save(source.state_dict(), tmp_path), [timm.create_model("resnet20").eval() for _ in range(2)]
     va.load_checkpoint_(models[0], path)
     for model in models:
-        va.insert_(model, stages=-1)
+        change(model, names=names, num_heads=2)
     report = va.load_checkpoint_(models[1], path)
-    assert (set(report.newly_initialized), report.missing) == (inserted_keys(models[1]), ())
-    x = torch.randn(2, 3, 32, 32)
-    assert torch.equal(models[0](x), source.eval()(x))
-    assert torch.equal(models[1](x), source(x))
-
-    # ``test_files.py`` loads a checkpoint with blocks into a model with blocks.
-    path = save(models[1].state_dict(), tmp_path)
-    assert_rejected(r"Call va\.insert_ at their sites first", timm.create_model("resnet20_a"), path)
-
-    # A checkpoint must contain all tensors of a block, or none.
-    state = models[1].state_dict()
-    del state["layer3.2.inserted.gate"]
-    path = save(state, tmp_path)
-    assert_rejected(r"1 key missing from the checkpoint: layer3\.2\.inserted\.gate", models[0], path)
-
-
-def test_loading_before_or_after_replacement_leaves_the_same_model(tmp_path):
-    source = randomize_(timm.create_model("resnet20", num_classes=10))
-    path, models = save(source.state_dict(), tmp_path), [timm.create_model("resnet20") for _ in range(2)]
-    va.load_checkpoint_(models[0], path)
-    for model in models:
-        va.replace_(model, names="layer3.1.conv2", num_heads=2)
-    report = va.load_checkpoint_(models[1], path)
-    assert (report.replaced, report.unexpected) == (("layer3.1.conv2.weight",), ())
+    assert (report.replaced, report.missing, report.unexpected) == (replaced, (), ())
     assert set(report.newly_initialized) == inserted_keys(models[1])
-    assert "layer3.1.conv2.weight" not in report.loaded
-    path = save(models[1].state_dict(), tmp_path)
-    assert_rejected(r"unexpected .*: layer3\.1\.conv2\.attn\.qkv", timm.create_model("resnet20"), path)
+    assert not set(replaced).intersection(report.loaded)
+    # ``test_files.py`` loads a checkpoint with blocks into a model with blocks.
+    state = models[1].state_dict()
+    assert_rejected(message, timm.create_model("resnet20"), save(state, tmp_path))
+    del state[key]  # a checkpoint must contain all tensors of a block, or none
+    assert_rejected(f"1 key missing from the checkpoint: {key}", models[0], save(state, tmp_path))
     for model in models:
+        assert replaced or torch.equal(model(x), source(x))
         va.remove_(model)
         assert_same(model.state_dict(), source.state_dict())
 
@@ -567,9 +558,8 @@ def test_a_scalar_of_another_shape_is_named(counter, state, tmp_path):
 
 def test_the_number_of_keys_and_of_empty_entries_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr("vision_attn.networks.checkpoints.weights.MAX_KEYS", 10)
-    assert_rejected(
-        "has more than 10 keys in its entries", small_network(), save({str(n): {} for n in range(11)}, tmp_path)
-    )
+    path = save({str(n): {} for n in range(11)}, tmp_path)
+    assert_rejected("has more than 10 keys in its entries", small_network(), path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")

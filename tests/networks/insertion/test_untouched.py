@@ -93,21 +93,14 @@ def test_an_output_of_zeros_that_becomes_nan_is_changed():
         va.insert_(model, root, names="0", example_input=(1, 3, 8, 8))
 
 
-def test_a_layer_shared_with_the_network_is_not_set_to_zero():
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_layer_that_is_shared_with_the_network_or_frozen_is_not_set_to_zero(shared):
     model, x = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)), torch.rand(1, 3, 8, 8)
-    shared, expected = model[1], model(x)
-    again = lambda channels: Net(lambda net, x: x + net.conv(x), conv=shared)  # noqa: E731
-    with contextlib.suppress(va.errors.SiteError):
-        va.insert_(model, again, names="0", example_input=x)
-    assert shared.weight.any()
-    assert torch.equal(model(x), expected)
-
-
-def test_a_frozen_layer_of_a_block_is_not_set_to_zero():
-    model, x = nn.Sequential(nn.Conv2d(3, 8, 1)), torch.rand(1, 3, 8, 8)
-    frozen, expected = nn.Conv2d(8, 8, 1).requires_grad_(False), model(x)
-    va.insert_(model, lambda channels: Net(lambda net, x: x + net.conv(x), conv=frozen), names="0", example_input=x)
-    assert frozen.weight.all()
+    layer, expected = model[1] if shared else nn.Conv2d(8, 8, 1).requires_grad_(False), model(x)
+    build = lambda channels: Net(lambda net, x: x + net.conv(x), conv=layer)  # noqa: E731
+    with contextlib.suppress(va.errors.SiteError) if shared else contextlib.nullcontext():
+        va.insert_(model, build, names="0", example_input=x)
+    assert layer.weight.all()
     assert torch.equal(model(x), expected)
 
 
