@@ -156,16 +156,11 @@ def test_copies_of_a_block_in_a_wrapper_are_one_block(model, batch):
     assert len(va.contribution(tuned, batch).blocks) == len(sites)
 
 
-BCE = nn.functional.binary_cross_entropy_with_logits
+CE, BCE = nn.functional.cross_entropy, nn.functional.binary_cross_entropy_with_logits
 POOL = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1))
 #: The layers after the block, labels, the loss of scores and labels, and the predictions.
 SCORES = [
-    (
-        nn.Sequential(nn.Conv2d(8, 4, 1)),
-        torch.arange(8 * 14**2).view(8, 14, 14) % 4,
-        nn.functional.cross_entropy,
-        lambda y: y.argmax(1),
-    ),
+    (nn.Sequential(nn.Conv2d(8, 4, 1)), torch.arange(8 * 14**2).view(8, 14, 14) % 4, CE, lambda y: y.argmax(1)),
     # A single score is the logit of the second class.
     (POOL, torch.arange(8) % 2, lambda y, labels: BCE(y[:, 0], labels.float()), lambda y: y > 0),
 ]

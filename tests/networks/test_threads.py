@@ -113,22 +113,6 @@ def test_every_thread_of_a_server_runs_a_swapped_model(calls):
     assert_served(serve, calls)
 
 
-def test_tasks_of_one_thread_have_their_own_contexts(model):
-    async def serve(*names):
-        results = []
-        with entered(model, names, results):
-            await asyncio.sleep(0.01)  # The other tasks enter their contexts.
-            results.append(model(IMAGES[0]))
-            await asyncio.sleep(0.01)
-        return results
-
-    async def serve_all():
-        return await asyncio.gather(*(serve(*names) for names in CALLS))
-
-    for names, answer in zip(CALLS, asyncio.run(serve_all()), strict=True):
-        assert all(map(torch.equal, answer, run(model, IMAGES[0], *names)))
-
-
 def test_a_task_that_outlives_the_with_block_exits_its_context(model):
     async def serve():
         left = asyncio.Event()

@@ -198,11 +198,12 @@ def test_an_adapter_is_loaded_completely_or_not_at_all(model, tmp_path):
     assert_rejected(r"fc\.weight cannot be written, because it is expanded", path, other)
 
 
-def test_blocks_loaded_in_inference_mode_can_be_trained(adapter, saved):
-    network = small_network()
+def test_blocks_inserted_or_loaded_in_inference_mode_can_be_trained(adapter, saved):
+    network, other = small_network(), small_network()
     with torch.inference_mode():
         va.load_adapter_(network, adapter.parent)
-        networks = network, va.load_model(saved[0])
+        va.insert_(other, names="layer2", num_heads=2, example_input=IMAGES)
+        networks = network, other, va.load_model(saved[0])
     for one in networks:
         one(torch.randn(IMAGES)).sum().backward()
         assert all(p.grad is not None for block in va.inserted_blocks(one).values() for p in block.parameters())

@@ -554,14 +554,6 @@ def test_a_block_in_a_shared_encoder_runs_in_each_call(make, site, sizes):
         assert len(va.insert_(model, dry_run=True, example_input=images).blocks) == 5
 
 
-def test_blocks_that_are_inserted_in_inference_mode_can_be_trained():
-    model = resnet()
-    with torch.inference_mode():
-        va.insert_(model, names="layer2", example_input=IMAGE.clone())
-    model(IMAGE).sum().backward()
-    assert all(p.grad is not None for p in only_block(model).parameters())
-
-
 #: A network, and the prefix of the keys of its classifier.
 CLASSIFIERS = [
     (lambda: timm.create_model("convnext_atto"), "head.fc"),
