@@ -37,6 +37,14 @@ def network(seed=0):
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 7, 1)).eval()
 
 
+def insert_block(model, seed):
+    va.insert_(model, names="0", num_heads=2, example_input=IMAGES)
+    torch.manual_seed(seed)
+    for parameter in model[0].inserted.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
 def sharded(model, *parts):
     for part in (*parts, model):
         fsdp.fully_shard(part)
@@ -65,10 +73,7 @@ def test_a_checkpoint_is_loaded_into_a_sharded_model(write, tmp_path):
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_the_adapter_of_a_sharded_model_equals_that_of_the_plain_model(apart, tmp_path):
-    model, other, images = network(), network(), torch.randn(IMAGES)
-    va.insert_(model, names="0", num_heads=2, example_input=IMAGES)
-    for parameter in model[0].inserted.parameters():
-        nn.init.normal_(parameter)
+    model, other, images = insert_block(network(), 3), network(), torch.randn(IMAGES)
     plain = va.save_adapter(model, tmp_path / "plain.safetensors", also="3.*")
     sharded(model, *([model[0].inserted, model[0]] if apart else []))
     path = va.save_adapter(model, tmp_path / "sharded.safetensors", also="3.*")
@@ -93,11 +98,7 @@ def test_an_error_for_sharded_tensors_names_the_function_that_gathers_them(tmp_p
 def save_and_load_in_one_of_two(rank, folder):
     """Run in each of two processes: every parameter is divided between them."""
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    model, images = network(1), torch.randn(IMAGES, generator=torch.Generator().manual_seed(3))
-    va.insert_(model, names="0", num_heads=2, example_input=IMAGES)
-    torch.manual_seed(4)
-    for parameter in model[0].inserted.parameters():
-        nn.init.normal_(parameter)
+    model, images = insert_block(network(1), 4), torch.randn(IMAGES, generator=torch.Generator().manual_seed(3))
     expected = model(images).detach()
     if rank == 0:
         va.save_adapter(model, f"{folder}/plain.safetensors", also="3.*")

@@ -327,23 +327,6 @@ def test_maps_of_windows_and_grids_of_torchvision():
     assert grid == [[row, column] for row in (0, 4, 8) for column in (3, 7, 11)]
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # warnings of diffusers
-def test_a_swapped_network_runs_with_layerwise_casting():
-    """diffusers stores the weights as float8, and casts them in a forward that it assigns to each layer."""
-    kind = pytest.importorskip("diffusers").UNet2DModel
-    options = {"sample_size": 16, "block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 8}
-    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
-    ours = perturbed(kind(**options, down_block_types=down, up_block_types=up, attention_head_dim=4), 0.3)
-    theirs, outputs, images = copy.deepcopy(ours), [], torch.randn(1, 3, 16, 16)
-    assert va.swap_(ours).swapped
-    for model in (ours, theirs):
-        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
-        with torch.no_grad():
-            outputs.append(model(images, torch.tensor([5])).sample)
-    torch.testing.assert_close(*outputs)
-
-
 def test_the_innermost_module_declares_the_tokens():
     outer = nn.Sequential(create("vit"))
     outer.reg_token = nn.Parameter(torch.zeros(1, 4, 16))

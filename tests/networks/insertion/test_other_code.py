@@ -29,7 +29,8 @@ from vision_attn.networks import untrained
 from vision_attn.networks.insertion.registry import records
 from vision_attn.networks.inspection.wrappers import unwrap_key
 
-pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect")
+#: Warnings of this library about small feature maps, and of torch.compile.
+pytestmark = pytest.mark.filterwarnings("ignore:attention has little effect", "ignore:The .grad attribute")
 
 IMAGE = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -172,7 +173,6 @@ NORM_CONVERSIONS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
 @pytest.mark.parametrize("convert", NORM_CONVERSIONS)
 def test_a_block_at_a_norm_is_kept_when_the_norm_is_converted(convert):
     # timm#1254: freezing batch norms after a module was added
@@ -191,7 +191,6 @@ WRAPPED = ["layer2.1.bn2", "layer2"]
 WRAPPED += [pytest.param(path, marks=pytest.mark.slow) for path in ("layer2.1.conv1", "layer2.1", "conv1")]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
 @pytest.mark.parametrize("path", WRAPPED)
 @pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), checkpoint_wrapper])
 def test_a_block_at_a_wrapped_layer_has_the_keys_of_the_layer_alone(wrap, path, tmp_path):
