@@ -95,12 +95,6 @@ def ordinary_pass_inside(net, other, enter):
         loss(y).backward()
 
 
-def ordinary_pass_afterwards(net, other, enter):
-    with enter(net, 0):
-        y = net(image(1))
-    (loss(net(image(2))) + loss(y)).backward()
-
-
 def teacher_inside(net, other, enter):
     y = net(image(1))
     with enter(net, 0), torch.no_grad():
@@ -109,7 +103,7 @@ def teacher_inside(net, other, enter):
 
 
 SITUATIONS = (two_sizes, two_models, nested, twice, in_a_thread)
-WITH_ORDINARY_PASS = (ordinary_pass_inside, ordinary_pass_afterwards, teacher_inside)
+WITH_ORDINARY_PASS = (ordinary_pass_inside, teacher_inside)
 CELLS = [(kind, run) for kind in KINDS for run in SITUATIONS]
 CELLS += [(kind, run) for kind in sorted(OPTIONAL) for run in WITH_ORDINARY_PASS]
 

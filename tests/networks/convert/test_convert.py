@@ -330,14 +330,6 @@ def test_the_documented_table_matches_the_code():
     assert table == expected, f"write this between the markers:\n{expected}"
 
 
-def test_boolean_masks_are_the_inverse_of_torch_masks():
-    layer = randomized(nn.MultiheadAttention(8, 2, batch_first=True))
-    x, mask = randn(2, 8, 3, 4), randn(12, 12) < 0
-    mask.fill_diagonal_(False)
-    expected, _ = layer(*[tokens(x)] * 3, attn_mask=mask)
-    torch.testing.assert_close(tokens(convert.from_layer(layer)(x, mask=~mask)), expected, rtol=0, atol=1e-12)
-
-
 def test_the_block_attends_to_padding_like_swin():
     block, x = convert.from_layer(randomized(swin(shift_size=[1, 2]))), randn(2, 8, 5, 7)
     y, last = block(x), x.to(memory_format=torch.channels_last)

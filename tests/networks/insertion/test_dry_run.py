@@ -1,6 +1,6 @@
 """Dry runs of an insertion: counts equal measurements, and nothing changes."""
 
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import timm
@@ -11,20 +11,6 @@ from torch import nn
 
 import vision_attn as va
 from vision_attn.networks.inspection.costs import count_saved_bytes
-
-
-def network(name, **options):
-    """Return a network by name; ResNet-18 and ViT-Tiny have few channels."""
-    if name == "resnet18":
-        return resnet(**options)
-    return timm.create_model(name, **({"embed_dim": 48} if name.startswith("vit") else {}), **options)
-
-
-@cache
-def look(name, size=None, **options):
-    """Return the report of a dry run, which is cached for several tests."""
-    example = {} if size is None else {"example_input": (1, 3, size, size)}
-    return va.insert_(network(name), dry_run=True, **example, **options)
 
 
 def bytes_really_saved(block, x, impl):
@@ -92,11 +78,12 @@ def test_fused_kernels_and_several_images_are_counted():
 
 
 def test_small_and_large_feature_maps_raise_warnings():
-    (small,) = look("resnet18", 32).warnings
+    (small,) = va.insert_(resnet(), dry_run=True, example_input=(1, 3, 32, 32)).warnings
     assert small.startswith("attention has little effect on small feature maps: 'layer3.1' (2×2), 'layer4.1' (1×1). ")
-    (large,) = look("resnet18").warnings
+    report = va.insert_(resnet(), dry_run=True)
+    (large,) = report.warnings
     assert large.startswith("full attention at 'act1' (112×112) compares")
-    assert f"warning: {large}" in str(look("resnet18")).splitlines()
+    assert f"warning: {large}" in str(report).splitlines()
 
 
 def test_a_dry_run_changes_nothing_and_its_costs_are_those_of_the_insertion():
@@ -116,7 +103,7 @@ def test_a_dry_run_changes_nothing_and_its_costs_are_those_of_the_insertion():
 
 def test_stages_counted_from_the_end_have_an_effect():
     # The head of a ViT reads only the class token of the last block.
-    make = partial(network, "vit_tiny_patch16_224", depth=3, img_size=64)
+    make = partial(timm.create_model, "vit_tiny_patch16_224", embed_dim=48, depth=3, img_size=64)
     both = ["blocks.0", "blocks.1"]
     for stages, sites in ((-1, both[1:]), ([-2, -1], both), ([0, -1], both)):
         assert [block.site for block in va.insert_(make(), stages=stages, num_heads=3).blocks] == sites

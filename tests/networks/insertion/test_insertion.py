@@ -22,10 +22,6 @@ from vision_attn.networks.inspection.selection import glob_matches
 SMALL = {"num_heads": 2, "example_input": (1, 3, 8, 8)}
 
 
-def convolution(channels=16):
-    return nn.Sequential(nn.Conv2d(3, channels, 1))
-
-
 def test_the_report_is_a_table_with_the_cost_of_each_block():
     with torch.device("meta"):
         report = va.insert_(timm.create_model("resnet50"), stages=[-2, -1])
@@ -81,7 +77,7 @@ WIDTHS = [
 
 @pytest.mark.parametrize(("channels", "options", "expected"), WIDTHS)
 def test_a_default_block_has_at_most_512_attention_channels(channels, options, expected):
-    model, block = convolution(channels), options.get("block", va.AttentionBlock2d)
+    model, block = convolutions(3, channels), options.get("block", va.AttentionBlock2d)
     (record,) = va.insert_(model, names="0", example_input=(1, 3, 4, 4), **options).blocks
     attention = va.inserted_blocks(model)["0"].attn
     assert (attention.num_heads, attention.key_dim, attention.value_dim) == expected
@@ -153,7 +149,7 @@ def test_an_error_names_its_cause_and_does_not_change_the_model(options, message
 
 def test_the_layout_with_equal_channels_and_rows_is_inferred():
     with torch.device("meta"):
-        (block,) = va.insert_(convolution(), names="0", example_input=(1, 3, 16, 16)).blocks
+        (block,) = va.insert_(convolutions(3, 16), names="0", example_input=(1, 3, 16, 16)).blocks
         assert (block.channels, block.target.layout) == (16, "b c h w")
         # 96 channels on 96×96 positions are ambiguous; the other feature maps of the network decide.
         swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=384, depths=(1, 1, 1, 1))

@@ -8,7 +8,7 @@ import copy
 import gc
 import warnings
 import weakref
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import timm
@@ -36,12 +36,7 @@ IMAGE = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
 def resnet():
-    """Return a copy of a narrow ResNet-18 with random values, which is created only once."""
-    return copy.deepcopy(create_resnet())
-
-
-@cache
-def create_resnet():
+    """Return a narrow ResNet-18 with random values."""
     torch.manual_seed(0)
     return randomize_(NarrowResNet()).eval()
 

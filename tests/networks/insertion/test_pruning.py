@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,7 @@ SHAPE = (1, 3, 128, 128)
 pytestmark = pytest.mark.filterwarnings("ignore:Unwrapped parameters", "ignore::DeprecationWarning")
 
 
-def network():
-    return resnet(num_classes=10, zero_init_last=False)
+network = partial(resnet, num_classes=10, zero_init_last=False)
 
 
 def with_blocks(**options):
