@@ -117,11 +117,7 @@ INVALID = [
     (["export", "IMAGE"], 2, "error: --output is required"),
     (["export", "IMAGE", "-o", "net.onnx"], 2, "is a file, not the folder of a run. The order is export RUN"),
     (["export", "SAVED", "-o", "net.pth"], 2, "output must end in .onnx or .pt2, got 'net.pth'"),
-    (
-        ["export", "SAVED", "-o", "net.pt2", "--dynamic", "width", "depth"],
-        2,
-        "--dynamic must contain batch or size, got 'w",
-    ),
+    (["export", "SAVED", "-o", "net.pt2", "--dynamic", "width"], 2, "--dynamic must contain batch or size, got 'w"),
     (["export", "SAVED", "-o", "broken.png/net.pt2"], 1, "'broken.png'"),
     (["compare", "--variants", "plain", "plain"], 2, "error: --variants: expected at least 2 distinct names"),
     (["compare", "--variants", "plain"], 2, "error: --variants: expected at least 2 distinct names, got plain"),
@@ -134,7 +130,6 @@ INVALID = [
     (["compare", "--config", "old", "-o", "old"], 2, "error: --output: …old is the folder of a run"),
     (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # not writable for root
     (["predict", "SAVED", "empty"], 1, "empty contains no images"),
-    (["predict", "SAVED", "broken.png"], 1, "broken.png"),
     (["predict", "SAVED", "missing.png"], 1, "missing.png does not exist"),
     (["evaluate", RUN], 2, "error: --data is required"),
     (["explore", "resnet20", "IMAGE"], 2, "error: MODEL: resnet20 has no attention modules…vit_tiny_patch16_224"),
@@ -164,7 +159,7 @@ def test_invalid_input_is_an_error(capsys, image_folder, saved, tmp_path, monkey
     assert (found, "Traceback" in err, "epoch 1/" in out) == (code, False, False), err
     assert all(part in err for part in message.split("…"))
     assert err.startswith("vision-attn: ")
-    assert err.count("\n") == 1 or arguments[-1] == "broken.png"
+    assert err.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"broken.png", "empty", "old", "images"}
 
 
@@ -182,11 +177,7 @@ ERRORS = [
     (errors.CheckpointError("one\n", "two\x07"), 1, "error: one\\n\ntwo\\x07"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 TB"), 1, "error: DefaultCPUAllocator: can't "),
     (MemoryError(), 1, "error: MemoryError"),
-    (
-        errors.DataError("Caught DataError in DataLoader worker process 0.\n  a.py\nDataError: a.png\n"),
-        1,
-        "error: a.png\n",
-    ),
+    (errors.DataError("Caught DataError in DataLoader worker process 0.\n a\nDataError: a.png\n"), 1, "error: a.png\n"),
     (KeyboardInterrupt(), 130, "interrupted\n"),
     (errors.Interrupted(signal.SIGTERM, "saved after step 2"), 143, "saved after step 2\n"),
     (AssertionError("a bug"), 1, None),
@@ -260,15 +251,6 @@ def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, s
     assert "red" not in out
 
 
-@pytest.mark.slow
-def test_export_passes_its_flags(capsys, tmp_path):
-    flags = ("--img-size", "40", "48", "--dynamic", "size", "--no-normalize")
-    code, out, _ = run(capsys, "export", RUN, "-o", tmp_path / "net.pt2", *flags)
-    assert code == 0
-    assert "input (1, 3, height, width), pixels in 0…1, then (pixels - mean) / std" in out
-    assert "largest difference from the network on 6 random images: " in out
-
-
 def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, image_folder):
     recipe = importlib.import_module("vision_attn.recipes.train")
     monkeypatch.setattr(sys.modules["vision_attn.recipes"], "train", recipe)  # restored after the test
@@ -282,7 +264,7 @@ def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, image_fold
 
 
 def test_flags_override_the_settings_of_another_run(tmp_path):
-    other = Settings(names=("layer3", "layer2"), lr=0.3, channels_last=True, seed=3)
+    other = Settings(names=("layer3", "layer2"), lr=0.3, channels_last=True, seed=3, epochs=9)
     (tmp_path / "settings.json").write_text(json.dumps(asdict(other), default=str))
 
     def parsed(*words):
@@ -291,11 +273,8 @@ def test_flags_override_the_settings_of_another_run(tmp_path):
     found = parsed("--config", str(tmp_path), "--names", "layer1", "--no-channels-last", "--lr", "None")
     assert (found.names, found.lr, found.channels_last, found.seed) == (("layer1",), None, False, 3)
     assert found.output is None
-    found = parsed(f"--config={tmp_path / 'settings.json'}", "--epochs=30", "--hflip", "0.5", "-o", "x")
-    assert (found.epochs, found.lr, str(found.output)) == (30, 0.3, "x")
-    other = replace(other, epochs=9)
-    (tmp_path / "settings.json").write_text(json.dumps(asdict(other), default=str))
-    assert parsed("--config", str(tmp_path), "--epochs", "30").epochs == 30, "a flag with the default value"
+    found = parsed(f"--config={tmp_path / 'settings.json'}", "--epochs", "30", "--hflip", "0.5", "-o", "x")
+    assert (found.epochs, found.lr, str(found.output)) == (30, 0.3, "x"), "30 epochs are the default"
     assert parsed("--resume", "auto", "-o", "x").resume == "auto"
     assert parsed("--config", str(tmp_path), "--stages", "-1").names == ()
 

@@ -123,10 +123,9 @@ def test_block_settings_apply_to_the_variants_that_accept_them():
     assert settings_for_variant("other=averaging --block=attention", common)[1].block_options == ()
     with pytest.raises(ValueError, match=r"plain, convolution.*'convolutoin'\. Did you mean 'convolution'"):
         settings_for_variant("convolutoin", Settings())
+    fixed = "(--seed|--config|-o|--val-fraction)"
     for word in ("x=se --seed 5", "x=plain --config=runs/other", "x=se -o a", "x=se --val_fraction 0.3"):
-        with pytest.raises(
-            ValueError, match=r"must not contain (--seed|--config|-o|--val-fraction), which is the same"
-        ):
+        with pytest.raises(ValueError, match=f"must not contain {fixed}, which is the same"):
             settings_for_variant(word, Settings())
 
 
@@ -173,9 +172,6 @@ def test_a_comparison_resumes_where_it_was_interrupted(base, tmp_path, capsys):
     assert "4 runs, 2 of them complete" in capsys.readouterr().out
     assert all(again[name]["1"]["top-1 %"] == one["1"]["top-1 %"] for name, one in found.items())
     assert list(compare_settings(variants, seeds=(0, 1, 2), output=resumed, **shared)["plain"]) == ["0", "1", "2"]
-    other = {name: replace(one, lr=0.3) for name, one in variants.items()}
-    with pytest.raises(ValueError, match=r"--output: .*resumed has a comparison with other settings \(--lr\). Choose"):
-        compare_settings(other, seeds=(0, 1), output=resumed, **shared)
 
 
 def test_an_aborted_comparison_with_other_settings_names_its_folder(base, tmp_path):
@@ -187,7 +183,7 @@ def test_an_aborted_comparison_with_other_settings_names_its_folder(base, tmp_pa
     variants = dict(settings_for_variant(word, base) for word in ("plain", "attention"))
     with mock.patch.object(module, "train", interrupted), pytest.raises(KeyboardInterrupt):
         compare_settings(variants, seeds=[0], output=tmp_path / "c", command="", jobs=1)
-    with pytest.raises(ValueError, match=r"--output: .*c has a comparison with other settings \(--lr\)"):
+    with pytest.raises(ValueError, match=r"--output: .*c has a comparison with other settings \(--lr\). Choose"):
         compare_settings(variants, seeds=[0], output=tmp_path / "c", command="", jobs=1)
 
 

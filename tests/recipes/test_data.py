@@ -57,8 +57,7 @@ def test_images_are_rotated_by_their_exif_orientation(tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncated", "float", "gone"])
 def test_all_damaged_images_are_listed_before_the_first_epoch(image_folder, tmp_path, capsys, damage):
-    for half in ("train", "val"):
-        shutil.copytree(image_folder / half, tmp_path / "data" / half)
+    shutil.copytree(image_folder, tmp_path / "data")
     bad = [tmp_path / "data" / half / "red" / "bad.tif" for half in ("train", "val")]
     for file in bad:
         if damage == "truncated":
@@ -220,9 +219,8 @@ WORKERS = [(319, 1, 4), (320, 1, 5), (10_000, 1, 16), (10_000, 4, 10)]
 
 
 @pytest.mark.parametrize(("count", "processes", "workers"), WORKERS)
-def test_workers_are_at_most_one_per_core_and_sixteen_and_decode_64_images(
-    image_folder, monkeypatch, count, processes, workers
-):
+def test_the_number_of_workers(image_folder, monkeypatch, count, processes, workers):
+    """One for every 64 images, but at most one per core, and at most sixteen."""
     monkeypatch.setattr("joblib.cpu_count", lambda: 40)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(40))  # torch warns if there are fewer cores
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))

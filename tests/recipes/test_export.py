@@ -18,7 +18,6 @@ from vision_attn import cli
 from vision_attn.networks.models import create_model
 from vision_attn.recipes import export
 from vision_attn.recipes.export import FORMATS
-from vision_attn.recipes.settings import Export
 
 MEAN, STD = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
 
@@ -88,14 +87,16 @@ def test_an_exported_file_matches_the_network_and_a_different_file_is_rejected(t
 @pytest.mark.slow
 def test_only_dynamic_dimensions_can_vary(tmp_path):
     images = {"batch": torch.rand(3, 3, 16, 24), "size": torch.rand(1, 3, 21, 37), None: torch.rand(1, 3, 16, 24)}
-    for dynamic in ((), ("batch",), ("size",), ("batch", "size")):
-        path = va.export_model(small_network(), tmp_path / "net.pt2", dynamic=dynamic).file
+    for dynamic, compared in (((), 2), (("batch",), 4), (("size",), 6), (("batch", "size"), 12)):
+        report = va.export_model(small_network(), tmp_path / "net.pt2", dynamic=dynamic)
+        assert f"on {compared} random images: " in str(report)
+        assert ("3, height, width)" in str(report)) == ("size" in dynamic)
         for name, batch in images.items():
             if name is None or name in dynamic:
-                assert_computes(path, small_network(), batch)
+                assert_computes(report.file, small_network(), batch)
             else:
                 with pytest.raises(AssertionError, match="Guard failed"):
-                    run(path, batch)
+                    run(report.file, batch)
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (1, 3, 8, 8, 8)])
@@ -106,11 +107,12 @@ def test_other_shapes_than_those_of_images_raise_errors(tmp_path, shape):
 
 
 @pytest.mark.parametrize(("size", "shape"), [((), None), ((40,), (1, 3, 40, 40)), ((40, 48), (1, 3, 40, 48))])
-def test_the_command_exports_images_of_the_given_side_or_height_and_width(tmp_path, size, shape):
+def test_the_command_passes_its_flags_and_the_given_side_or_height_and_width(tmp_path, size, shape):
     va.save_model(create_model("tiny"), tmp_path / "net")
+    flags = ["--dynamic", "size", "--no-normalize", *["--img-size"] * bool(size), *map(str, size)]
     with mock.patch.object(export, "export_model") as exporter:
-        export.export(Export(str(tmp_path / "net"), tmp_path / "net.pt2", size))
-    assert exporter.call_args.kwargs["example_input"] == shape
+        assert cli.main(["export", str(tmp_path / "net"), "-o", str(tmp_path / "net.pt2"), *flags]) == 0
+    assert exporter.call_args.kwargs == {"example_input": shape, "dynamic": ("size",), "normalize": False}
 
 
 @pytest.mark.parametrize(("bias", "message"), [(torch.nan, "not finite"), (0.0, "RuntimeError: control flow")])

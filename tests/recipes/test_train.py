@@ -290,7 +290,7 @@ def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base, mon
 
 
 def test_a_step_clips_gradients_and_smooths_labels(base, monkeypatch):
-    networks, made = spy(monkeypatch, "build_network"), spy(monkeypatch, "create_optimizer_v2")
+    networks = spy(monkeypatch, "build_network")
     monkeypatch.setattr(module.F, "cross_entropy", loss := mock.Mock(wraps=F.cross_entropy))
     options = {"weight_decay": 0.0, "clip_grad": 1e-3, "label_smoothing": 0.3, "batch_size": 72, "epochs": 1}
     starts = []
@@ -303,7 +303,6 @@ def test_a_step_clips_gradients_and_smooths_labels(base, monkeypatch):
     assert loss.call_args_list[0].kwargs == {"label_smoothing": 0.3}
     # The first step with Nesterov momentum is 1.9 times the gradient, whose norm is at most 1e-3.
     assert (weights() - starts[0]).norm().item() == pytest.approx(0.05 * 1.9 * 1e-3, rel=2e-3)
-    assert len(made) == 1
 
 
 def test_accumulated_gradients_are_those_of_the_complete_batch(base, monkeypatch, tmp_path):
@@ -440,9 +439,7 @@ def test_a_frozen_backbone_is_unchanged_and_its_adapter_restores_the_network(bas
 def test_weights_for_classes_of_other_names_require_a_new_head(base, tmp_path):
     folder = va.save_model(create_model(base.model, num_classes=3), tmp_path / "net", classes=["red", "green", "blue"])
     settings = replace(base, weights=str(folder))
-    with pytest.raises(
-        ValueError, match=r"--weights are for the classes red, green, blue, got blue, green, red. Pass -"
-    ):
+    with pytest.raises(ValueError, match=r"--weights are for the classes red, green, blue, got blue, green, red\. "):
         build(settings)
     build(replace(settings, reset_head=True))
 
