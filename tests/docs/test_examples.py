@@ -8,7 +8,7 @@ import runpy
 import shutil
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from unittest import mock
 
@@ -78,6 +78,18 @@ def run_here(monkeypatch, capsys):
         return (1, out, err + code) if isinstance(code, str) else (code or 0, out, err)  # as the interpreter does
 
     return run_here
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Return a function that imports an example and sets its constants and functions for the test."""
+
+    def load(name, **values):
+        for attribute, value in values.items():
+            monkeypatch.setattr(f"{name}.{attribute}", value)
+        return importlib.import_module(name)
+
+    return load
 
 
 pytestmark = pytest.mark.slow
@@ -173,9 +185,8 @@ def test_cifar_runs_its_controls_and_stops_if_the_loss_is_not_finite(cifar, tmp_
     assert (code, "attention, seed 0 failed: TrainingError: epoch 1: the loss is nan" in err) == (1, True)
 
 
-def test_denoise_saves_each_run_and_resumes(tmp_path, monkeypatch):
-    denoise = importlib.import_module("denoise")
-    monkeypatch.setattr(denoise, "photograph", lambda name: torch.rand(1, 1, 51, 50))
+def test_denoise_saves_each_run_and_resumes(tmp_path, monkeypatch, load):
+    denoise = load("denoise", photograph=lambda name: torch.rand(1, 1, 51, 50))
     sizes = {name: sum(p.numel() for p in denoise.network(name, 0).parameters()) for name in denoise.VARIANTS}
     assert all(abs(size - sizes["attention"]) < 150 for name, size in sizes.items() if name != "plain")
     for run in (denoise.run, None):  # the second call needs no run
@@ -184,11 +195,10 @@ def test_denoise_saves_each_run_and_resumes(tmp_path, monkeypatch):
         assert "| convolution − plain |" in (tmp_path / "denoise.md").read_text()
 
 
-def test_color_by_reference_compares_blocks_and_draws_a_picture(tmp_path, monkeypatch):
-    reference, rng = importlib.import_module("color_by_reference"), np.random.default_rng(0)
-    monkeypatch.setattr(reference, "photograph", lambda name: rng.integers(0, 256, (120, 130, 3), dtype=np.uint8))
-    monkeypatch.setattr(reference, "CANVASES", 2)
-    monkeypatch.setattr(reference, "photographs", cache(reference.photographs.__wrapped__))
+def test_color_by_reference_compares_blocks_and_draws_a_picture(tmp_path, load):
+    draw = partial(np.random.default_rng(0).integers, 0, 256, (120, 130, 3), dtype=np.uint8)
+    reference = load("color_by_reference", photograph=lambda name: draw(), CANVASES=2)
+    load("color_by_reference", photographs=cache(reference.photographs.__wrapped__))
     arguments = [*EXAMPLES["color_by_reference.py"], "--output", str(tmp_path)]
     reference.main([*arguments, "--variants", "plain", "attention"])
     assert "| attention |" in (tmp_path / "comparison.md").read_text()
@@ -208,14 +218,12 @@ def test_recall_draws_its_figures(tmp_path, run_here, monkeypatch):
     assert (tmp_path / "initialization.png").exists()
 
 
-def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
-    mosaic = importlib.import_module("mosaic")
+def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, load):
+    mosaic = load("mosaic", HELD_OUT=11, MOSAICS=8)
     for name, number in itertools.product(range(22), range(2)):  # the images of a class have one distinct color
         color = np.full((32, 32, 3), (11 * name, 255 - 11 * name, 40 * number))
         save(tmp_path / "data" / "train" / f"{name:02}" / f"{number}.png", color)
     torch.save(timm.create_model("resnet20").state_dict(), tmp_path / "net.pth")
-    monkeypatch.setattr(mosaic, "HELD_OUT", 11)
-    monkeypatch.setattr(mosaic, "MOSAICS", 8)
     runs = results_of(mosaic, tmp_path, "--data", tmp_path / "data", "--weights", tmp_path / "net.pth")
     assert set(runs) == {"nearest-neighbor", "matching"}
     saved, extractor = torch.load(tmp_path / "photographs-1.pt"), mosaic.FeatureExtractor()
@@ -229,9 +237,8 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
     assert correct[target != mosaic.IGNORED].all()
 
 
-def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, monkeypatch):
-    shredded = importlib.import_module("shredded")
-    monkeypatch.setattr(shredded, "EVALUATED", 16)
+def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, load):
+    shredded = load("shredded", EVALUATED=16)
     # Brightness follows the column; each photograph has its own stripes.
     save_photographs(tmp_path, lambda column, row, number: [4 * column, row * (number + 1) % 256, 6 * number])
     pool = shredded.load_photographs(tmp_path, "test")
@@ -251,9 +258,8 @@ def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, m
     assert [runs[name]["0"]["parameters"] // 1000 for name in trained] == [188, 255, 255]
 
 
-def test_the_neighbors_of_a_tile_are_its_continuations(tmp_path, monkeypatch):
-    tiles = importlib.import_module("tiles")
-    monkeypatch.setattr(tiles, "EVALUATED", 16)
+def test_the_neighbors_of_a_tile_are_its_continuations(tmp_path, load):
+    tiles = load("tiles", EVALUATED=16)
     save_photographs(tmp_path, lambda column, row, number: [7 * column, 7 * row, 6 * number])
     drawn, index = tiles.canvases(2, tiles.load_photographs(tmp_path, "test"), torch.Generator().manual_seed(0))
     found = tiles.targets(drawn, index)
@@ -267,10 +273,9 @@ def test_the_neighbors_of_a_tile_are_its_continuations(tmp_path, monkeypatch):
     assert runs["heads-1"]["0"]["parameters"] // 1000 == runs["two-blocks-1"]["0"]["parameters"] // 1000 == 304
 
 
-def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch):
+def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, load):
     pytest.importorskip("skimage")
-    stereo = importlib.import_module("stereo")
-    monkeypatch.setattr(stereo, "EVALUATED", 2)
+    stereo = load("stereo", EVALUATED=2)
     runs = results_of(stereo, tmp_path)
     assert set(json.loads((tmp_path / "milliseconds.json").read_text())) == {"cost-volume", "matching"}
     assert set(runs["matching"]["0"]) == {"parameters", "synthetic px", "real px", "real within 3 px %"}
@@ -281,16 +286,14 @@ def test_stereo_measures_synthetic_pairs_and_the_real_pair(tmp_path, monkeypatch
 
 
 @pytest.fixture
-def video(tmp_path, monkeypatch):
+def video(tmp_path, load):
     """Return the example of one-shot video with a random backbone, and a folder of two drives."""
-    video, rng = importlib.import_module("one_shot_video"), np.random.default_rng(0)
-    monkeypatch.setattr(video, "create_backbone", lambda: timm.create_model("tf_efficientnet_lite0"))
-    monkeypatch.setattr(video, "EVALUATED", 16)
+    create, rng = partial(timm.create_model, "tf_efficientnet_lite0"), np.random.default_rng(0)
     for split, drive, position in itertools.product(("train", "val"), ("0001TP", "Seq05VD"), range(6)):
         for kind, suffix, shape in (("images", "webp", (48, 64, 3)), ("labels", "png", (48, 64))):
             path = tmp_path / "camvid" / split / kind / f"{drive}_{position:06}.{suffix}"
             save(path, rng.integers(0, 12 if kind == "labels" else 256, shape))
-    return video, tmp_path
+    return load("one_shot_video", create_backbone=create, EVALUATED=16), tmp_path
 
 
 def test_video_is_segmented_without_reading_the_test_split(video, monkeypatch):
@@ -416,10 +419,9 @@ def test_classify_agrees_with_the_library(tmp_path, run_here, flags):
         assert (code, out, str(picture) in err) == (1, "", True)
 
 
-def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, monkeypatch):
+def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, monkeypatch, load):
     jaccard_score = pytest.importorskip("sklearn.metrics").jaccard_score
-    street, rng = importlib.import_module("street_segmentation"), np.random.default_rng(0)
-    monkeypatch.setattr(street, "BATCH", 2)
+    street, rng = load("street_segmentation", BATCH=2), np.random.default_rng(0)
     files = {"images/{}.webp": (256, (6, 8, 3)), "labels/{}.png": (12, (6, 8))}
     for split, number, (name, shape) in itertools.product(("train", "val"), range(3), files.items()):
         enlarged = rng.integers(0, *shape).repeat(30, axis=0).repeat(30, axis=1)  # to 180×240
@@ -437,8 +439,8 @@ def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, m
     assert ((logits.grad == 0).all(1) == (labels == 11)).all()
 
 
-def test_the_picture_of_the_readme_shows_what_its_training_found(tmp_path, monkeypatch, capsys):
-    picture, noise = importlib.import_module("readme_picture"), torch.rand(2, 3, 28, 42)
+def test_the_picture_of_the_readme_shows_what_its_training_found(tmp_path, capsys, load):
+    noise = torch.rand(2, 3, 28, 42)
 
     def photograph(name, size):
         return torch.nn.functional.interpolate(noise[[int(name == "chelsea")]], size, mode="bilinear")
@@ -446,21 +448,17 @@ def test_the_picture_of_the_readme_shows_what_its_training_found(tmp_path, monke
     network = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(3,)).eval()
     small = {"photograph": photograph, "pretrained_network": lambda: network, "PHOTOGRAPHS": ("one", "chelsea")}
     small |= {"SIZE": (128, 192), "TRAINING_SIZE": (128, 192), "VIEWS": 8, "STEPS": 100}
-    for name, value in small.items():
-        monkeypatch.setattr(picture, name, value)
-    picture.main(["--output", str(tmp_path / "picture.png")])
+    load("readme_picture", **small).main(["--output", str(tmp_path / "picture.png")])
     before, after = map(float, re.findall(r"([\d.]+) px", capsys.readouterr().out))
     assert after < 0.7 * before
     assert (tmp_path / "picture.png").stat().st_size > 50_000
 
 
 @pytest.fixture
-def finetuning(tmp_path, monkeypatch):
+def finetuning(tmp_path, load):
     """Return the example with few classes, random weights, and images whose colors encode class, number and split."""
-    example = importlib.import_module("finetuning")
     small = {"CLASSES": 2, "TRAINED": 3, "HELD_OUT": 2, "BATCH": 4, "PILOTS": ("plain",), "PILOT_SEEDS": (10,)}
-    for name, value in small.items():
-        monkeypatch.setattr(example, name, value)
+    example = load("finetuning", **small, LEARNING_RATES={"frozen": (1e-3,)})
     for split, count in (("train", 6), ("test", 2)):
         for label, name in enumerate((*example.FLOWERS, "apple", "bear", "cloud", "dolphin", "elephant")):
             for number in range(count):
@@ -493,8 +491,7 @@ def test_training_images_are_not_evaluated(finetuning, tmp_path):
     assert not flowers & (first | second)
 
 
-def test_fine_tuning_writes_a_comparison_of_each_data_set(finetuning, tmp_path, monkeypatch):
-    monkeypatch.setattr(finetuning, "LEARNING_RATES", {"frozen": (1e-3,)})
+def test_fine_tuning_writes_a_comparison_of_each_data_set(finetuning, tmp_path):
     arguments = [*EXAMPLES["finetuning.py"], "--weights", str(tmp_path / "net.pth"), "--output", str(tmp_path / "runs")]
     finetuning.main([*arguments, "--data", str(tmp_path / "data")])
     for data_set, classes in zip(finetuning.SETS, (5, 2, 2), strict=True):
