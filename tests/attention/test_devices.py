@@ -3,6 +3,7 @@
 Both raise an error if a value is read, which would synchronize with a GPU. Operations must not mix devices.
 """
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -48,9 +49,8 @@ def one_device(device):
 @pytest.mark.parametrize("device", ["cuda", "meta"])
 @pytest.mark.parametrize("impl", ["auto", *CPU_IMPLS])
 def test_blocks_keep_to_one_device(device, impl):
-    crossed = [("full", position) for position in POSITIONS]
-    for number, pattern in enumerate(PATTERNS):
-        crossed.append((pattern, POSITIONS[number % len(POSITIONS)]))  # test_gpu_budget.py has all pairs for meta
+    crossed = [*itertools.product(["full"], POSITIONS), *zip(PATTERNS, itertools.cycle(POSITIONS), strict=False)]
+    # test_gpu_budget.py has all pairs for meta.
     cases = [(pattern, make_position(position, pattern, SIZE)) for pattern, position in crossed]
     blocks = [(va.AttentionBlock2d, {"pattern": pattern, "position": position}, {}) for pattern, position in cases]
     for block, options, further in (*BLOCKS, *blocks):

@@ -9,6 +9,7 @@ import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -99,6 +100,20 @@ def is_ours(error):
     """Return True if an error, or a warning that is an error, was raised by a statement of the package."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return last.filename.startswith(PACKAGE) and last.line.startswith(("raise", "warnings.warn"))
+
+
+def change(**strategies):
+    """Make a rule that compares the gradients before the network or a copy of it changes."""
+
+    def decorate(function):
+        @wraps(function)
+        def compare_and_change(self, **values):
+            self.backward()
+            return function(self, **values)
+
+        return rule(**strategies)(compare_and_change)
+
+    return decorate
 
 
 class Networks(stateful.RuleBasedStateMachine):
@@ -352,28 +367,25 @@ class Networks(stateful.RuleBasedStateMachine):
 
     # --- changes of the network
 
-    @rule(training=st.booleans())
+    @change(training=st.booleans())
     def mode(self, training):
-        self.backward()  # torch's batch norm computes gradients with the running statistics of the backward pass
+        # The gradients of torch's batch norm use the running statistics of the backward pass.
         self.net.train(training and (self.frozen or not self.synced))
 
-    @rule(impl=st.sampled_from(["einx", "bmm", "einsum", "sdpa", "auto"]))
+    @change(impl=st.sampled_from(["einx", "bmm", "einsum", "sdpa", "auto"]))
     def implementation(self, impl):
-        self.backward()
         self.attempt(va.set_impl_, self.net, impl)
 
     @precondition(lambda self: not self.tuned and not self.frozen)
-    @rule()
+    @change()
     def freeze(self):
-        self.backward()
         if self.attempt(lambda: va.freeze_backbone_(self.net, also_train="head.*")):
             self.frozen = True
             self.live = {key for key in self.base_live if "inserted" in key or key.startswith("head")}
 
     @precondition(lambda self: self.frozen and not self.tuned)
-    @rule()
+    @change()
     def unfreeze(self):
-        self.backward()
         if self.attempt(va.unfreeze_backbone_, self.net):
             self.frozen, self.live = False, set(self.base_live)
             self.mode(self.net.training)
@@ -389,16 +401,14 @@ class Networks(stateful.RuleBasedStateMachine):
                 self.net = converted[0]
 
     @precondition(lambda self: not self.masks and not self.tuned)
-    @rule(layer=st.sampled_from(["stem", "b"]))
+    @change(layer=st.sampled_from(["stem", "b"]))
     def prune(self, layer):
-        self.backward()
         prune.l1_unstructured(getattr(self.net, layer), "weight", 0.5)
         self.masks[f"{layer}.weight"] = getattr(self.net, layer).weight_mask.double()
 
     @precondition(lambda self: not self.replaced and "parametrizations" not in self.net.head._modules)
-    @rule()
+    @change()
     def normalize_weight(self):
-        self.backward()
         nn.utils.parametrizations.weight_norm(self.net.head)
 
     @precondition(lambda self: HAS_PEFT and not self.tuned and not self.frozen and not self.scopes)
@@ -413,17 +423,15 @@ class Networks(stateful.RuleBasedStateMachine):
         self.net.to(self.net.stem.bias.dtype)
         self.tuned, self.live = True, set()
 
-    @rule(swap=st.booleans())
+    @precondition(lambda self: not self.scopes)
+    @change(swap=st.booleans())
     def swap(self, swap):
-        if not self.scopes:
-            self.backward()
-            (report,) = self.attempt(va.swap_ if swap else va.unswap_, self.net)
-            self.swapped = bool(report.swapped) if swap and not self.swapped else swap
+        (report,) = self.attempt(va.swap_ if swap else va.unswap_, self.net)
+        self.swapped = bool(report.swapped) if swap and not self.swapped else swap
 
     @precondition(lambda self: not self.scopes and not self.tuned)
-    @rule(through=st.booleans())
+    @change(through=st.booleans())
     def remove_or_insert(self, through):
-        self.backward()
         if self.blocks:
             va.remove_(self.whole if through else self.net)
             self.blocks = self.replaced = False
@@ -447,11 +455,10 @@ class Networks(stateful.RuleBasedStateMachine):
         return None
 
     @precondition(lambda self: self.blocks and not (self.replaced or self.tuned or self.frozen or self.scopes))
-    @rule()
+    @change()
     def replace_head_by_attention(self):
         if "parametrizations" in self.net.head._modules:
             return
-        self.backward()
         x = torch.randn(2, 3, 32, 32).to(self.net.stem.bias)
         if self.attempt(lambda: va.replace_(self.net, names="head", num_heads=2, example_input=x)):
             self.replaced, state = True, self.net.head.state_dict(prefix="head.")
@@ -459,19 +466,17 @@ class Networks(stateful.RuleBasedStateMachine):
             self.live, self.base_live = self.live | set(state), self.base_live | set(state)
 
     @precondition(lambda self: not self.replaced and "parametrizations" not in self.net.head._modules)
-    @rule()
+    @change()
     def replace_head(self):
-        self.backward()
         head = nn.Conv2d(16, 4, 1).to(self.net.stem.bias)
         head.requires_grad_("head.weight" in self.live)
         self.net.head = head
         self.w |= {f"head.{key}": value.detach().double().clone() for key, value in head.state_dict().items()}
 
     @precondition(lambda self: not self.scopes)
-    @rule(site=st.sampled_from(["a", "c"]), block=st.booleans(), compiled=st.booleans())
+    @change(site=st.sampled_from(["a", "c"]), block=st.booleans(), compiled=st.booleans())
     def wrap(self, site, block, compiled):
         """Wrap a layer or its block in place."""
-        self.backward()
         path, part = self.find_module(f"{site}.inserted" if block and self.blocks else site)
         # torch cannot compile a module around a compiled block.
         parts = [site, f"{site}.inserted"][: 1 + self.blocks]
@@ -481,9 +486,8 @@ class Networks(stateful.RuleBasedStateMachine):
         self.net.set_submodule(path, wrapped)
 
     @precondition(lambda self: self.blocks and self.options["a"]["temperature"])
-    @rule()
+    @change()
     def replace_position(self):
-        self.backward()
         options = {**self.options["a"], "temperature": 10}
         other = va.Attention2d(16, 2, position=rope(options)).position
         if self.attempt(setattr, self.find_module("a.inserted.attn")[1], "position", other):
@@ -514,12 +518,11 @@ class Networks(stateful.RuleBasedStateMachine):
     # --- copies
 
     @precondition(lambda self: not self.masks)  # torch cannot copy a pruned weight after a forward pass
-    @rule(kind=st.sampled_from(["deepcopy", "pickle", "torch.save", "EMA"]), keep=st.booleans())
+    @change(kind=st.sampled_from(["deepcopy", "pickle", "torch.save", "EMA"]), keep=st.booleans())
     def copy_network(self, kind, keep):
         makers = {**COPIES, "EMA": lambda net: torch.optim.swa_utils.AveragedModel(net).module}
         if kind in ("pickle", "torch.save") and "parametrizations" in self.net.head._modules:
             return  # torch refuses it
-        self.backward()
         before = self.net
         for copied in self.attempt(makers[kind], self.net):
             self.net = copied
@@ -533,11 +536,10 @@ class Networks(stateful.RuleBasedStateMachine):
 
     @precondition(lambda self: self.blocks and not self.scopes)
     @precondition(lambda self: not (self.tuned or self.masks or self.frozen or self.synced))
-    @rule(kind=st.sampled_from(["state dict", "adapter", "folder"]))
+    @change(kind=st.sampled_from(["state dict", "adapter", "folder"]))
     def save_and_load(self, kind):
         if "parametrizations" in self.net.head._modules:
             return
-        self.backward()
         training, dtype = self.net.training, self.net.stem.bias.dtype
         path, example = Path(tempfile.mkdtemp()), torch.randn(2, 3, 32, 32, dtype=dtype)
         if kind == "state dict":

@@ -82,15 +82,9 @@ def test_the_quick_start_of_the_readme_works_for_other_networks(name, tmp_path, 
     model = space["model"]
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     vision_attn.remove_(model)
-    find_classifier(model).reset_parameters()
+    [module for module in model.modules() if hasattr(module, "reset_parameters")][-1].reset_parameters()  # classifier
     vision_attn.load_adapter_(model, "blocks.safetensors")
     assert all(value.equal(expected[key]) for key, value in model.state_dict().items())
-
-
-def find_classifier(model):
-    if hasattr(model, "get_classifier"):
-        return model.get_classifier()
-    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
 
 
 def test_the_size_of_the_adapter_in_the_readme_is_that_of_its_file(tmp_path):

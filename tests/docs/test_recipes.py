@@ -85,7 +85,6 @@ with torch.no_grad():
 """,
     "OpenMMLab": """
 from mmengine.model import BaseModule
-from mmengine.structures import BaseDataElement
 from mmengine.runner import Runner
 @MODELS.register_module()
 class Backbone(BaseModule):
@@ -113,11 +112,6 @@ assert projection(runner.model).abs().max() > 0
 assert {group["lr"] for group in runner.optim_wrapper.param_groups} == {0.01, 0.05}
 va.load_checkpoint_(model, "work/epoch_1.pth")
 assert torch.equal(projection(model), projection(runner.model))
-samples = [BaseDataElement(metainfo=dict(img_shape=(64, side), batch_input_shape=(64, 96))) for side in (96, 48)]
-images = torch.rand(2, 3, 64, 96)
-with va.padded(model, [s.img_shape for s in samples], image_size=samples[0].batch_input_shape):
-    padded = model(images)
-assert torch.allclose(padded[0], model(images)[0]) and not torch.equal(padded[1], model(images)[1])
 """,
     "Lightning": """
 restored = Classifier.load_from_checkpoint("last.ckpt").net.eval()
