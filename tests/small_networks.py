@@ -123,8 +123,13 @@ def results(function, *maps, parameters=()):
     return [y.detach(), *torch.autograd.grad((y * weight).sum(), leaves, materialize_grads=True)]
 
 
+def close(found, expected, atol=1e-12):
+    """Assert that tensors differ by at most ``atol``."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
 def assert_same_function(ours, theirs, *maps, atol=1e-12):
     """Assert that two functions of feature maps have the same outputs and gradients."""
     for found, expected in zip(results(ours, *maps), results(theirs, *maps), strict=True):
         assert expected.abs().max() > 0.1  # zeros would be equal for any function
-        torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+        close(found, expected, atol)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from impls import CPU_IMPLS
 from launches import Operations
+from small_networks import close
 from torch.nn import functional as F
 
 import vision_attn as va
@@ -22,10 +23,6 @@ def heads(*shapes, dtype=torch.float32, grad=False):
     return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_(grad) for shape in shapes]
 
 
-def close(found, expected, atol=1e-12):
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
-
-
 def rounding(dtype):
     """Return the tolerance for values of a dtype that are rounded a few times."""
     return {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
@@ -37,6 +34,8 @@ def rounding(dtype):
 @each_implementation
 def test_causal_and_grouped_query_attention_equal_torch(impl):
     q, k, v = heads((2, 6, 7, 4), (2, 2, 7, 4), (2, 2, 7, 4), dtype=torch.float64)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    close(attend(q, k, v, impl=impl, causal=True), expected)
     allowed = torch.rand(2, 1, 7, 7) < 0.7
     expected = attend(q, k, v, impl="bmm", mask=allowed & torch.ones(7, 7, dtype=torch.bool).tril())
     close(attend(q, k, v, impl=impl, mask=allowed, causal=True), expected)

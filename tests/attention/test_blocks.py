@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from controls import ConvBlock2d, CostVolumeBlock2d, NormBlock2d, SqueezeExciteBlock2d
 from impls import CPU_IMPLS
-from small_networks import assert_same_function
+from small_networks import assert_same, assert_same_function, close
 from torch import nn
 
 import vision_attn as va
@@ -25,10 +25,6 @@ def random_map(*shape):
     return torch.randn(shape, dtype=torch.float64)
 
 
-def close(found, expected, atol=1e-12):
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
-
-
 # --- common behavior --------------------------------------------------------------------------------------------------
 
 
@@ -37,8 +33,7 @@ def test_state_dict_and_seed_equal_two_convolutions():
     block = va.Attention2d(16, 4)
     torch.manual_seed(0)
     plain = nn.ModuleDict({"qkv": nn.Conv2d(16, 48, 1), "proj": nn.Conv2d(16, 16, 1)}).state_dict()
-    assert list(block.state_dict()) == list(plain)
-    assert all(torch.equal(block.state_dict()[key], value) for key, value in plain.items())
+    assert_same(block.state_dict(), plain)
     assert "qkv.bias" not in va.Attention2d(12, 3, qkv_bias=False).state_dict()
 
 

@@ -84,10 +84,9 @@ def test_blocks_can_be_inserted_into_and_removed_from_networks_without_values(de
 
 #: Patterns with other layouts: identities, rearrangements, padding, overlapping keys, and gathered positions.
 LAYOUTS = ["full", *PATTERNS[3:8]]
-CAPTURED = [pytest.param(pattern, marks=[pytest.mark.slow] * (pattern not in LAYOUTS)) for pattern in PATTERNS]
 
 
-@pytest.mark.parametrize("pattern", CAPTURED, ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_capture_copies_nothing_from_one_device_to_another(pattern):
     with FakeTensorMode(), torch.device("cuda"):
         model, x = torch.nn.Sequential(va.AttentionBlock2d(16, 4, pattern=pattern)), torch.empty(2, 16, *SIZE)

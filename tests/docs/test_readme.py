@@ -117,6 +117,13 @@ def integrations(path):
     return set(re.findall(INTEGRATIONS, "".join(blocks(path.read_text(), "python")), flags=re.MULTILINE))
 
 
+def skip_if_missing(text):
+    """Skip the test if a package that the code of a page imports is not installed."""
+    names = re.findall(r"^(?:from|import) (\w+)", "".join(blocks(text, "python")), flags=re.MULTILINE)
+    if missing := [name for name in dict.fromkeys(names) if importlib.util.find_spec(name) is None]:
+        pytest.skip(f'{" and ".join(missing)} not installed: pip install ".[integrations]"')
+
+
 def run_here(codes):
     for code in codes:
         with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -140,8 +147,7 @@ CODE = [path for path in DOCS if blocks(path.read_text(), "python") and path.nam
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CODE, ids=relative)
 def test_the_code_runs_and_prints_the_output_on_the_page(path, tmp_path, monkeypatch, image_folder):
-    if missing := [name for name in integrations(path) if importlib.util.find_spec(name) is None]:
-        pytest.skip(f'{" and ".join(missing)} not installed: pip install ".[integrations]"')
+    skip_if_missing(path.read_text())
     monkeypatch.chdir(tmp_path)
     Path("flowers").symlink_to(image_folder)  # the images of the quickstart
     monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))

@@ -1,11 +1,10 @@
 """Each section of docs/recipes.md runs in its own process, and is skipped by name where a package is missing."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
-from test_readme import ROOT, blocks, code_and_output, run_in_process, split_numbers
+from test_readme import ROOT, blocks, code_and_output, run_in_process, skip_if_missing, split_numbers
 
 pytestmark = pytest.mark.slow
 
@@ -23,16 +22,14 @@ from ultralytics.nn.tasks import DetectionModel
 from ultralytics.utils import DEFAULT_CFG
 torch.manual_seed(0)
 DEFAULT_CFG.plots = False
-for i in range(16):
-    part = "train" if i < 12 else "val"
-    for folder in ("images", "labels"):
-        Path("squares", folder, part).mkdir(parents=True, exist_ok=True)
+for folder in ("images", "labels"):
+    Path("squares", folder).mkdir(parents=True)
+for i in range(12):
     picture, (x, y) = 0.3 * torch.rand(3, 160, 160), torch.randint(112, (2,)).tolist()
     picture[:, y : y + 48, x : x + 48] = 1
-    save_image(picture, f"squares/images/{part}/{i}.png")
-    Path(f"squares/labels/{part}/{i}.txt").write_text(f"0 {(x + 24) / 160} {(y + 24) / 160} 0.3 0.3")
-folders = f"path: {Path('squares').resolve()}\\ntrain: images/train\\nval: images/val"
-Path("squares.yaml").write_text(folders + "\\nnames: [square]")
+    save_image(picture, f"squares/images/{i}.png")
+    Path(f"squares/labels/{i}.txt").write_text(f"0 {(x + 24) / 160} {(y + 24) / 160} 0.3 0.3")
+Path("squares.yaml").write_text(f"path: {Path('squares').resolve()}\\ntrain: images\\nval: images\\nnames: [square]")
 checkpoint = YOLO("yolov8n.yaml")
 checkpoint.model = DetectionModel("yolov8n.yaml", nc=1, verbose=False)
 checkpoint.save("yolov8n.pt")
@@ -139,15 +136,9 @@ assert va.inserted_blocks(merged)["layer4.1"].attn.proj.weight.abs().max() > 0
 }
 
 
-def missing_packages(text):
-    found = re.findall(r"^(?:from|import) (\w+)", "".join(blocks(text, "python")), flags=re.MULTILINE)
-    return [name for name in dict.fromkeys(found) if importlib.util.find_spec(name) is None]
-
-
 @pytest.mark.parametrize("title", [pytest.param(title, id=f"recipes.md: {title}") for title in SECTIONS])
 def test_a_section_runs_and_prints_what_is_shown(title, tmp_path, monkeypatch, image_folder):
-    if missing := missing_packages(SECTIONS[title]):
-        pytest.skip(f'{" and ".join(missing)} not installed: pip install ".[integrations]"')
+    skip_if_missing(SECTIONS[title])
     monkeypatch.chdir(tmp_path)
     Path("flowers").mkdir()  # the images of fastai
     for name, split in {"train": "train", "valid": "val"}.items():

@@ -26,13 +26,12 @@ def run(path, folder):
         pytest.MonkeyPatch.context() as patch,
         contextlib.chdir(folder),
         torch.enable_grad(),
-        warnings.catch_warnings(),
+        warnings.catch_warnings(action="error"),
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
         patch.setenv("KERAS_HOME", str(folder))  # the folder of Keras's settings
         patch.setenv("KERAS_BACKEND", "torch")
-        warnings.simplefilter("error")
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it logs the CUDA version
         try:
             runpy.run_path(str(path), run_name="__main__")

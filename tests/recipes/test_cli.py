@@ -182,6 +182,7 @@ ERRORS = [
     (errors.Interrupted(signal.SIGTERM, "saved after step 2"), 143, "saved after step 2\n"),
     (AssertionError("a bug"), 1, None),
     (ModuleNotFoundError("No module", name="vision_attn.gone"), 1, None),
+    (ModuleNotFoundError("No module", name="x"), 1, "error: the package x is not installed. Install it: pip install "),
     (ImportError("figures require x: pip install 'x'"), 1, "error: figures require x: pip install 'x'\n"),
     (ImportError("cannot import name 'x'"), 1, None),
 ]
@@ -249,18 +250,6 @@ def test_an_unwritable_output_is_reported_before_the_run(capsys, image_folder, s
     assert (code, err.count("\n")) == (1, 1), err
     assert f": '{output}" in err
     assert "red" not in out
-
-
-def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, image_folder):
-    recipe = importlib.import_module("vision_attn.recipes.train")
-    monkeypatch.setattr(sys.modules["vision_attn.recipes"], "train", recipe)  # restored after the test
-    monkeypatch.delitem(sys.modules, "vision_attn.recipes.train")
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    assert run(capsys, "train", "--help")[0] == 0
-    code, _, err = run(capsys, "train", "--data", image_folder / "train", "--model", "resnet20")
-    assert (code, err.count("\n")) == (1, 1), err
-    assert "accelerate" in err
-    assert 'pip install "vision-attn[train' in err
 
 
 def test_flags_override_the_settings_of_another_run(tmp_path):
@@ -368,6 +357,8 @@ sys.exit(main())
 
 PACKAGES = [
     ("matplotlib", "demo", "train,export"),
+    ("accelerate", "train --data IMAGE --model resnet20", "train,export"),
+    ("accelerate", "train --help", None),
     ("accelerate,joblib,matplotlib,sklearn,scipy", "explore RUN IMAGE -o page.html", None),
     ("accelerate,joblib,matplotlib,sklearn,scipy", "predict RUN IMAGE", None),
     ("onnxruntime", "export RUN -o net.onnx", "export"),
@@ -456,30 +447,26 @@ def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):
     assert " 8×8 " in run(capsys, "inspect", "resnet20", "--img-size", 32)[1]
 
 
-@pytest.mark.slow
-def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path):
-    images = [image_folder / "val" / name / "0.png" for name in ("red", "blue")]
-    explore = "explore", RUN, *images, "-o", tmp_path / "page.html"
-    out, page = succeed(capsys, *explore), (tmp_path / "page.html").read_text()
-    assert f"wrote {tmp_path / 'page.html'} (" in out
-    assert all(word in page for word in ("layer3.2.inserted.attn", '"title": "0.png"', '"note": ""'))
-    assert '["class ' not in page, "the page shows the class names of the run"
-    succeed(capsys, *explore, "--names", "layer3.1.*")
-    page = (tmp_path / "page.html").read_text()
-    assert ("layer3.1.inserted.attn" in page, "layer3.2.inserted.attn" in page) == (True, False)
+#: Networks, options, and texts in the output and in the page.
+EXPLORED = [
+    (RUN, ["--names", "layer3.1.*"], "wrote ", "layer3.1.inserted.attn", '"note": ""'),
+    ("test_vit", [], "replaced 6 attention modules", "blocks.5.attn", '"note": "The weights of test_vit are random. '),
+]
 
 
-def test_a_network_is_explored_by_name_with_swapped_attention(capsys, image_folder, tmp_path):
+@pytest.mark.parametrize(("model", "options", "printed", "site", "note"), EXPLORED, ids=label)
+def test_a_network_is_explored(capsys, image_folder, tmp_path, model, options, printed, site, note):
+    images, file = image_folder / "val" / "red", tmp_path / "page.html"
+    out, page = run(capsys, "explore", model, images, "-o", file, *options)[1], file.read_text()
+    assert (printed in out, f"wrote {file} (" in out, site in page, note in page) == (True,) * 4
+    assert (note.rpartition('"')[2] in out, "layer3.2.inserted.attn" in page) == (True, False)
+    assert ('"title": "0.png"' in page, '["class ' in page) == (True, False), "the page shows the names of classes"
+
+
+def test_a_network_by_name_has_the_classes_and_the_transform_of_timm():
     found, _ = open_network(Exploration(model="vit_tiny_patch16_224"))
     assert (len(found.classes), found.classes[1]) == (1000, "goldfish, Carassius auratus")
     assert found.transform(Image.new("RGB", (240, 240))).shape == (3, 224, 224)
-
-    explore = "explore", "test_vit", image_folder / "val" / "red", "-o", tmp_path / "page.html"
-    out, page = run(capsys, *explore)[1], (tmp_path / "page.html").read_text()
-    warning = "The weights of test_vit are random. "
-    assert ("replaced 6 attention modules" in out, "blocks.5.attn" in page) == (True, True)
-    assert (warning in out, f'"note": "{warning}' in page) == (True, True)
-    assert '["class ' not in page, "the page shows the names of the classes"
 
 
 def test_a_run_leaves_its_process_group_also_after_an_error(tmp_path, capsys):

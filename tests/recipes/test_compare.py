@@ -69,11 +69,8 @@ def test_verdicts_respect_the_direction_and_p_is_printed(tmp_path):
     table = difference_table([near, far, replace(near, p=0.0004)])
     printed = re.findall(r"\| +(\S+ ?\S*) \| +(?:no significant difference|better) \|", table)
     assert printed == ["1.000", f"{expected:.3f}", "< 0.001"]
-    pairs = {
-        name: {str(seed): {"top-1 %": x, "error px": x} for seed, x in scores[name].items()}
-        for name in ("far", "block")
-    }
-    verdicts = {name: found[0].verdict for name, found in report(pairs)[1].items()}
+    runs = {name: {str(seed): {"top-1 %": x, "error px": x} for seed, x in of.items()} for name, of in scores.items()}
+    verdicts = {name: found[1].verdict for name, found in report(runs)[1].items()}
     assert verdicts == {"top-1 %": "better", "error px": "worse"}
     plot({"top-1 %": [near, far], "steps": [far] * 2}, tmp_path / "plot.png")
     with Image.open(tmp_path / "plot.png") as image:

@@ -25,7 +25,7 @@ from filelock import FileLock
 from PIL import Image
 from safetensors.torch import load_file
 from small_networks import assert_same
-from test_train import before_each_step
+from test_train import at_step
 
 import vision_attn as va
 from vision_attn import cli
@@ -72,11 +72,6 @@ def assert_same_result(one, other, processes=1):
     for file in newest_state(one).glob("*.safetensors"):
         assert_same(load_file(file), load_file(newest_state(other) / file.name))
     assert (one / "model" / "model.safetensors").read_bytes() == (other / "model" / "model.safetensors").read_bytes()
-
-
-def at_step(monkeypatch, epoch, step, action):
-    """Call ``action`` at the start of a step."""
-    before_each_step(monkeypatch, lambda at: at == (epoch, step) and action())
 
 
 def interrupt(settings, monkeypatch, epoch, step, number=signal.SIGTERM):
@@ -168,6 +163,13 @@ def test_a_run_killed_while_it_writes_is_resumed_bitwise(base, place, tmp_path, 
         assert [row["epoch"] for row in csv.DictReader(file)] == ["1", "2"]
 
 
+def free_address():
+    """Return the environment variables for a port of this machine that is not used."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+
+
 def run_command(line, environment, log):
     """Run a command in a process with all imports, in the environment of torchrun."""
     with open(log, "a") as file:
@@ -186,9 +188,7 @@ def test_a_run_killed_twenty_times_is_resumed_bitwise(base, processes, kills, tm
     base = replace(base, epochs=2 * kills, workers=0)
 
     def start(settings):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
+        environment = free_address()
         environment |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes} if processes > 1 else {}
         running, words = [], command_line(settings)  # writes a file, which the first process may read at once
         for rank in range(processes):
@@ -457,10 +457,7 @@ def test_two_processes_train_as_one_and_another_number_is_named(base, tmp_path):
 
 def start_processes(folders, words):
     """Start a process in each folder, like one ``torchrun`` on each of several machines."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(folders)), "LOCAL_RANK": "0"}
+    common = free_address() | {"WORLD_SIZE": str(len(folders)), "LOCAL_RANK": "0"}
     network = ["--model", "test_resnet", "--img-size", "32", "--device", "cpu"]
     line = [sys.executable, "-m", "vision_attn", "train", *network, *map(str, words)]
     common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": ""}

@@ -103,7 +103,6 @@ INVALID = [
     ({"pattern": "row"}, "pattern must be one of 'full', 'rows', .* got 'row'"),
     ({"pattern": "Windo(7)"}, r"pattern must be one of .*Window.* got 'Windo\(7\)'"),
     ({"pattern": "Window()"}, r"pattern must be one of .*Window.* got 'Window\(\)'"),
-    ({"batch_size": 100}, "--batch-size .* 72, .* got 100"),
     ({"batch_size": 15, "mixup": 1.0}, "--batch-size .* 2, got 15"),
     ({"weights": "x.pth", "rename": "efficientnet"}, "--rename .*efficientnet-pytorch, got 'efficientnet'"),
     ({"rename": "efficientnet-pytorch"}, "--rename requires --weights"),
@@ -224,19 +223,15 @@ def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
     assert "1 epoch of 9 steps of 8 images on cpu, in runs/train-8" in lines, "pairs, at least eight steps per epoch"
 
 
-def test_a_step_has_at_most_128_images_by_default(base, photos, monkeypatch):
-    for number in range(1100):
-        os.symlink(photos / "red" / "0.png", photos / "red" / f"{number} again.png")
+@pytest.mark.parametrize(("count", "batch"), [(1100, 128), (12, 4)])
+def test_a_step_has_4_to_128_images_by_default(base, monkeypatch, count, batch):
+    classes, images, evaluated = module.open_data(base)
+    images.rows = [number % 72 for number in range(count)]
+    monkeypatch.setattr(module, "open_data", lambda settings: (classes, images, evaluated))
     monkeypatch.setattr(module, "make_loader", loader := mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        module.train(replace(base, data=photos, batch_size=None), log=quiet)
-    assert loader.call_args.args[2] == 128
-    for number in (*range(5, 24), *(f"{number} again" for number in range(1100))):
-        for file in photos.glob(f"*/{number}.png"):
-            file.unlink()
-    with pytest.raises(KeyboardInterrupt):
-        module.train(replace(base, data=photos, batch_size=None), log=quiet)
-    assert loader.call_args.args[2] == 4, "of twelve images"
+        module.train(replace(base, batch_size=None), log=quiet)
+    assert loader.call_args.args[2] == batch
 
 
 def spy(monkeypatch, name):
@@ -266,6 +261,11 @@ def before_each_step(monkeypatch, action):
     """Call ``action`` with the epoch and the step."""
     seed_all = module.seed_all
     monkeypatch.setattr(module, "seed_all", lambda *given: (len(given) == 4 and action(given[1:3]), seed_all(*given)))
+
+
+def at_step(monkeypatch, epoch, step, action):
+    """Call ``action`` at the start of a step."""
+    before_each_step(monkeypatch, lambda at: at == (epoch, step) and action())
 
 
 def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base, monkeypatch):
@@ -359,12 +359,8 @@ def test_images_are_mixed_by_timm_and_erased(base, monkeypatch):
 
 def test_mixed_precision_saves_a_plain_network(base, monkeypatch):
     built, seen = spy(monkeypatch, "build_network"), []
-
-    def watch(step):
-        if step == (0, 0):
-            built[0][0].layer1.register_forward_hook(lambda module, args, output: seen.extend([*args, output]))
-
-    before_each_step(monkeypatch, watch)
+    watch = lambda module, args, output: seen.extend([*args, output])  # noqa: E731
+    at_step(monkeypatch, 0, 0, lambda: built[0][0].layer1.register_forward_hook(watch))
     module.train(replace(base, amp="bfloat16", channels_last=True, epochs=1), log=quiet)
     maps = [x for x in seen if len(x) == 16]
     assert maps[0].is_contiguous(memory_format=torch.channels_last)
@@ -489,13 +485,9 @@ def test_a_trained_network_is_evaluated_with_its_size_and_classes(base, image_fo
 def test_a_copy_of_the_recipe_with_a_few_changed_lines_trains_resumes_and_is_used(image_folder, tmp_path):
     """As documented: copy the file, change the loss and the augmentation, train, resume and predict."""
     source = Path(module.__file__).read_text()
-    changes = {
-        "loss = F.cross_entropy(forward(x).float(), y, label_smoothing=s.label_smoothing)": (
-            "loss = F.binary_cross_entropy_with_logits(forward(x).float(), F.one_hot(y, len(classes)).float())"
-        ),
-        "v2.RandomHorizontalFlip(s.hflip)])": "v2.RandomVerticalFlip(s.hflip)])",
-    }
-    for old, new in changes.items():
+    loss = "F.binary_cross_entropy_with_logits(forward(x).float(), F.one_hot(y, len(classes)).float())"
+    changes = {"F.cross_entropy(forward(x).float(), y, label_smoothing=s.label_smoothing)": loss}
+    for old, new in {**changes, "v2.RandomHorizontalFlip(s.hflip)])": "v2.RandomVerticalFlip(s.hflip)])"}.items():
         assert source.count(old) == 1
         source = source.replace(old, new)
     (tmp_path / "my_train.py").write_text(source)
