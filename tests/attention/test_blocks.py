@@ -380,9 +380,8 @@ def test_blocks_under_autocast_are_close_to_float32(block, options):
 def test_logits_are_not_computed_in_half_precision_under_autocast(impl):
     """The logits of the first query are 9217 and 9220, which bfloat16 rounds to the same number."""
     block = va.Attention2d(2, 1, impl=impl, scale=1.0, qkv_bias=False, proj_bias=False)
-    with torch.no_grad():
-        block.qkv.weight.copy_(torch.eye(2).repeat(3, 1)[..., None, None])
-        block.proj.weight.copy_(torch.eye(2)[..., None, None])
+    block.qkv.weight.data.copy_(torch.eye(2).repeat(3, 1)[..., None, None])
+    block.proj.weight.data.copy_(torch.eye(2)[..., None, None])
     x = torch.tensor([[96.0, 96.0], [1.0, 4.0]]).view(1, 2, 1, 2)  # exact in bfloat16
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = block(x).float()
@@ -505,9 +504,8 @@ RESET = {
 def test_reset_parameters_initializes_every_parameter_as_a_new_block(name):
     """FSDP creates a model on the meta device, allocates its parameters, and calls this method of each module."""
     block = va.AttentionBlock2d(64, 4, **RESET[name], device="meta").to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.fill_(torch.nan)
+    for parameter in block.parameters():
+        parameter.data.fill_(torch.nan)
     block.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
     new = va.AttentionBlock2d(64, 4, **RESET[name])
     for (key, found), expected in zip(block.state_dict().items(), new.state_dict().values(), strict=True):

@@ -51,9 +51,8 @@ def one_device(device):
 def test_blocks_keep_to_one_device(device, impl):
     crossed = [*itertools.product(["full"], POSITIONS), *zip(PATTERNS, itertools.cycle(POSITIONS), strict=False)]
     # test_gpu_budget.py has all pairs for meta.
-    cases = [(pattern, make_position(position, pattern, SIZE)) for pattern, position in crossed]
-    blocks = [(va.AttentionBlock2d, {"pattern": pattern, "position": position}, {}) for pattern, position in cases]
-    for block, options, further in (*BLOCKS, *blocks):
+    cases = [{"pattern": pattern, "position": make_position(position, pattern, SIZE)} for pattern, position in crossed]
+    for block, options, further in (*BLOCKS, *((va.AttentionBlock2d, options, {}) for options in cases)):
         with MODES[device]():
             made = block(16, num_heads=2, impl=impl, device=device, **options)
             rank = {va.blocks.AttentionBlock1d: 1, va.blocks.AttentionBlock3d: 3}.get(block, 2)

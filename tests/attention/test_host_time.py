@@ -21,14 +21,13 @@ SIDE = 4
 
 def layers():
     """Return for each row a layer, its peer, and the number of frames and operations that the layer may have more."""
-    window = {"pattern": va.Window(2), "position": va.RelPosTable()}
-    shifted = {"pattern": va.Window(2, shift=1), "position": va.RelPosTable()}
+    table = va.RelPosTable()
     timm = timm_layers.Attention2d(64, num_heads=4)
     return {
         "full": (va.Attention2d(64, 4), timm, 10, 13),
         "decomposed": (va.Attention2d(64, 4, position=va.RelPosDecomposed((SIDE, SIDE))), relative_timm(), 1, -2),
-        "window": (va.Attention2d(64, 4, **window), swin(0), 34, 5),
-        "shifted window": (va.Attention2d(64, 4, **shifted), swin(1), 36, -49),
+        "window": (va.Attention2d(64, 4, pattern=va.Window(2), position=table), swin(0), 34, 5),
+        "shifted window": (va.Attention2d(64, 4, pattern=va.Window(2, shift=1), position=table), swin(1), 36, -49),
         "rotary": (va.Attention2d(64, 4, position=va.Rope()), timm, 23, 22),
         "neighborhood": (va.Attention2d(64, 4, pattern=va.Neighborhood(3)), timm, 31, 46),
         "block": (va.AttentionBlock2d(64, 4), timm, 33, 16),

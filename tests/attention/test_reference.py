@@ -9,6 +9,7 @@ import reference
 import torch
 from hypothesis import given, settings, strategies as st
 from impls import CPU_IMPLS, Case, same, uncompile_flex
+from small_networks import captured
 from torch.nn import functional as F
 
 import vision_attn as va
@@ -63,9 +64,8 @@ def make(case, position, channels=8, **options):
     causal = case["mask"] == "causal" and not isinstance(pattern.pattern, va.Neighborhood)
     options = {"num_kv_heads": num_kv_heads, "causal": causal, "dtype": torch.float64, **options}
     block = va.Attention2d(channels, num_heads, pattern=pattern.pattern, position=POSITIONS[position](asked), **options)
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    for parameter in block.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
     known = {name: getattr(block, name) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "scale")}
     known |= {"causal": causal, "pattern": pattern.relations(*size), "mask": make_mask(case), "temperature": 100.0}
     return block, {**known, "position": position, "feat_size": {"table": table, "rotary": asked}.get(position)}
@@ -192,13 +192,10 @@ def check_weights(case, impl, position, qk_norm):
     expected = define(x.numpy(), block, known).reshape(case["batch"], heads, tokens, tokens).swapaxes(2, 3)
     mask = None if known["mask"] is None else torch.from_numpy(known["mask"])
     corners = [(height - 1, width - 1), (0, 0)]  # the image has the size of the feature map
-    with torch.no_grad(), va.capture(block) as all_queries:
-        block(x, mask)
-    with torch.no_grad(), va.capture(block, corners, heads=heads - 1) as selected:
-        block(x, mask)
-    found = all_queries[""].weights.flatten(3)
+    found = captured(block, x, mask)[""].weights.flatten(3)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-11)
-    np.testing.assert_allclose(selected[""].weights.flatten(3), expected[:, [-1]][:, :, [-1, 0]], rtol=0, atol=1e-11)
+    selected = captured(block, x, mask, queries=corners, heads=heads - 1)[""].weights.flatten(3)
+    np.testing.assert_allclose(selected, expected[:, [-1]][:, :, [-1, 0]], rtol=0, atol=1e-11)
     if case["pattern"] != "halo":  # with a halo, queries also attend to zeros outside the feature map
         sums = expected.sum(3).round()  # 1, or 0 for fully masked queries
         np.testing.assert_allclose(found.sum(3), sums, rtol=0, atol=1e-10)

@@ -39,14 +39,12 @@ def build(options, from_outside, through=False):
     """Return a network that contains the network with its blocks, in float64."""
     torch.manual_seed(0)
     whole = Siamese(net := Net().double())
-    with torch.no_grad():
-        net.norm.running_mean.normal_()
-        net.norm.running_var.uniform_(0.5, 2)
+    net.norm.running_mean.normal_()
+    net.norm.running_var.uniform_(0.5, 2)
     insert_blocks(whole if through else net, options, from_outside)
-    with torch.no_grad():
-        for block in va.inserted_blocks(net).values():
-            for parameter in block.parameters():
-                parameter.normal_(std=0.5)
+    for block in va.inserted_blocks(net).values():
+        for parameter in block.parameters():
+            parameter.data.normal_(std=0.5)
     freeze_part(net)
     return whole
 
@@ -619,10 +617,7 @@ class Networks(stateful.RuleBasedStateMachine):
 
 
 #: Numbers of networks, and of steps for each: the setup of a network takes as long as four steps.
-RUNS = [(5, 25), pytest.param(60, 30, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize(("networks", "steps"), RUNS)
+@pytest.mark.parametrize(("networks", "steps"), [(5, 25), pytest.param(60, 30, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")  # of torch, about functions that it runs slowly or compiles
 def test_features_in_random_order(networks, steps):
     stateful.run_state_machine_as_test(Networks, settings=settings(max_examples=networks, stateful_step_count=steps))

@@ -123,8 +123,8 @@ def cifar(image_folder, tmp_path):
 def test_every_example_is_tested():
     paths = [*(ROOT / "examples").glob("*.py"), *EXPERIMENTS.glob("*.py")]
     scripts = {path.name for path in paths if not path.read_text().startswith("# %%")}
-    shared = {"border_solver.py", "controls.py", "experiments.py", "recall_task.py"}
-    shared |= {"pieces_picture.py"}  # draws photographs of scikit-image
+    # The last one draws photographs of scikit-image.
+    shared = {"border_solver.py", "controls.py", "experiments.py", "recall_task.py", "pieces_picture.py"}
     assert scripts - shared == set(EXAMPLES)  # all other scripts are tutorials, which the tests of notebooks cover
 
 

@@ -117,9 +117,8 @@ def test_one_command_reproduces_files_and_page(tmp_path, monkeypatch):
     """``test_compare.py`` tests the intervals, p-values and verdicts against SciPy."""
     monkeypatch.syspath_prepend(ROOT / "docs")
     tables = importlib.import_module("result_tables")
-    for name, value in {"FOLDER": tmp_path / "results", "PAGE": tmp_path / "README.md"}.items():
-        shutil.copytree(getattr(tables, name), value) if name == "FOLDER" else shutil.copyfile(tables.PAGE, value)
-        monkeypatch.setattr(tables, name, value)
+    monkeypatch.setattr(tables, "FOLDER", shutil.copytree(tables.FOLDER, tmp_path / "results"))
+    monkeypatch.setattr(tables, "PAGE", tmp_path / "README.md")
     page = RESULTS
     for title in RECORDED:  # all intervals of tables
         page = page.replace(SECTIONS[title], re.sub(rf"\| {INTERVAL} (?=\|)", "| 0.0 to 0.0 ", SECTIONS[title]))

@@ -1,6 +1,5 @@
 """The documentation as a site: it builds without warnings, and every page fits on a phone."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip('mkdocs is not installed: pip install ".[docs]"')
+    pytest.importorskip("mkdocs", reason='mkdocs is not installed: pip install ".[docs]"')
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml", "-d", str(folder)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,7 +1,6 @@
 """Command line: output, exit status and error messages."""
 
 import csv
-import importlib
 import io
 import json
 import os
@@ -12,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import timm
@@ -190,29 +190,20 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "code", "said"), ERRORS)
 def test_an_error_is_one_line_without_control_characters(capsys, error, code, said):
-
-    def fails():
-        raise error
-
-    assert cli.run_program("vision-attn", fails) == code
+    assert cli.run_program("vision-attn", mock.Mock(side_effect=error)) == code
     assert capsys.readouterr().err.startswith(f"vision-attn: {said}" if said else "Traceback")
 
 
 def test_a_worker_that_ends_after_an_error_does_not_replace_it(capsys):
-    def fails(*_):
-        raise RuntimeError("DataLoader worker is killed")
-
     class LateError(RuntimeError):
         def __str__(self):
             os.kill(os.getpid(), signal.SIGCHLD)
             return "DataLoader worker exited"
 
-    def run():
-        raise LateError
-
-    before = signal.signal(signal.SIGCHLD, fails)
+    killed = mock.Mock(side_effect=RuntimeError("DataLoader worker is killed"))
+    before = signal.signal(signal.SIGCHLD, killed)
     try:
-        assert cli.run_program("vision-attn", run) == 1
+        assert cli.run_program("vision-attn", mock.Mock(side_effect=LateError)) == 1
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert capsys.readouterr().err.endswith("Use fewer --workers. Cause: DataLoader worker exited\n")
@@ -284,8 +275,7 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     given = "--weights", tmp_path / "zoo.pth", "--names", "layer2", "--freeze-backbone"
     code, out, err = train(capsys, image_folder, tmp_path, *given)
     assert (code, err) == (0, "")
-    printed = "layer2.2  AttentionBlock2d", "14 tensors loaded", "7 keys newly initialized"
-    assert all(words in out for words in printed)
+    assert all(text in out for text in ("layer2.2  AttentionBlock2d", "14 tensors loaded", "7 keys newly initialized"))
     logged = out.splitlines()[out.splitlines().index(f"best epoch, 1, in {tmp_path / 'run' / 'model'}:") + 1]
     assert "\r" not in out
 
@@ -310,9 +300,8 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
 
 def test_predict_prints_class_names_in_the_order_of_the_network(capsys, image_folder, tmp_path):
     model, names = create_model("tiny", num_classes=3), ("zebra", "ant", "mule")
-    with torch.no_grad():
-        model.fc.weight.zero_()
-        model.fc.bias.copy_(torch.tensor([0.2, 0.5, 0.3]).log())
+    torch.nn.init.zeros_(model.fc.weight)
+    model.fc.bias.data.copy_(torch.tensor([0.2, 0.5, 0.3]).log())
     va.save_model(model, tmp_path / "run", classes=names)
     image = image_folder / "val" / "red" / "1.png"
     out = succeed(capsys, "predict", tmp_path / "run", image, "-o", tmp_path / "found.csv")
@@ -402,12 +391,17 @@ def test_env_prints_versions_and_device_to_copy(capsys):
     assert "`vision-attn env`" in issue
 
 
+class Mine(va.AttentionBlock2d):
+    pass
+
+
+class Other(va.AttentionBlock2d):
+    pass
+
+
 @pytest.mark.slow
-def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    code = "class {}(vision_attn.AttentionBlock2d):\n    pass\n"
-    (tmp_path / "my_blocks.py").write_text(f"import vision_attn\n{code.format('Mine')}{code.format('Other')}")
-    block, image = ("--block", "my_blocks:Mine"), image_folder / "val" / "red" / "0.png"
+def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, tmp_path):
+    block, image = ("--block", "test_cli:Mine"), image_folder / "val" / "red" / "0.png"
     options = "--block-options", "num_heads=4"
     assert train(capsys, image_folder, tmp_path, "--names", "layer2", *block, *options)[0] == 0
     commands = {"evaluate": [], "predict": [image], "explore": [image, "-o", tmp_path / "page.html"]}
@@ -415,15 +409,13 @@ def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, 
         words = [name, tmp_path / "run", *more]
         code, _, err = run(capsys, *words)
         assert code != 0
-        assert re.search("--block (my_blocks|MODULE):Mine", err), err
+        assert re.search("--block (test_cli|MODULE):Mine", err), err
         assert run(capsys, *words, *block)[0] == 0
-    my_blocks = importlib.import_module("my_blocks")
-    model = va.load_model(tmp_path / "run", block=my_blocks.Mine)
-    va.insert_(model, my_blocks.Other, names="layer1", num_heads=2)
+    model = va.load_model(tmp_path / "run", block=Mine)
+    va.insert_(model, Other, names="layer1", num_heads=2)
     predict = ["predict", va.save_model(model, tmp_path / "two"), image, *block]
     assert "block=[Mine, Other], or --block MODULE:Mine --block MODULE:Other" in run(capsys, *predict)[2]
-    assert run(capsys, *predict, "--block", "my_blocks:Other")[0] == 0
-    sys.modules.pop("my_blocks")
+    assert run(capsys, *predict, "--block", "test_cli:Other")[0] == 0
 
 
 @pytest.mark.filterwarnings("default:the run was trained on some")
@@ -434,10 +426,8 @@ def test_all_images_of_another_folder_are_evaluated(capsys, image_folder, tmp_pa
     logged = out.splitlines()[-3]
     code, out, _ = run(capsys, "evaluate", tmp_path / "run")
     assert (code, "18 images of " in out, logged in out) == (0, True, True)
-    assert "24 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", image_folder)[1]
-    same = image_folder / "val" / ".." / "train"
-    assert "18 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", same)[1]
-    assert "24 images of " in run(capsys, "evaluate", tmp_path / "run", "--data", image_folder / "val")[1]
+    for data, count in ((image_folder, 24), (image_folder / "val" / ".." / "train", 18), (image_folder / "val", 24)):
+        assert f"{count} images of " in run(capsys, "evaluate", tmp_path / "run", "--data", data)[1]
 
 
 def test_inspect_shows_the_cost_of_attention_at_each_stage(capsys):

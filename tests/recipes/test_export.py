@@ -35,8 +35,7 @@ def run(path, images):
     if path.suffix == ".onnx":
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-    with torch.no_grad():
-        return torch.export.load(path).module()(images)
+    return torch.export.load(path).module()(images)
 
 
 def about(path):
@@ -117,9 +116,7 @@ def test_the_command_passes_its_flags_and_the_given_side_or_height_and_width(tmp
 
 @pytest.mark.parametrize(("bias", "message"), [(torch.nan, "not finite"), (0.0, "RuntimeError: control flow")])
 def test_a_failed_export_keeps_an_existing_file(tmp_path, monkeypatch, bias, message):
-    def fail(program, path, about):
-        raise RuntimeError("control flow")
-
+    fail = mock.Mock(side_effect=RuntimeError("control flow"))
     monkeypatch.setitem(FORMATS, ".pt2", dataclasses.replace(FORMATS[".pt2"], write=fail))
     file, network = tmp_path / "net.pt2", small_network()
     file.write_bytes(b"old")
@@ -164,9 +161,7 @@ def test_a_network_without_a_configuration_is_exported_with_an_example_input(tmp
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
 def test_a_full_disk_is_named_with_the_file_and_a_remedy(tmp_path, monkeypatch, capsys):
-    def write(program, file, about):
-        Path("/dev/full").write_bytes(b"weights")
-
+    write = lambda program, file, about: Path("/dev/full").write_bytes(b"weights")  # noqa: E731
     monkeypatch.setitem(FORMATS, ".pt2", dataclasses.replace(FORMATS[".pt2"], write=write))
     monkeypatch.chdir(tmp_path)
     va.save_model(create_model("tiny"), tmp_path / "run")

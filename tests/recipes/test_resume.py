@@ -25,7 +25,7 @@ from filelock import FileLock
 from PIL import Image
 from safetensors.torch import load_file
 from small_networks import assert_same
-from test_train import at_step
+from test_train import at_step, spy
 
 import vision_attn as va
 from vision_attn import cli
@@ -82,8 +82,7 @@ def interrupt(settings, monkeypatch, epoch, step, number=signal.SIGTERM):
     return caught.value
 
 
-def fail(*arguments, **options):
-    raise MemoryError
+fail = mock.Mock(side_effect=MemoryError)
 
 
 def command_line(settings):
@@ -339,16 +338,11 @@ def test_two_runs_do_not_share_a_folder(base, image_folder, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("what", ["the loss", "a weight"])
 def test_a_loss_or_weight_that_is_not_finite_ends_the_run_and_is_not_saved(base, monkeypatch, what):
-    made, create = [], module.create_optimizer_v2
+    made = spy(monkeypatch, "create_optimizer_v2")
 
     def break_weights(*given):
         made[0].param_groups[0]["params"][0].data.fill_(torch.nan)
 
-    def create_optimizer(*given, **options):
-        made[:] = [create(*given, **options)]
-        return made[0]
-
-    monkeypatch.setattr(module, "create_optimizer_v2", create_optimizer)
     if what == "the loss":
         at_step(monkeypatch, 1, 1, break_weights)
     else:  # after the last step of the epoch, in which the loss is finite
@@ -389,9 +383,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "expected"), ERRORS)
 def test_only_errors_of_the_disk_advise_to_check_it(base, monkeypatch, error, expected):
-    def breaking(accelerator, folder):
-        raise error
-
+    breaking = mock.Mock(side_effect=error)
     at_step(monkeypatch, 0, 1, lambda: monkeypatch.setattr(module.Accelerator, "save_state", breaking))
     with pytest.raises(Exception, match=expected):
         train(base)

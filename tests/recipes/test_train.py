@@ -234,10 +234,10 @@ def test_a_step_has_4_to_128_images_by_default(base, monkeypatch, count, batch):
     assert loader.call_args.args[2] == batch
 
 
-def spy(monkeypatch, name):
-    """Record the results of a function of the recipe."""
-    made, original = [], getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *given, **how: made.append(original(*given, **how)) or made[-1])
+def spy(monkeypatch, name, owner=module):
+    """Record the results of a function of the recipe, or of a method."""
+    made, original = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given, **how: made.append(original(*given, **how)) or made[-1])
     return made
 
 
@@ -343,8 +343,7 @@ def test_the_moving_average_is_evaluated_and_saved(base, monkeypatch):
 
 
 def test_images_are_mixed_by_timm_and_erased(base, monkeypatch):
-    made, mix = [], module.Mixup.__call__
-    monkeypatch.setattr(module.Mixup, "__call__", lambda *given: made.append(mix(*given)) or made[-1])
+    made = spy(monkeypatch, "__call__", module.Mixup)
     monkeypatch.setattr(module.F, "cross_entropy", loss := mock.Mock(wraps=F.cross_entropy))
     module.train(replace(base, cutmix=1.0, epochs=1), log=quiet)
     mixed = [call.args[1] for call in loss.call_args_list if call.args[1].dim() == 2]
@@ -411,10 +410,9 @@ def test_a_network_has_the_size_of_the_data_and_no_crop_for_small_images(base):
 
 def test_a_frozen_backbone_is_unchanged_and_its_adapter_restores_the_network(base, tmp_path):
     torch.manual_seed(5)
-    given, file = create_model(base.model, num_classes=7).state_dict(), tmp_path / "base.pth"
+    given, file = create_model(base.model, num_classes=7).state_dict(), str(tmp_path / "base.pth")
     torch.save(given, file)
-    settings = replace(base, epochs=2, weights=str(file), reset_head=True, freeze_backbone=True, ema=0.5)
-    settings = replace(settings, amp="bfloat16")
+    settings = replace(base, epochs=2, weights=file, reset_head=True, freeze_backbone=True, ema=0.5, amp="bfloat16")
     module.train(settings, log=quiet)
     found = va.load_model(base.output).state_dict()
     assert changed_keys(given, found) == {"fc.weight", "fc.bias"}
