@@ -77,18 +77,18 @@ def select_auto(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> Callable[..
     return bmm if is_small and trained and q.dtype != torch.float16 else attend_fused
 
 
-def attend_fused(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **options: Any) -> Tensor:
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
     """Call torch's fused kernel, or bmm for inputs that it cannot differentiate.
 
     The fused kernel has no derivative in forward mode and, in a transform of ``torch.func`` on a CPU, none for a mask
     from outside of the transform.
     """
     try:
-        return attend_sdpa(q, k, v, mask=mask, **options)
+        return attend_sdpa(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
     except RuntimeError as error:
         if not isinstance(error, NotImplementedError) and (mask is None or active_transform() is None):
             raise
-        return attend_bmm(q, k, v, mask=mask, **options)
+        return attend_bmm(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
 
 
 def can_chunk(q: Tensor) -> bool:

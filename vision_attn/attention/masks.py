@@ -28,8 +28,9 @@ def add_mask(logits: Tensor, mask: Mask, causal: bool) -> Tensor:
         mask = combine_masks(causal_mask(logits.shape[2], logits.shape[3], logits.device), mask)
     if mask is None:
         return logits
-    mask = mask if mask.shape[4] in (1, logits.shape[3]) else mask[..., : logits.shape[3]]
-    is_shared = mask.shape[0] == mask.shape[1] == 1  # by all images and groups
+    (batch, groups, *_, columns), keys = mask.shape, logits.shape[3]
+    mask = mask if columns in (1, keys) else mask[..., :keys]
+    is_shared = batch == groups == 1  # by all images and groups
     logits, mask = (logits, mask.flatten(0, 1)) if is_shared else (split_groups(logits, mask), mask)
     logits = torch.where(mask, logits, -torch.inf) if mask.dtype == torch.bool else logits + mask
     return logits if is_shared else logits.flatten(0, 1)

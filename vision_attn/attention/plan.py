@@ -51,11 +51,12 @@ class Plan(NamedTuple):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Compute attention in the groups of the pattern, ``(b·groups, n, i, e)``; fully masked rows are zero."""
         kind, row_has_key = self.kind, None
+        kernel = kind.kernel
         if kind.autocast:  # it would compute the logits in half precision
             with torch.autocast(kind.device.type, enabled=False):
                 return self._replace(kind=kind._replace(autocast=False)).attend(inputs)
-        if kind.kernel.attend_pattern is not None:
-            return kind.kernel.attend_pattern(inputs, kind.dropout)
+        if kernel.attend_pattern is not None:
+            return kernel.attend_pattern(inputs, kind.dropout)
         q, k, v, scale, grouping, bias, mask = inputs
         if k.shape[1] != q.shape[1]:
             k, v = repeat_kv(q, k), repeat_kv(q, v)
@@ -66,16 +67,16 @@ class Plan(NamedTuple):
         elif not causal and not grouping.is_dense:
             mask = grouping.attn_mask(q.dtype)
         if bias is not None and bias.rel_logits is not None and kind.can_chunk:
-            chunk = partial(kind.kernel.attend, scale=scale, dropout=kind.dropout)
+            chunk = partial(kernel.attend, scale=scale, dropout=kind.dropout)
             y = attend_chunked(chunk, q, k, v, mask, bias.rel_logits(q), grouping.groups)
         else:
             if bias is not None:
                 q, k, scale = bias.fold(q, k, scale)
                 mask = bias.attn_mask(mask)
-            attend, select = kind.kernel.attend, kind.kernel.select
-            if select is not None:
-                key = q.dtype, q.requires_grad, mask is not None and mask.requires_grad
-                attend = self.selected.get(key) or self.selected.setdefault(key, select(q, k, mask, kind.dropout))
+            key = q.dtype, q.requires_grad, mask is not None and mask.requires_grad
+            if (attend := self.selected.get(key)) is None:
+                attend = kernel.attend if kernel.select is None else kernel.select(q, k, mask, kind.dropout)
+                self.selected[key] = attend
             y = attend(q, k, v, mask=mask, causal=causal, scale=scale, dropout=kind.dropout)
         return y if row_has_key is None else zero_fully_masked_rows(y, row_has_key)
 

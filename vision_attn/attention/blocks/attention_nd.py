@@ -173,11 +173,10 @@ class Attention(ConfigurableImpl):
         drop = self.attn_drop
         rate = getattr(drop, "p", 0.0) if drop.training else 0.0  # other code may replace it by nn.Identity
         mask_kind = None if mask is None else (mask.shape, mask.dtype)
-        context_shape = None if context is None else context.shape
-        can_chunk = device_type in dispatch.CHUNKED_DEVICES and not graph and active_transform() is None
+        keys = None if context is None else context.shape
+        chunked = device_type in dispatch.CHUNKED_DEVICES and not graph and active_transform() is None
         # A tuple equals the Kind with these fields, which takes longer to create.
-        inputs, modes = (x.shape, x.device, mask_kind, context_shape), (autocast, graph, can_chunk)
-        kind = (IMPLEMENTATIONS[impl], *inputs, self.causal, rate, *modes)
+        kind = (IMPLEMENTATIONS[impl], x.shape, x.device, mask_kind, keys, self.causal, rate, autocast, graph, chunked)
         plan = None if graph else self.plans.recent.get(kind)
         if plan is None:
             plan = self.plans.make(Kind(*kind))
@@ -208,9 +207,8 @@ class Attention(ConfigurableImpl):
             context = None if context is None else torch.cat([context] * 3, dim=1)
         # Rearranging one input is cheaper than rearranging its projections.
         if context is None and keys is queries and self.qk_norm != "match":
-            rank = x.dim()
-            y = self.qkv(x if queries.is_identity else to_groups(kernel, queries, x).permute(*TO_FIRST[rank]))
-            y = y.permute(*TO_LAST[rank])
+            x = x if queries.is_identity else to_groups(kernel, queries, x).permute(*TO_FIRST[x.dim()])
+            y = self.qkv(x).permute(*TO_LAST[x.dim()])
             if d == e:
                 return kernel.split_heads(y, n, m, m)
             y, v = y.split_with_sizes([(n + m) * d, m * e], dim=-1)

@@ -20,16 +20,16 @@ def accepts_unbatched(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(forward)
     def batched(self: Any, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        inputs = (mask,) if context is None else (mask, context)  # some blocks have no argument context
         if isinstance(x, Tensor) and x.dim() == 2 + self.rank and x.shape[1] == self.channels:
-            try:
-                return forward(self, x, *inputs)
+            try:  # some blocks have no argument context
+                return forward(self, x, mask) if context is None else forward(self, x, mask, context)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" not in str(error):
                     raise
                 what = f"{type(self).__name__} adds tensors of its pattern or positions to a DTensor"
                 remedy = "Run the model and the backward pass in torch.distributed.tensor.experimental"
                 raise RuntimeError(f"{what}. {remedy}.implicit_replication()") from error
+        inputs = (mask,) if context is None else (mask, context)
         if isinstance(x, torch.fx.Proxy):  # the operations inside depend on the size of the feature map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *inputs), {})
         if isinstance(x, Tensor) and x.dim() == 1 + self.rank and x.shape[0] == self.channels:
