@@ -94,16 +94,14 @@ def check_flex(q: Tensor, v: Tensor, dropout: float, trained: Sequence[Tensor | 
     device, width = q.device.type, min(q.shape[3], v.shape[3])
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trained)
     transformed = not torch.compiler.is_compiling() and (in_graph(q) or active_transform() is not None)
+    is_exported = is_masked and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     for is_refused, what in (
         (dropout > 0, f"does not support dropout: attn_drop must be 0 in training, got {dropout}"),
         (device not in DEVICES, f"requires a device of {', '.join(DEVICES)}, got a tensor on {device}"),
         (q.dtype == torch.float64, "requires float32, float16 or bfloat16, got float64"),
         (device == "cpu" and needs_grad, "does not support gradients on a CPU"),
         (device == "cuda" and width < 16, f"requires heads of width 16 or more on CUDA, got {width}"),
-        (
-            is_masked and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling(),
-            "exports patterns and causal=True only with torch.export.export(…, strict=True)",
-        ),
+        (is_exported, "exports patterns and causal=True only with torch.export.export(…, strict=True)"),
         (transformed, "does not support torch.jit.trace and transforms of torch.func"),
     ):
         if is_refused:

@@ -95,10 +95,9 @@ def attend(
         if x.dim() != 4 or not x.is_floating_point() or any(x.shape[axis] != like.shape[axis] for axis in same):
             expected = "(batch, heads, tokens, width), k with q's batch and width, v with k's heads and tokens"
             raise ValueError(f"{name} must be floating-point with shape {expected}, got {x.dtype} {tuple(x.shape)}")
-    if mask is not None:
-        masks.check_mask(mask.shape, mask.dtype, q.shape[0], q.shape[1], q.shape[2:3], k.shape[2:3])
     row_has_key = None
     if mask is not None:
+        masks.check_mask(mask.shape, mask.dtype, q.shape[0], q.shape[1], q.shape[2:3], k.shape[2:3])
         later = masks.causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
         mask, row_has_key = masks.unmask_empty_rows(masks.combine_masks(masks.broadcast_mask(mask)[:, None], later))
         causal = False

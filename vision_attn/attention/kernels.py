@@ -266,9 +266,8 @@ def to_4d_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, T
     If groups have different masks, either the mask is repeated over the batch, or groups become heads, so that the mask
     broadcasts over the batch; the alternative that copies less is used.
     """
-    batch, groups, heads = mask.shape[:3]
-    i, j = q.shape[2], k.shape[2]
-    aligned = not q.is_cpu
+    batch, groups, heads, i, _ = mask.shape
+    j, aligned = k.shape[2], not q.is_cpu
     if aligned and (mask.dtype == torch.bool or mask.shape[4] % 8 or mask.stride(3) % 8):
         mask = align_mask(mask.expand(-1, -1, -1, -1, j), q.dtype)
     if batch == 1 and groups > 1:

@@ -58,12 +58,10 @@ def combine_masks(mask: Tensor, other: Mask) -> Tensor:
     """
     if other is None:
         return mask
-    if mask.dtype == other.dtype == torch.bool:
-        return torch.logical_and(mask, other)
-    if mask.dtype == torch.bool or other.dtype == torch.bool:
-        allowed, added = (mask, other) if mask.dtype == torch.bool else (other, mask)
-        return torch.where(allowed, added, -torch.inf)
-    return upcast(mask) + other  # in half precision the sum of two finite values may be infinite
+    allowed, added = (mask, other) if mask.dtype == torch.bool else (other, mask)
+    if allowed.dtype != torch.bool:
+        return upcast(mask) + other  # in half precision the sum of two finite values may be infinite
+    return torch.logical_and(mask, other) if added.dtype == torch.bool else torch.where(allowed, added, -torch.inf)
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:

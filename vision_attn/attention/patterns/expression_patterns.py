@@ -22,14 +22,6 @@ class ExpressionPattern(AnyPattern):
     shift: int | tuple[int, ...] = 0
 
     @property
-    def rank(self) -> int:
-        return len(self.rearrangement.axes)
-
-    @property
-    def is_global(self) -> bool:
-        return self.rearrangement.is_identity
-
-    @property
     def attention_axes(self) -> tuple[bool, ...]:
         return tuple([any(name in self.rearrangement.tokens for name in names) for names in self.rearrangement.axes])
 
@@ -108,9 +100,8 @@ class Pattern(ExpressionPattern):
     rearrangement: Rearrangement
 
     def __init__(self, expression: str, /, **sizes: int) -> None:
-        vars(self).update(
-            text=expression, sizes=tuple(sizes.items()), rearrangement=Rearrangement.parse(expression, sizes)
-        )
+        rearrangement = Rearrangement.parse(expression, sizes)
+        vars(self).update(text=expression, sizes=tuple(sizes.items()), rearrangement=rearrangement)
 
     def expand_to_rank(self, rank: int) -> Self:
         if rank != self.rank:

@@ -35,9 +35,7 @@ class Grouping:
         if tuple(keys_size) != tuple(size):  # only global patterns support keys from another size
             keys = [split(axis, length, device).keys for axis, length in enumerate(keys_size)]
             axes = [axis._replace(keys=layout) for axis, layout in zip(axes, keys, strict=True)]
-        rearrangement = pattern.rearrangement
-        if pattern_as_mask:
-            rearrangement = resolve_pattern("full").expand_to_rank(len(size)).rearrangement
+        partition = resolve_pattern("full").expand_to_rank(len(size)) if pattern_as_mask else pattern
         #: True if every query may attend to every key of the feature map.
         self.is_global: bool = pattern.is_global
         #: True if queries attend to no later key.
@@ -47,11 +45,11 @@ class Grouping:
         self.window_shape: tuple[int | None, ...] = pattern.window_shape
         self.axes: list[AxisTiles] = axes
 
-        self.query_layout: TokenLayout = TokenLayout(size, [axis.queries for axis in axes], rearrangement)
+        self.query_layout: TokenLayout = TokenLayout(size, [axis.queries for axis in axes], partition.rearrangement)
         self.key_layout: TokenLayout = self.query_layout
         if any(axis.queries is not axis.keys for axis in axes):
             keys = [axis.keys for axis in axes]
-            self.key_layout = TokenLayout(keys_size, keys, rearrangement, pattern.zero_padded)
+            self.key_layout = TokenLayout(keys_size, keys, partition.rearrangement, pattern.zero_padded)
         self.groups: int = self.query_layout.groups
         #: True in a graph, where sizes may be symbolic.
         self.in_graph: bool = torch.compiler.is_compiling()

@@ -92,9 +92,9 @@ class Neighborhood(AnyPattern):
         allowed = torch.logical_and(candidate >= start, candidate < start + width[..., None])
         if causal:
             allowed = torch.logical_and(allowed, candidate <= query[..., None])
-        on_map = in_class.expand_as(query) < members, key < members
-        queries, keys = (
-            AxisLayout((first + dilation * at).masked_fill(~real, -1).flatten(0, 1), at.flatten(0, 1))
-            for at, real in zip((query, key), on_map, strict=True)
-        )
+
+        def layout(at: Tensor, on_map: Tensor) -> AxisLayout:
+            return AxisLayout((first + dilation * at).masked_fill(~on_map, -1).flatten(0, 1), at.flatten(0, 1))
+
+        queries, keys = layout(query, in_class.expand_as(query) < members), layout(key, key < members)
         return AxisTiles(queries, keys, kernel, allowed.flatten(0, 1))

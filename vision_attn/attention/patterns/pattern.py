@@ -55,7 +55,7 @@ class AnyPattern:
     @property
     def is_global(self) -> bool:
         """True if all positions of the feature map form one group, for feature maps of any size."""
-        return False
+        return self.rearrangement is not None and self.rearrangement.is_identity
 
     @property
     def attention_axes(self) -> tuple[bool, ...]:

@@ -26,9 +26,8 @@ def table_lengths(config: RelativePosition, block: AttentionConfig) -> tuple[int
         if attends and fixed is None and length is None:
             raise ValueError(f"{owner}: feat_size must be given, because the groups of the pattern have no fixed size")
         if attends and fixed is not None and length not in (None, fixed):
-            raise ValueError(
-                f"{owner}: feat_size must be None or {pattern.window_shape} for this pattern, got {feat_size}"
-            )
+            expected = f"None or {pattern.window_shape} for this pattern"
+            raise ValueError(f"{owner}: feat_size must be {expected}, got {feat_size}")
         lengths.append((fixed or length or 1) if attends else 1)
     return tuple(lengths)
 
