@@ -194,8 +194,7 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
         mask = mask if mask.dtype in (torch.bool, q.dtype) else cast_mask(mask, q.dtype)
         q, k, v, mask = to_4d_mask(q, k, v, mask)
     y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
-    node = y.grad_fn if y.requires_grad and not torch.compiler.is_dynamo_compiling() else None
-    if node is not None:
+    if y.requires_grad and not torch.compiler.is_dynamo_compiling() and (node := y.grad_fn) is not None:
         node.register_hook(name_missing_derivative)
     if mask is not None and y.shape[1] != shape[1]:  # groups became heads
         y = y.reshape(*shape[:3], y.shape[3])

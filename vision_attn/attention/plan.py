@@ -50,8 +50,7 @@ class Plan(NamedTuple):
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Compute attention in the groups of the pattern, ``(b·groups, n, i, e)``; fully masked rows are zero."""
-        kind, row_has_key = self.kind, None
-        kernel = kind.kernel
+        kind, kernel, row_has_key = self.kind, self.kind.kernel, None
         if kind.autocast:  # it would compute the logits in half precision
             with torch.autocast(kind.device.type, enabled=False):
                 return self._replace(kind=kind._replace(autocast=False)).attend(inputs)

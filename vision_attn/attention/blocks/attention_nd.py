@@ -81,10 +81,9 @@ class Attention(ConfigurableImpl):
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv = POINTWISE[self.rank]
-        if groups > 1:  # the input is repeated three times, which keeps the rows in the order (qkv, heads, head_dim)
-            self.qkv: Conv = conv(3 * channels, 3 * n * d, 1, groups=3 * groups, bias=qkv_bias, **factory)
-        elif context_channels is None:
-            self.qkv = conv(channels, n * d + m * (d + e), 1, bias=qkv_bias, **factory)
+        if context_channels is None:  # groups of repeated inputs keep the rows in the order (qkv, heads, head_dim)
+            copies, rows = 3 if groups > 1 else 1, n * d + m * (d + e)
+            self.qkv: Conv = conv(copies * channels, rows, 1, groups=copies * groups, bias=qkv_bias, **factory)
         else:
             self.q: Conv = conv(channels, n * d, 1, bias=qkv_bias, **factory)
             self.kv: Conv = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)

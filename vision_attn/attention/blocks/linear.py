@@ -192,8 +192,7 @@ class LinearAttention2d(ConfigurableImpl):
             x = x.masked_fill(valid.logical_not(), 0.0)
             keys = valid.flatten(1)[:, None, :, None]
             mask = keys if mask is None else torch.logical_and(mask, keys)
-        kernel = LINEAR_IMPLS[impl]
-        q, k, v = kernel.split_heads(self.qkv(x).permute(*TO_LAST[4]), *[self.num_heads] * 3)
+        q, k, v = LINEAR_IMPLS[impl].split_heads(self.qkv(x).permute(*TO_LAST[4]), *[self.num_heads] * 3)
         y = attend_linear(q, k, v, impl=impl, mask=mask, feature_map=self.feature_map)
         y = y.transpose(1, 2).reshape(x.shape[0], *x.shape[2:], self.channels).permute(*TO_FIRST[4])
         return to_memory_format_of(x, self.proj_drop(self.proj(y)))
