@@ -18,10 +18,9 @@ def in_graph(x: Tensor) -> bool:
 
     Subclasses of tensors are data, such as the images of MONAI and fastai, except those with which torch traces.
     """
-    is_traced = type(x) is not Tensor and is_symbolic(x)
-    return (
-        is_traced or torch.compiler.is_dynamo_compiling() or type(x.shape[0]) is not int
-    )  # a tensor in torch.jit.trace
+    if type(x) is not Tensor and is_symbolic(x):
+        return True
+    return torch.compiler.is_dynamo_compiling() or type(x.shape[0]) is not int  # a tensor in torch.jit.trace
 
 
 def is_symbolic(x: Tensor) -> bool:

@@ -29,8 +29,8 @@ class AttentionConfig(NamedTuple):
     out_channels: int
     context_channels: int | None
     groups: int
-    kv_stride: int
     qk_norm: bool | str
+    kv_stride: int
     #: The pattern for the axes of the block's feature maps.
     resolved_pattern: AnyPattern
     #: True if the position encoding is relative: queries and keys must come from the same feature map.
@@ -88,8 +88,9 @@ def check_causal(causal: bool, config: AttentionConfig) -> None:
 
 def check_arguments(a: Any, pattern: AnyPattern) -> AttentionConfig:
     """Raise if arguments contradict each other, and return them with their defaults; the pattern is resolved."""
-    sizes = AttentionConfig._fields[: AttentionConfig._fields.index("qk_norm")]
-    check_above(0, Integral, **{name: getattr(a, name) for name in sizes})
+    names = ["channels", "num_heads", "num_kv_heads", "key_dim", "value_dim", "groups", "kv_stride"]
+    names += ["out_channels", "context_channels"]
+    check_above(0, Integral, **{name: getattr(a, name) for name in names})
     check_bool(qkv_bias=a.qkv_bias, proj_bias=a.proj_bias, output_gate=a.output_gate)
     if a.key_dim is None or a.value_dim is None:
         check_divides("num_heads", a.num_heads, "channels", a.channels)
@@ -112,7 +113,7 @@ def check_arguments(a: Any, pattern: AnyPattern) -> AttentionConfig:
     tied = f"must not be 'match' with context_channels={context}: queries and keys need inputs of equal width"
     reject("qk_norm", match and context not in (None, a.channels), tied)
     reject("pattern", a.kv_stride > 1 and not pattern.is_global, f"must be 'full' with kv_stride={a.kv_stride}")
-    config = AttentionConfig(a.channels, n, m, d, e, out_channels, context, a.groups, a.kv_stride, a.qk_norm, pattern)
+    config = AttentionConfig(a.channels, n, m, d, e, out_channels, context, a.groups, a.qk_norm, a.kv_stride, pattern)
     check_causal(a.causal, config)
     return config
 

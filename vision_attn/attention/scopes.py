@@ -12,7 +12,6 @@ of its first run, or an error is raised. The values are kept with the segment an
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from itertools import chain
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -133,8 +132,12 @@ def active_scopes(module: nn.Module | None = None) -> tuple[Values, ...]:
 
 def used_values(module: nn.Module) -> bool:
     """Return True if a graph that still exists, or an unknown segment, used values for a module."""
-    keys = chain.from_iterable(chain.from_iterable(list(RECORDED.values())))  # of all values in all scopes
-    return module in UNRECORDED or any(owner is module and kind in WITH_EFFECT for kind, owner in keys)
+    return module in UNRECORDED or any(
+        owner is module and kind in WITH_EFFECT
+        for scopes in list(RECORDED.values())
+        for values in scopes
+        for kind, owner in values
+    )
 
 
 def record_segments(scopes: tuple[Values, ...]) -> bool:
