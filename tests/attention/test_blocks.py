@@ -35,6 +35,7 @@ def test_state_dict_and_seed_equal_two_convolutions():
     plain = nn.ModuleDict({"qkv": nn.Conv2d(16, 48, 1), "proj": nn.Conv2d(16, 16, 1)}).state_dict()
     assert_same(block.state_dict(), plain)
     assert "qkv.bias" not in va.Attention2d(12, 3, qkv_bias=False).state_dict()
+    assert not any("bias" in key for key in va.blocks.TransformerBlock2d(8, 2, bias=False).state_dict())
 
 
 FORMATS = [*((block, {}) for block in BLOCKS), (va.Attention2d, SHIFTED), (va.blocks.StridedAttention2d, {"stride": 2})]
@@ -560,9 +561,15 @@ def test_monte_carlo_dropout(options):
 
 def test_gradients_in_torch_func_with_a_trained_bias_need_another_implementation_than_sdpa():
     """On a CPU, torch's fused kernel has no derivative for a mask that is a parameter outside the transform."""
-    block = va.Attention2d(8, 2, position=va.RelPosTable(4), impl="sdpa")
+    block, x = va.Attention2d(8, 2, position=va.RelPosTable(4)), torch.randn(1, 8, 4, 4)
+
+    def gradient(impl):
+        block.impl = impl
+        return torch.func.grad(lambda x: block(x).sum())(x)
+
+    torch.testing.assert_close(gradient("auto"), gradient("bmm"))
     with pytest.raises(RuntimeError, match="not differentiable with respect to argument 'attn_mask'"):
-        torch.func.grad(lambda x: block(x).sum())(torch.randn(1, 8, 4, 4))
+        gradient("sdpa")
 
 
 def test_tables_of_a_pattern_and_a_dtensor_are_refused_by_name(monkeypatch):

@@ -12,6 +12,7 @@ from launches import Operations
 from small_networks import Net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 import vision_attn as va
 from vision_attn.networks.capture.maps import AttentionMap, AttentionMaps
@@ -59,6 +60,15 @@ def test_strided_keys_are_captured():
         block(torch.randn(1, 8, 6, 7))
     assert (maps[""].weights.shape, maps[""].map_size) == ((1, 2, 1, 3, 4), (6, 7))
     assert maps[""].distance().shape == (1, 2, 1)
+
+
+def test_converted_windows_are_captured_without_their_padding():
+    block = va.convert.from_layer(ShiftedWindowAttention(3, [2, 2], [0, 0], 1))
+    x = torch.randn(1, 3, 5, 5)
+    for args, kwargs in (((x,), {}), ((), {"x": x})):
+        with torch.no_grad(), va.capture(block, queries=[(0, 0)]) as maps:
+            block(*args, **kwargs)
+        assert maps[""].weights.shape == (1, 1, 1, 5, 5)
 
 
 def test_maps_are_from_the_last_pass():

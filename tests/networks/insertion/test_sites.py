@@ -13,6 +13,7 @@ from torchvision.models import detection, get_model, segmentation
 
 import vision_attn as va
 from vision_attn.networks.insertion.registry import inserted_keys, records
+from vision_attn.networks.inspection.metadata import STAGES
 
 Pair = collections.namedtuple("Pair", ["skip", "features"])
 
@@ -381,3 +382,11 @@ def test_a_block_runs_on_a_single_feature_map(channels_last, block):
     for parameter in va.inserted_blocks(net)["part"].parameters():
         nn.init.normal_(parameter)
     torch.testing.assert_close(net(x[0]), net(x)[0])
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_declared_paths_of_stages_exist(name):
+    with torch.device("meta"):
+        model = get_model(name, init_weights=False)
+    for path in STAGES[f"{type(model).__module__}.{type(model).__name__}"]:
+        assert model.get_submodule(path)
