@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.tracking import TensorBoardTracker
 from PIL import Image
 from small_networks import assert_same
 from timm.utils import ModelEmaV3
@@ -134,7 +135,10 @@ def test_invalid_settings_are_one_line_errors(base, options, message, monkeypatc
 
 def test_a_run_learns_and_writes_its_folder(base, image_folder):
     lines, folder = [], base.output
-    history = module.train(replace(base, log_with=("tensorboard",)), log=lines.append)
+    finish = mock.patch.object(TensorBoardTracker, "finish", autospec=True, side_effect=TensorBoardTracker.finish)
+    with finish as finished:
+        history = module.train(replace(base, log_with=("tensorboard",)), log=lines.append)
+    finished.assert_called_once()
     best = module.best_epoch(history)
     assert best["eval_top1"] > 90
     assert {x.name for x in folder.iterdir()} == {".lock", "logs", "metrics.csv", "model", "settings.json", "state"}
