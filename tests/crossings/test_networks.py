@@ -386,7 +386,7 @@ class Networks(stateful.RuleBasedStateMachine):
     def unfreeze(self):
         if self.attempt(va.unfreeze_backbone_, self.net):
             self.frozen, self.live = False, set(self.base_live)
-            self.mode(self.net.training)
+            self.mode(training=self.net.training)
 
     @precondition(lambda self: self.frozen and not self.synced)
     @rule()
