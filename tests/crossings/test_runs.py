@@ -38,7 +38,7 @@ def start(words, limit=None):
 
 
 def disturb(kind, words, folder, chance):
-    """Start or resume a run and interrupt it; return a line for the report."""
+    """Start or resume a run and interrupt it; return its exit status and its output."""
     if kind == "renamed class":
         is_refused = any(Path(words[words.index("--output") + 1]).glob("state/[0-9]*"))  # the state knows the classes
         for part in ("train", "val"):
@@ -90,7 +90,7 @@ def test_interrupted_runs_equal_the_undisturbed_run(image_folder, tmp_path):
             code, text = disturb(kind, resumed, data, chance)
             history.append(f"{kind}: exit {code}")
             assert "Traceback" not in text, f"{' '.join(words)}\n{history}\n{text}"
-            if kind == "renamed class" and "the classes differ" not in text:  # it began with the other name
+            if kind == "renamed class" and "the classes differ" not in text:  # this step started the run
                 break
         else:
             process = start(resumed)

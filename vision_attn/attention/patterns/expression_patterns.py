@@ -210,8 +210,10 @@ PATTERNS = {"full": Axial("full", None), "rows": Axial("rows", (-1,)), "columns"
 
 def resolve_pattern(pattern: str | AnyPattern) -> AnyPattern:
     """Convert a name, or an einx expression that needs no sizes, to a pattern; return patterns unchanged."""
-    if isinstance(pattern, str) and (pattern in PATTERNS or "->" in pattern):
-        return PATTERNS[pattern] if pattern in PATTERNS else Pattern(pattern)
+    if isinstance(pattern, str) and "->" in pattern:
+        return Pattern(pattern)
+    if isinstance(pattern, str) and pattern in PATTERNS:
+        return PATTERNS[pattern]
     if isinstance(pattern, AnyPattern):
         return pattern
     names, expression = ", ".join(map(repr, PATTERNS)), "an expression such as 'b n d h w -> (b h) n w d'"
