@@ -162,8 +162,8 @@ def test_a_run_killed_while_it_writes_is_resumed_bitwise(base, place, tmp_path, 
         assert [row["epoch"] for row in csv.DictReader(file)] == ["1", "2"]
 
 
-def free_address():
-    """Return the environment variables for a port of this machine that is not used."""
+def free_port_environment():
+    """Return environment variables with an unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
@@ -187,7 +187,7 @@ def test_a_run_killed_twenty_times_is_resumed_bitwise(base, processes, kills, tm
     base = replace(base, epochs=2 * kills, workers=0)
 
     def start(settings):
-        environment = free_address()
+        environment = free_port_environment()
         environment |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes} if processes > 1 else {}
         running, words = [], command_line(settings)  # writes a file, which the first process may read at once
         for rank in range(processes):
@@ -449,7 +449,7 @@ def test_two_processes_train_as_one_and_another_number_is_named(base, tmp_path):
 
 def start_processes(folders, words):
     """Start a process in each folder, like one ``torchrun`` on each of several machines."""
-    common = free_address() | {"WORLD_SIZE": str(len(folders)), "LOCAL_RANK": "0"}
+    common = free_port_environment() | {"WORLD_SIZE": str(len(folders)), "LOCAL_RANK": "0"}
     network = ["--model", "test_resnet", "--img-size", "32", "--device", "cpu"]
     line = [sys.executable, "-m", "vision_attn", "train", *network, *map(str, words)]
     common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": ""}

@@ -198,7 +198,7 @@ class Recording:
             _, args, kwargs = calls[0]
             unpadded = tuple((args[0] if args else kwargs["x"]).shape[-module.rank :])
             location = TokenPositions(unpadded, unpadded)
-        elif module.kv_stride == 1 and self.can_show_image(queries) and not self.can_show_image(keys):
+        elif self.can_show_image(queries) and not self.can_show_image(keys):
             remedy = "The method attention_weights(x, context=…) of the layer returns the weights"  # of words
             location = f"its keys, of size {tuple(keys)}, are not a feature map of the image. {remedy}"
         if isinstance(location, str):
