@@ -140,8 +140,8 @@ class Attention(ConfigurableImpl):
         plan, x, mask, context = self.prepare(x, mask, context)
         if plan is None:  # there are no positions: all gradients are zero
             used = x.sum() if context is None else x.sum() + context.sum()
-            zero = 0 * sum((parameter.sum() for parameter in self.parameters()), used)
-            return self.proj(x.new_zeros(x.shape[0], self.num_heads * self.value_dim, *x.shape[2:]) + zero)
+            used = sum((parameter.sum() for parameter in self.parameters()), used)
+            return self.proj(x.new_zeros(x.shape[0], self.num_heads * self.value_dim, *x.shape[2:]) + used)
         inputs = self.encode(plan, x, mask, context)
         for hook in plan.hooks:
             hook(inputs)
