@@ -106,6 +106,18 @@ def test_blocks_with_one_and_three_axes_equal_the_definition(size):
                 np.testing.assert_allclose(block(x), expected, atol=1e-12)
 
 
+def test_rotated_keys_of_a_pooled_feature_map_are_at_the_centers_of_their_squares():
+    block, x = (
+        va.blocks.Attention1d(8, 2, position=va.Rope(10.0), kv_stride=2, **DOUBLE),
+        torch.randn(1, 8, 6, **DOUBLE),
+    )
+    q, k, _ = block.qkv(x).detach().numpy().reshape(3, 2, 4, 6)
+    q = [reference.rotate(of.T, np.arange(6.0)[None], 10.0) for of in q]
+    k = [reference.rotate(of.reshape(4, 3, 2).mean(2).T, np.array([[0.5, 2.5, 4.5]]), 10.0) for of in k]
+    expected = [reference.softmax(of @ keys.T / 2) for of, keys in zip(q, k, strict=True)]
+    np.testing.assert_allclose(block.attention_weights(x)[0].detach(), expected)
+
+
 @pytest.mark.parametrize(("pattern", "size"), [("full", (5, 6)), (va.Window((2, 3)), (3, 4))], ids=str)
 def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, size):
     options = {"pattern": pattern, "num_kv_heads": 1, "scale": 0.7, **DOUBLE}
