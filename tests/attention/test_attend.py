@@ -267,4 +267,5 @@ def test_sums_over_a_large_feature_map_are_in_the_range_of_half_precision(impl, 
 def test_features_near_zero_have_finite_weights():
     q, k, v = torch.tensor([[[[1.0, 1e-6]]]]), torch.tensor([[[[0.0, 1.0], [0.0, 2.0]]]]), torch.ones(1, 1, 2, 1)
     assert attend_linear(q.half(), k.half(), v.half(), feature_map="relu").isfinite().all()
+    assert torch.equal(attend_linear(q, k, k), attend_linear(q, k, k, feature_map="softmax"))
     torch.testing.assert_close(attend_linear(q - 40, k - 40, v, feature_map="elu"), torch.ones(1, 1, 1, 1))

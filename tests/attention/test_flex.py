@@ -19,6 +19,9 @@ def test_a_neighborhood_is_a_block_mask_and_copies_no_tokens(monkeypatch):
     block, inputs = va.Attention2d(8, 2, impl="flex", pattern=va.Neighborhood(3)), []
     with scope(block, "attention", {block: inputs.append}):
         block(torch.randn(1, 8, 24, 24))
+    q, k = torch.randn(2, 2, 10, 4), torch.randn(2, 2, 7, 4)
+    found, expected = (attend(q, k, k, impl=impl, mask=torch.ones(10, 7).tril() > 0) for impl in ("flex", "bmm"))
+    torch.testing.assert_close(found, expected)
     (given,) = inputs
     assert given.q.shape == given.k.shape == (1, 2, 576, 4)
     mask = given.grouping.cached("block_mask", None)

@@ -138,15 +138,19 @@ def test_a_single_query_stores_one_row():
 
 def test_wrong_arguments_are_rejected():
     model, x = network(), torch.randn(1, 3, 32, 32)
-    with pytest.raises(ValueError, match="model has no Attention2d to capture"), va.capture(nn.ReLU()):
-        pass
+    other = r"capture\. 0 \(MultiheadAttention\): it belongs to another library"
+    for wrong, message in (
+        (nn.ReLU(), "Attention2d to capture. Call va.insert_"),
+        (nn.Sequential(nn.MultiheadAttention(8, 2)), other),
+    ):
+        with pytest.raises(ValueError, match=message), va.capture(wrong):
+            pass
     for query in ((-1, 0), (0, 32)):
         with pytest.raises(ValueError, match=r"in pixels of an image of \(32, 32\)"), va.capture(model, [query]):
             model(x)
     detector = Net(lambda net, images: [net.body(image[None]) for image in images], body=model)
-    images = [torch.rand(3, 32, 32), torch.rand(3, 32, 64)]
     with pytest.raises(ValueError, match="images of one size"), va.capture(detector):
-        detector(images)
+        detector([torch.rand(3, 32, 32), torch.rand(3, 32, 64)])
     with pytest.raises(RuntimeError, match="model itself"), va.capture(model):
         model.forward_features(x)
     with pytest.raises(ValueError, match=r"not available inside torch\.vmap"), va.capture(model):

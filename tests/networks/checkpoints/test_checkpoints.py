@@ -304,12 +304,15 @@ def test_if_a_tensor_cannot_be_written_the_model_is_unchanged(make, tmp_path):
     assert torch.equal(model.weight, before["weight"])
 
 
-@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 1e6), (torch.int8, 300)])
-def test_values_out_of_range_of_the_model_are_rejected_by_key(dtype, value, tmp_path):
+OUT_OF_RANGE = [(torch.float16, 1e6, torch.float32), (torch.float16, 1e6, torch.bfloat16), (torch.int8, 300, None)]
+
+
+@pytest.mark.parametrize(("dtype", "value", "saved"), OUT_OF_RANGE)
+def test_values_out_of_range_of_the_model_are_rejected_by_key(dtype, value, saved, tmp_path):
     model = nn.Module()
     model.x = nn.Buffer(torch.zeros(2, dtype=dtype))
     message = rf"x has values that {dtype} cannot represent"
-    assert_rejected(message, model, save({"x": torch.tensor([1, value])}, tmp_path))
+    assert_rejected(message, model, save({"x": torch.tensor([1, value], dtype=saved)}, tmp_path))
 
 
 def test_extra_state_is_refused_by_name_unless_it_is_skipped(tmp_path):

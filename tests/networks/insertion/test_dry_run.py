@@ -95,6 +95,9 @@ def test_a_dry_run_changes_nothing_and_its_costs_are_those_of_the_insertion():
     assert_same(model.state_dict(), state)
     assert all(block.cost.saved_bytes for block in (*dry.blocks, *replaced.blocks))
     assert f" {dry.blocks[0].cost.saved_bytes / 2**20:.1f}\n" in str(dry)
+    tiled = Net(lambda net, x: net.body(x.view(-1, 3, 32, 32)), body=model)
+    (tiles,) = va.insert_(tiled, names="body.layer1", num_heads=4, dry_run=True, example_input=(1, 3, 64, 64)).blocks
+    assert tiles.cost.saved_bytes == 4 * dry.blocks[0].cost.saved_bytes
     report = va.insert_(model, stages=[0, -1], num_heads=4)
     assert (report.blocks, report.model_cost) == (dry.blocks, dry.model_cost)
     va.remove_(model)

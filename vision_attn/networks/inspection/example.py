@@ -91,7 +91,7 @@ def make_example(model: nn.Module, example_input: Any = None) -> Example:
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     # The images are random, because a network without biases maps zeros to zeros.
     images = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu")
-    return Example((images.to(device=like.device, dtype=like.dtype),), axes=axes)
+    return Example((images.to(device=like.device, dtype=like.dtype),))
 
 
 def default_shape(model: nn.Module, first: nn.Module | None, axes: int) -> tuple[int, ...]:
