@@ -38,7 +38,7 @@ CASES = {
     "neighborhood": Case(va.Neighborhood(3), same(R.neighborhood, [3])),
     "even, dilated": Case(va.Neighborhood((4, 3), dilation=(1, 2)), same(R.neighborhood, [4], [3, 2])),
     "strided": Case(va.Neighborhood((5, 3), (1, 2), stride=(4, 2)), same(R.neighborhood, [5, 1, 4], [3, 2, 2])),
-    "causal": Case(va.Neighborhood(3, 1, (1, 2), (False, True)), same(R.neighborhood, [3], [3, 1, 2, True])),
+    "causal": Case(va.Neighborhood(3, 1, (1, 3), (False, True)), same(R.neighborhood, [3], [3, 1, 3, True])),
     "stripes": Case(STRIPES, lambda h, w: (R.full(h), R.stripes(w, 2)), (True, True)),
 }
 PATTERNS = [case.pattern for case in CASES.values()]

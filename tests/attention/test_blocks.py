@@ -586,5 +586,6 @@ def test_tables_of_a_pattern_and_a_dtensor_are_refused_by_name(monkeypatch):
 def test_defaults_are_not_shown_and_not_saved():
     block, x = va.Attention2d(8, 2), torch.randn(8, 3, 4)
     assert block.get_config() == {"num_heads": 2, "pattern": "full"}
+    assert va.blocks.LinearAttention2d(8, 2, feature_map="elu").get_config()["feature_map"] == "elu"
     assert block.extra_repr() == "8, num_heads=2, impl='auto', pattern='full'"
     assert torch.equal(block.attention_weights(x), block.attention_weights(x[None]))

@@ -151,7 +151,7 @@ def describe(one: Any) -> dict[str, Any]:
     return {
         "largest": one.weights.max().item() * keys,  # as a multiple of uniform attention
         "selects": one.describe_width(), "distance": one.distance()[0].mean(1).tolist(),
-        "width": (one.entropy().exp()[0].mean(1) / keys).tolist(),
+        "width": one.width()[0].mean(1).tolist(),
         "tokens": [f"prefix token {number + 1}" for number in range(prefixes)],
     }  # fmt: skip
 
@@ -171,7 +171,7 @@ def encode(one: Any) -> dict[str, Any]:
 
     Queries on the feature map precede prefix tokens.
     """
-    weights = one.weights[0].float().cpu()
+    weights = (one.spread() if one.key_lengths else one.weights)[0].float().cpu()
     step, key_step = (-(-max(size) // MAX_SIDE) for size in (one.map_size, weights.shape[2:]))
     # The query of merged positions is the one in their middle.
     rows, columns = (torch.arange(0, n, step).add(step // 2).clamp(max=n - 1) for n in one.map_size)

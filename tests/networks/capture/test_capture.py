@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import timm
 import torch
 from launches import Operations
-from small_networks import Net
+from small_networks import Net, captured
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.swin_transformer import ShiftedWindowAttention
@@ -59,7 +60,28 @@ def test_strided_keys_are_captured():
     with va.capture(block, queries=[(0, 0)]) as maps:
         block(torch.randn(1, 8, 6, 7))
     assert (maps[""].weights.shape, maps[""].map_size) == ((1, 2, 1, 3, 4), (6, 7))
-    assert maps[""].distance().shape == (1, 2, 1)
+    assert maps[""].key_lengths == (2 / 6, 2 / 7)
+    last = replace(maps[""], weights=torch.eye(12)[-1].view(1, 1, 1, 3, 4), query_positions=((5, 6),))  # of one column
+    torch.testing.assert_close(last.distance(), torch.full((1, 1, 1), 0.5))
+    torch.testing.assert_close(last.spread()[0, 0, 0, :, 6], torch.tensor([0, 0, 0, 0, 0.5, 0.5]))
+    assert torch.equal(
+        AttentionMaps({"": replace(last, map_size=(1, 1))}).rollout()[""].weights, torch.ones(1, 1, 1, 1, 1)
+    )
+    model = nn.Sequential(nn.Conv2d(3, 16, 16, 16), va.AttentionBlock2d(16, 2, kv_stride=8))
+    assert [*captured(model, torch.rand(1, 3, 32, 320))] == ["1.attn"]
+
+
+UNIFORM = ({}, {"pattern": va.Window(4, shift=1)}, {"pattern": "rows"}, {"pattern": va.Halo(4, 1)}, {"causal": True})
+
+
+@pytest.mark.parametrize("options", UNIFORM, ids=str)
+def test_uniform_attention_to_the_allowed_positions_is_described_as_uniform(options):
+    block, x = va.Attention2d(8, 2, qkv_bias=False, **options), torch.randn(2, 8, 6, 7)
+    nn.init.zeros_(block.qkv.weight)
+    with va.capture(block) as maps, va.padded(block, [(6, 7), (6, 4)]):
+        block(x)
+    torch.testing.assert_close(maps[""].width(), torch.ones(2, 2, 42))
+    assert "(100 %), so the attention is nearly uniform" in maps[""].describe_width()
 
 
 def test_converted_windows_are_captured_without_their_padding():
@@ -145,7 +167,7 @@ def test_wrong_arguments_are_rejected():
     ):
         with pytest.raises(ValueError, match=message), va.capture(wrong):
             pass
-    for query in ((-1, 0), (0, 32)):
+    for query in ((-1, 0), (0, 32), (1, 2, 3)):
         with pytest.raises(ValueError, match=r"in pixels of an image of \(32, 32\)"), va.capture(model, [query]):
             model(x)
     detector = Net(lambda net, images: [net.body(image[None]) for image in images], body=model)

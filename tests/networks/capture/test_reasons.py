@@ -223,8 +223,8 @@ def test_a_class_that_computes_something_else_is_not_swapped(change, reason):
     assert reason in line.reason
 
 
-@pytest.mark.parametrize(("kv_stride", "size"), [(1, "12, 1"), (2, "6, 1")])
-def test_words_as_context_have_no_map_on_the_image(kv_stride, size):
+@pytest.mark.parametrize("kv_stride", [1, 8])
+def test_words_as_context_have_no_map_on_the_image(kv_stride):
     model = timm.create_model("resnet18", num_classes=2).eval()
     va.insert_(model, names="layer3", example_input=(1, 3, 64, 64))
     va.insert_(model, names="layer2", context_channels=6, kv_stride=kv_stride, example_input=(1, 3, 64, 64))
@@ -233,7 +233,7 @@ def test_words_as_context_have_no_map_on_the_image(kv_stride, size):
         with torch.no_grad(), va.context(model, features), va.capture(model) as maps:
             model(x)
         assert ("layer2.1.inserted.attn" in maps, "layer3.1.inserted.attn" in maps) == (shown, True), list(maps)
-        assert (size in maps.reasons.get("layer2.1.inserted.attn", "")) != shown
+        assert ("12, 1" in maps.reasons.get("layer2.1.inserted.attn", "")) != shown
 
 
 def test_attention_on_one_axis_in_a_network_for_images_has_a_map():

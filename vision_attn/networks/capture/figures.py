@@ -66,7 +66,9 @@ def draw_maps(
         raise ValueError(f"images must have values in 0…1, got {extremes}. Pass the images before normalization")
     check_above(1, vmax=vmax)
     queries = check_indices("query", query, len(attention.query_positions))
-    weights = attention.weights[:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)
+    allowed = None if attention.allowed is None else attention.allowed[:, :, queries]
+    shown = replace(attention, weights=attention.weights[:, :, queries].detach().float().cpu(), allowed=allowed)
+    weights = shown.spread() if attention.key_lengths else shown.weights  # (b, heads, queries, h, w)
     label, panels = reduce_heads(weights.transpose(1, 2).flatten(0, 1), attention.heads, reduction)
     panels = panels * panels[0, 0].numel()  # as multiples of uniform attention
     if axes == 2:  # An image becomes a volume with one frame.
@@ -111,7 +113,7 @@ def draw_maps(
     scale = figure.colorbar(overlay, ax=axes_by_row, aspect=30, pad=0.02)
     scale.ax.yaxis.set(major_locator=ticker.LogLocator(2), major_formatter="{x:g}", minor_locator=ticker.NullLocator())
     scale.set_label("× uniform attention", fontsize=8)
-    figure.supxlabel(replace(attention, weights=weights).describe_width(), fontsize=8)
+    figure.supxlabel(shown.describe_width(), fontsize=8)
     return figure
 
 

@@ -53,6 +53,10 @@ class AttentionMap:
     heads: tuple[str, ...] = ()
     #: weights of class and register tokens as queries, ``(b, heads, tokens, h, w)``; None without such tokens
     prefix: Tensor | None = None
+    #: length of a key along each axis, as a fraction of the image, if ``kv_stride`` pools keys: the last one is shorter
+    key_lengths: tuple[float, ...] = ()
+    #: number of keys to which each query may attend, ``(b, heads or 1, queries)``; all keys if None
+    allowed: Tensor | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "map_size", tuple(self.map_size or self.weights.shape[3:]))
@@ -82,6 +86,17 @@ class AttentionMap:
         """
         return torch.special.entr(self.normalized_weights()).sum(3)
 
+    def width(self) -> Tensor:
+        """Return the effective number of positions divided by the number of allowed positions, ``(b, heads, queries)``.
+
+        The result is 1 for uniform attention, also in windows and with masks.
+
+        >>> AttentionMap(torch.tensor([0.5, 0.5, 0.0, 0.0]).view(1, 1, 1, 2, 2), ((0, 0),), (8, 8)).width()
+        tensor([[[0.5000]]])
+        """
+        allowed = self.weights[0, 0, 0].numel() if self.allowed is None else self.allowed.clamp(min=1)
+        return self.entropy().exp() / allowed
+
     def describe_width(self) -> str:
         """Return a sentence on the mean effective width, which shows whether the attention selects positions.
 
@@ -89,10 +104,11 @@ class AttentionMap:
         >>> attention.describe_width()
         'Mean effective width: 12.0 of 12 positions (100 %), so the attention is nearly uniform.'
         """
-        positions, width = self.weights[0, 0, 0].numel(), self.entropy().exp().mean().item()
-        verdict = "is nearly uniform" if width > UNIFORM * positions else "selects positions"
-        percent = f"{100 * width / positions:.0f} %"
-        return f"Mean effective width: {width:.1f} of {positions} positions ({percent}), so the attention {verdict}."
+        allowed = self.weights[0, 0, 0].numel() if self.allowed is None else self.allowed.double().mean().item()
+        width, fraction = self.entropy().exp().mean().item(), self.width().mean().item()
+        verdict = "is nearly uniform" if fraction > UNIFORM else "selects positions"
+        of = f"{width:.1f} of {allowed:.4g} positions ({100 * fraction:.0f} %)"
+        return f"Mean effective width: {of}, so the attention {verdict}."
 
     def distance(self) -> Tensor:
         """Return the mean attention distance of each query in pixels, ``Σ_j a_j |p_i - p_j|``: ``(b, heads, queries)``.
@@ -106,10 +122,26 @@ class AttentionMap:
         >>> attention.distance()
         tensor([[[2.]]])
         """
-        image_size, size = torch.tensor(self.image_size), torch.tensor(self.weights.shape[3:])
+        image_size = torch.tensor(self.image_size)
         queries = (torch.tensor(self.query_positions) + 0.5) * image_size / torch.tensor(self.map_size)
-        keys = (torch.ones(*size).nonzero() + 0.5) * image_size / size
+        centers = torch.meshgrid([(at[1:] + at[:-1]) / 2 for at in self.key_edges()], indexing="ij")
+        keys = torch.stack(centers, dim=-1).flatten(0, -2) * image_size
         return (self.normalized_weights() * torch.cdist(queries, keys).to(self.weights.device)).sum(3)
+
+    def key_edges(self) -> list[Tensor]:
+        """Return the edges of the keys along each axis, in 0…1."""
+        return edges(self.weights.shape[3:], self.key_lengths)
+
+    def spread(self) -> Tensor:
+        """Divide the weight of each key among the queries' positions by area, ``(b, heads, queries, *map_size)``.
+
+        >>> attention = AttentionMap(torch.tensor([[0.8, 0.2]])[None, None, None], ((0, 0),), (2, 4), (2, 4))
+        >>> attention.spread()[0, 0, 0]
+        tensor([[0.2000, 0.2000, 0.0500, 0.0500],
+                [0.2000, 0.2000, 0.0500, 0.0500]])
+        """
+        overlap = area_overlap(self.key_edges(), edges(self.map_size)).to(self.weights.device)
+        return (self.weights.float().flatten(3) @ overlap).unflatten(3, self.map_size)
 
     def similarity(self) -> Tensor:
         """Return 1 minus the Jensen-Shannon divergence of the weights of each pair of heads, ``(b, heads, heads)``.
@@ -245,25 +277,36 @@ class AttentionMaps(dict[str, AttentionMap]):
             if len(attention.query_positions) != positions:
                 got = f"{path!r} has {len(attention.query_positions)} of {positions}"
                 raise ValueError(f"maps must contain all positions as queries; {got}. Capture them without queries")
-            heads = attention.normalized_weights().mean(1) @ area_overlap(attention.weights.shape[3:], size).to(device)
+            overlap = area_overlap(attention.key_edges(), edges(size)).to(device)
+            heads = attention.normalized_weights().mean(1) @ overlap
             step = residual * torch.eye(positions, device=device) + (1 - residual) * heads
             step = step / step.sum(2, keepdim=True).clamp(min=torch.finfo(step.dtype).tiny)
             if rolled is not None:
-                step = step @ area_overlap(size, previous).to(device) @ rolled
+                step = step @ area_overlap(edges(size), edges(previous)).to(device) @ rolled
             rolled, first, previous = step, first or size, size
             weights = rolled.unflatten(2, first)[:, None]
             rollouts[path] = AttentionMap(weights, attention.query_positions, attention.image_size, size, ("rollout",))
         return rollouts
 
 
-def area_overlap(size: Sequence[int], other: Sequence[int]) -> Tensor:
+def edges(size: Sequence[int], lengths: Sequence[float] = ()) -> list[Tensor]:
+    """Return the edges of the positions of a feature map along each axis, in 0…1; by default, of equal lengths.
+
+    >>> edges([2]), edges([2], [0.75])
+    ([tensor([0.0000, 0.5000, 1.0000])], [tensor([0.0000, 0.7500, 1.0000])])
+    """
+    lengths = lengths or [1 / n for n in size]
+    return [(torch.arange(n + 1) * length).clamp(max=1.0) for n, length in zip(size, lengths, strict=True)]
+
+
+def area_overlap(of: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
     """Return the fraction of each position of a feature map that lies in each position of another feature map.
 
-    Both feature maps cover the same image. The result is ``(positions, positions of the other)``.
+    Both feature maps cover the same image, and are given by the edges of their positions along each axis. The result is
+    ``(positions, positions of the other)``.
     """
     by_axis = []
-    for n, m in zip(size, other, strict=True):
-        start, other_start = torch.arange(n)[:, None] / n, torch.arange(m) / m
-        overlap = torch.minimum(start + 1 / n, other_start + 1 / m) - torch.maximum(start, other_start)
-        by_axis.append(overlap.clamp(min=0) * n)
+    for at, other_at in zip(of, other, strict=True):
+        overlap = torch.minimum(at[1:, None], other_at[1:]) - torch.maximum(at[:-1, None], other_at[:-1])
+        by_axis.append(overlap.clamp(min=0) / at.diff()[:, None])
     return reduce(torch.kron, by_axis)

@@ -118,6 +118,8 @@ def capture(
     with scope(model, "attention", hooks):
         yield recording.maps
     reasons = {path or "the model": why for path, why in recording.maps.reasons.items() if path not in recording.others}
+    for path in modules.keys() - {known.partition(":")[0] for known in recording.maps}:
+        recording.maps.reasons.setdefault(path, "it was not called inside the with block")
     if reasons and not recording.maps:
         listed = shorten(sorted(f"{path}: {why}" for path, why in reasons.items()), 3)
         raise ValueError(f"model has no attention on feature maps to capture. {listed}")
@@ -192,15 +194,24 @@ class Recording:
         own = inputs.grouping
         queries, keys = own.query_layout.size, own.key_layout.size
         location: TokenPositions | str = TokenPositions(queries, keys)
+        lengths: tuple[float, ...] = ()
         if isinstance(parents[0], Swapped):
             location = locate_tokens(inputs, parents, calls, self.images, self.image_size)
         elif isinstance(module, PaddedAttention):
             _, args, kwargs = calls[0]
             unpadded = tuple((args[0] if args else kwargs["x"]).shape[-module.rank :])
             location = TokenPositions(unpadded, unpadded)
-        elif self.can_show_image(queries) and not self.can_show_image(keys):
-            remedy = "The method attention_weights(x, context=…) of the layer returns the weights"  # of words
-            location = f"its keys, of size {tuple(keys)}, are not a feature map of the image. {remedy}"
+        else:
+            called, args, kwargs = calls[0]
+            context = (
+                [*args[2:], *(kwargs[name] for name in ("context",) if name in kwargs)] if called is module else []
+            )
+            source = tuple(context[0].shape[-module.rank :]) if context and context[0] is not None else queries
+            if self.can_show_image(queries) and not self.can_show_image(source):
+                remedy = "The method attention_weights(x, context=…) of the layer returns the weights"  # of words
+                location = f"its keys, of size {tuple(source)}, are not a feature map of the image. {remedy}"
+            elif module.kv_stride > 1:
+                lengths = tuple(module.kv_stride / length for length in source)
         if isinstance(location, str):
             self.maps.reasons[path] = location
             return
@@ -217,7 +228,7 @@ class Recording:
         merged = self.reduction and len(heads) > 1
         names = [f"{self.reduction} of {len(heads)} heads"] if merged else [f"head {head}" for head in heads]
 
-        def compute_weights(tokens: Tensor | None) -> Tensor:
+        def compute_weights(inputs: AttentionInputs, tokens: Tensor | None) -> Tensor:
             each = (weights_on_map(inputs, tokens, group, grouping=outer)[..., prefix:] for group in groups)
             weights = fold(REDUCTIONS[self.reduction or "mean"], each)
             weights = weights / len(heads) if self.reduction == "mean" else weights
@@ -229,14 +240,19 @@ class Recording:
         groups = gather(torch.arange(module.num_heads, device=inputs.q.device), heads).split(heads_at_once)
         every = self.points is None and padded == size and not prefix
         with torch.no_grad():
-            weights = compute_weights(None if every else tokens)
-            first = compute_weights(torch.arange(prefix, device=inputs.q.device)) if prefix else None
+            weights = compute_weights(inputs, None if every else tokens)
+            first = compute_weights(inputs, torch.arange(prefix, device=inputs.q.device)) if prefix else None
+            allowed = None
+            if outer is not None or inputs.mask is not None or not (own.is_global and own.is_dense):
+                uniform = inputs._replace(q=torch.zeros_like(inputs.q), bias=None)
+                allowed = (compute_weights(uniform, None if every else tokens) > 0).flatten(3).sum(3)
         if debug_unwrap(weights).dim() > weights.dim():  # cannot be read outside
             raise ValueError("va.capture is not available inside torch.vmap. Call the model with a batch of images")
         weights, first = debug_unwrap(weights), None if first is None else debug_unwrap(first)  # of torch.func.grad
         earlier = sum(path in (known, known.rpartition(":")[0]) for known in self.maps)
         key = f"{path}:{earlier + 1}" if earlier else path
-        self.maps[key] = AttentionMap(weights, tuple(positions), self.image_size, size, tuple(names), first)
+        shown = tuple(positions), self.image_size, size, tuple(names), first, lengths, allowed
+        self.maps[key] = AttentionMap(weights, *shown)
 
 
 def gather(x: Tensor, indices: Iterable[Any]) -> Tensor:
