@@ -162,6 +162,11 @@ def keep_frozen(module: nn.Module, args: object, *, parameters: Iterable[str], n
             norm.training = False
 
 
+def is_mark(hook: object) -> bool:
+    """Return True for a hook that only stores the keys of frozen parameters, and changes no norms."""
+    return isinstance(hook, partial) and hook.func is keep_frozen and not hook.keywords["norms"]
+
+
 def frozen_parts(network: nn.Module) -> Iterator[tuple[nn.Module, partial[Any]]]:
     """Yield the modules with a hook of frozen parts, in a network and in the modules that blocks replaced."""
     for root in (network, *replaced_modules(network).values()):

@@ -471,10 +471,23 @@ def test_errors_name_attention_that_is_not_captured():
     for model, sites in ((mixed, "1"), (mixed[:2], None)):
         with pytest.raises(ValueError, match=r"1 \(SelfAttn\): it belongs to another library"):
             captured(model, x, names=sites)
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+    va.swap_(layer)
+    with torch.no_grad():  # in its fast path, torch does not call the attention
+        assert "was not called" in captured(layer, torch.randn(1, 4, 8)).reasons["self_attn"]
     cait = timm.create_model("cait_xxs24_224", img_size=32, depth=1).eval()
     va.swap_(cait)
     with pytest.raises(ValueError, match=r"blocks.0.attn \(TalkingHeadAttn\)"):
         captured(cait, torch.randn(1, 3, 32, 32))
+
+
+@pytest.mark.parametrize("first", [va.swap_, partial(va.freeze_backbone_, also_train="*layer_norm.bias")])
+def test_a_frozen_network_runs_its_swapped_attention(first):
+    model, _ = segformer()
+    first(model)
+    assert len(va.swap_(model).swapped) == (0 if first is va.swap_ else 4)
+    va.freeze_backbone_(model, also_train="*layer_norm.bias")
+    assert not any(getattr(module, "bypass_reason", "") for module in model.modules())
 
 
 def test_a_dry_run_reports_and_changes_nothing():

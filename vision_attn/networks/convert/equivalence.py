@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from vision_attn.errors import ConversionError
+from vision_attn.networks.finetuning import is_mark
 from vision_attn.networks.inspection.network import hook_dicts
 
 #: Largest accepted difference, relative to the largest value. A wrong order of rows causes a relative difference of
@@ -47,8 +48,9 @@ def get_part(module: Any, path: str) -> Any:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return True for a module with hooks, or with a forward that another tool (accelerate, LoRA) has assigned."""
-    return "forward" in module.__dict__ or any(hook_dicts(module))
+    """Return True for a module with hooks of other code, or a forward that a tool (accelerate, LoRA) has assigned."""
+    hooked = any(hook_dicts(module)) and any(not is_mark(x) for hooks in hook_dicts(module) for x in hooks.values())
+    return "forward" in module.__dict__ or hooked
 
 
 def check_source(module: nn.Module, unsupported: Mapping[str, str]) -> None:
