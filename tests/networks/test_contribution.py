@@ -141,7 +141,7 @@ def test_blocks_of_the_network_count_and_replacements_do_not(batch):
     va.insert_(vit, names="blocks.0", num_heads=2, gate_init=1.0, example_input=(1, 3, 64, 64))
     assert va.contribution(vit, torch.randn(4, 3, 64, 64)).blocks[0].ratio > 0.01
     model = timm.create_model("resnet20", num_classes=10)
-    va.replace_(model, names="layer3.2.conv2", num_heads=2)
+    va.replace_(model, names=["layer3.2.conv2", "layer2.1"], num_heads=2)  # the second one has a residual branch
     with pytest.raises(ValueError, match="model"):
         va.contribution(model, batch[0])
 
@@ -208,6 +208,14 @@ def test_blocks_are_selected_by_name_and_by_function(model, batch):
             outputs.append(model(images))
     assert all(torch.equal(outputs[0], y) for y in outputs)
     assert not torch.equal(outputs[0], model(images))
+    stage = Net(lambda net, x: net.conv(x), conv=nn.Conv2d(8, 8, 1))
+    nested, x = nn.Sequential(nn.Conv2d(3, 8, 1), stage), images[:, :, :8, :8]
+    for name in ("1", "1.conv"):  # only the block at the stage is disabled, and not the one inside it
+        va.insert_(nested, names=name, num_heads=2, gate_init=1.0, example_input=x)
+        nn.init.ones_(va.inserted_blocks(nested)[name].attn.proj.weight)
+    with va.disabled(nested, "1"):
+        y = nested(x)
+    assert torch.equal(y, stage.conv(nested[0](x)))
     with pytest.raises(va.errors.SiteError, match=r"where .* layer2\.2, layer3\.2"):
         va.disabled(model, where=lambda name, block: False)
 

@@ -20,7 +20,7 @@ from vision_attn.networks.capture.maps import AttentionMap
 from vision_attn.networks.insertion.attributes import get_record
 from vision_attn.networks.insertion.registry import inserted_blocks, replaced_modules
 from vision_attn.networks.inspection.network import quiet_eval
-from vision_attn.networks.inspection.selection import Globs, Where, select_inside
+from vision_attn.networks.inspection.selection import Globs, Where, match_modules
 from vision_attn.networks.inspection.wrappers import unwrap_model
 from vision_attn.text import Report, Table
 
@@ -213,9 +213,9 @@ def compute_scores(model: nn.Module, images: Tensor | list[Tensor]) -> Tensor | 
 
 def branches(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks with a residual branch by site or path: inserted blocks, and gated blocks of the network."""
-    replaced = replaced_modules(unwrap_model(model))
-    blocks = {site: block for site, block in inserted_blocks(model).items() if site not in replaced}
-    inside = {module for block in blocks.values() for module in block.modules()}  # a wrapper may have several copies
+    replaced, inserted = replaced_modules(unwrap_model(model)), inserted_blocks(model)
+    inside = {module for block in inserted.values() for module in block.modules()}  # a wrapper may have several copies
+    blocks = {site: block for site, block in inserted.items() if site not in replaced}
     gated = {path: x for path, x in unwrap_model(model).named_modules() if is_residual(x) and x not in inside}
     # A block that is inserted at a gated block has its own path, because the other one has the path of the site.
     return {get_record(x).block_path if site in gated else site: x for site, x in blocks.items()} | gated
@@ -254,7 +254,7 @@ def disabled(model: nn.Module, names: Globs = None, *, where: Where = None) -> A
     (False, True)
     """
     blocks = branches(model)
-    sites = select_inside(blocks, blocks, names, where)
+    sites = match_modules(blocks, names, where)
     if where is not None and not sites:
         raise SiteError(f"where returns True for no block. The model has blocks at {', '.join(blocks)}")
     return disable(model, [blocks[site] for site in sites])
