@@ -280,11 +280,14 @@ def test_images_of_a_subclass_of_tensors_are_data():
     assert len(block.attn.plans.recent) == kept == 1  # images of both classes share a plan
 
 
-@pytest.mark.parametrize(("position", "kv_stride"), [(va.Rope(100.0, normalized=True), 1), (va.Rope(), 2)])
+@pytest.mark.parametrize(
+    ("position", "kv_stride"), [(va.Rope(100.0, normalized=True), 1), (va.Rope(), 1), (va.Rope(9.0), 2)]
+)
 def test_rotary_positions_that_depend_on_the_padded_size_are_refused(position, kv_stride):
     block = va.Attention2d(16, 2, position=position, kv_stride=kv_stride)
+    x, context = torch.randn(2, 16, 6, 9), torch.randn(2, 16, 12, 18) if position == va.Rope() else None
     with va.padded(block, [(6, 9), (6, 5)]), pytest.raises(ValueError, match=r"va\.padded does not support Rope"):
-        block(torch.randn(2, 16, 6, 9))
+        block(x, context=context)
 
 
 def test_rotary_positions_of_features_from_outside_are_refused():

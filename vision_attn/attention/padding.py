@@ -28,7 +28,7 @@ def mask_padding(
         ``x`` with zeros in the padding, the mask without the padding, ``context`` with zeros in the padding, and the
         valid positions of ``x`` and of the keys' feature map before pooling, bool ``(b, 1, *size)``.
     """
-    refuse_scaled_positions(block, pixels)
+    refuse_scaled_positions(block, pixels, None if context is None else context.shape[2:], x.shape[2:])
     valid = valid_positions(pixels, x)
     x = x.masked_fill(valid.logical_not(), 0.0)  # a value of NaN would reach every position: 0 · NaN is NaN
     if context is None:
@@ -49,11 +49,12 @@ def latest_pixels(values: Sequence[Any], graph: bool) -> Any:
     return values[-1] if values else None
 
 
-def refuse_scaled_positions(block: Any, pixels: Any) -> None:
+def refuse_scaled_positions(block: Any, pixels: Any, keys: Sequence[int] | None, size: Sequence[int]) -> None:
     """Raise if rotary positions depend on the size of the padded feature map."""
     rope = block.position.config if block.position is not None else None
-    if isinstance(rope, Rope) and (rope.normalized or block.kv_stride > 1 or not pixels.in_context):
-        other = "kv_stride" if block.kv_stride > 1 else "va.context"
+    other = "kv_stride" if block.kv_stride > 1 else "a context of another size" if keys not in (None, size) else ""
+    other = other if pixels.in_context else "va.context"
+    if isinstance(rope, Rope) and (rope.normalized or other):
         what = repr(rope) if rope.normalized else f"{rope!r} with {other}"
         why = "its positions are scaled to the size of the padded feature map"
         raise ValueError(f"va.padded does not support {what}: {why}. Run images of one size together")
