@@ -80,6 +80,9 @@ def test_a_part_that_fails_leaves_no_context_to_a_later_call():
         part(IMAGE)
     with pytest.raises(va.errors.SiteError, match=r"'part\.0' did not run before it"):
         part[2](torch.randn(2, 8, 64, 64))
+    loops = Net(lambda net, xs: [net.top(y) for y in [net.stem(x) for x in xs]], stem=part[0], top=nn.Conv2d(8, 8, 1))
+    with pytest.raises(va.errors.SiteError, match="'stem' did not run before it"):
+        va.insert_(loops, names="top", context="stem", num_heads=2, example_input=([IMAGE] * 2,))
 
 
 #: Options of va.insert_, and the error.

@@ -109,7 +109,13 @@ def test_stages_counted_from_the_end_have_an_effect():
     make = partial(timm.create_model, "vit_tiny_patch16_224", embed_dim=48, depth=3, img_size=64)
     both = ["blocks.0", "blocks.1"]
     for stages, sites in ((-1, both[1:]), ([-2, -1], both), ([0, -1], both)):
-        assert [block.site for block in va.insert_(make(), stages=stages, num_heads=3).blocks] == sites
+        report = va.insert_(make(), stages=stages, num_heads=3)
+        assert ([block.site for block in report.blocks], report.warnings) == (sites, ())
+
+
+def test_a_convolution_with_two_strides_has_its_channels_second():
+    (block,) = va.insert_(nn.Sequential(nn.Conv2d(1, 16, 3, (2, 1), 1)), names="0", example_input=(1, 1, 32, 32)).blocks
+    assert (block.target.layout, block.channels, block.size) == ("b c h w", 16, "16×32")
 
 
 def test_networks_with_flex_blocks_are_inspected():

@@ -25,7 +25,8 @@ from vision_attn.networks.inspection.costs import Cost, count_flops
 from vision_attn.networks.inspection.example import make_example, tree_leaves, tree_map_only
 from vision_attn.networks.inspection.feature_maps import Element, FeatureMap, TensorSpec
 from vision_attn.networks.inspection.metadata import read_metadata
-from vision_attn.networks.inspection.network import fixed_seed, kept_tensors, quiet_eval, without_hooks
+from vision_attn.networks.inspection.network import CONVS, fixed_seed, kept_tensors, quiet_eval, without_hooks
+from vision_attn.networks.inspection.selection import find_module
 
 #: Values of the argument ``layout``.
 LAYOUT = re.compile(r"b c (w|h w|t h w)|b (w|h w|t h w) c|b \((\d+ \+ )?h w\) c")
@@ -172,6 +173,8 @@ class DryRun:
         names = {3: "w", 4: "h w", 5: "t h w"}[len(shape)]
         shapes = {layout: feature_maps.map_shape(shape, layout) for layout in (f"b c {names}", f"b {names} c")}
         fits = [layout for layout, (_, _, *size) in shapes.items() if self.keeps_aspect(size)]
+        if isinstance(find_module(self.model, target), CONVS):  # strides may change the aspect ratio
+            fits = [f"b c {names}"]
         if not fits and shape[0] != self.example.shape[0]:
             return None
         fits = fits or list(shapes)
