@@ -733,6 +733,16 @@ def test_every_tensor_keeps_its_dtype(dtype, tmp_path):
     assert_same(va.load_model(tmp_path, network=phases).state_dict(), model.state_dict())
 
 
+def test_a_block_of_another_dtype_than_its_network_is_restored_exactly(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 8, 1)).bfloat16()
+    va.insert_(model, names="0", num_heads=2, example_input=(1, 3, 8, 8))
+    model[0].inserted.float().requires_grad_(False).attn.qkv.weight.normal_()
+    path, state = va.save_adapter(model, tmp_path / "a.safetensors"), copied(model)
+    va.remove_(model)
+    va.load_adapter_(model, path)
+    assert_same(model.state_dict(), state)
+
+
 #: A change of the configuration, and the message of the error.
 WRONG_CONFIGURATIONS = [
     ({"architecture": "hf-hub:timm/resnet18.a1_in1k"}, "architecture"),

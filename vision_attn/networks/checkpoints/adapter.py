@@ -65,7 +65,7 @@ def save_adapter(
         file: path of the file, which must end in ``.safetensors``.
         also: globs on additional keys to save, as in :func:`vision_attn.freeze_backbone_`: ``"head"`` for a
             new classifier.
-        metadata: additional metadata of plain values; training runs save their settings and classes.
+        metadata: additional metadata of plain values; training runs save the input size and the classes.
 
     Returns:
         The path.
@@ -156,7 +156,11 @@ def load_adapter_(
         if different := compare_arguments(get_arguments(model.state_dict()), adapter.arguments):
             remedy = "Pass the class or function that built custom blocks as block="
             raise CheckpointError(f"blocks are configured differently: {'; '.join(different)}. {remedy}")
-        values = pair_values(state, adapter.tensors)
+        for name, x in (*model.named_parameters(), *model.named_buffers()) if not changed_tensors else ():
+            value = adapter.tensors.get(unwrap_key(name), x)
+            if x.is_floating_point() and value.is_floating_point():  # blocks may have another dtype than the network
+                x.data = x.data.to(value.dtype)
+        values = pair_values(unwrap_state(model), adapter.tensors)
         report = InsertionReport(records(model), "loaded")
     except BaseException as error:
         if inserted_blocks(model):

@@ -48,7 +48,8 @@ def load_checkpoint_(
     r"""Load a checkpoint file into a model, before or after blocks are inserted.
 
     Tables of relative positions are resized to the feature maps of the model. Tensors of a module that was replaced by
-    :func:`vision_attn.replace_` are loaded into the original module, which ``remove_`` restores.
+    :func:`vision_attn.replace_` are loaded into the original module, which ``remove_`` restores, except for keys that
+    the new module has, too.
 
     ``.safetensors`` files and ``torch.save`` files (``.pt``, ``.pth``, ``.th``, …) are read without running code.
     Weights are found at the top level of the file or under any entry, such as ``state_dict`` or ``checkpoint.model``.

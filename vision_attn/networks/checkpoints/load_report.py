@@ -52,6 +52,8 @@ class LoadReport(Report):
     config_mismatches: tuple[str, ...] = ()
     #: blocks that were loaded without a comparison, because their configuration is not in the file
     unchecked: tuple[str, ...] = ()
+    #: names of the classes in a file of ``save_model``
+    classes: tuple[str, ...] = ()
 
     def parts(self) -> list[str]:
         source = escape_control_characters(f"{self.file} [{self.entry}]" if self.entry else self.file)

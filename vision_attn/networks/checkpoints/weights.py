@@ -79,6 +79,8 @@ def find_weights(
         "prefix": prefix_in(entry) + found_prefix,
         "ignored": tuple(unwrap_key(key, wrappers) for key in ignored),
     }
+    if (saved := read_saved(file)) is not None:
+        source["classes"] = tuple(saved.metadata.get("label_names") or ())
     arguments = {name.strip("."): values[key] for key, name in names.items() if key.endswith(".")}
     return tensors, arguments, source
 
@@ -234,6 +236,8 @@ def remove_prefix(names: Mapping[str, str], prefix: str) -> dict[str, str]:
 def rename_hint(saved: Tensors, required: Tensors) -> str:
     """Return how to rename the keys of a checkpoint of the same network; empty if it is another network."""
     for preset in PRESETS:
+        if required.keys() <= saved.keys():  # keys of a block are missing
+            return ""
         if required.keys() <= {*rename_keys({key: key for key in saved}, parse_rename(preset, required)).values()}:
             flag = f"--rename {preset} on the command line"
             return f'The checkpoint has other keys for this network. Pass rename="{preset}" ({flag}).'
