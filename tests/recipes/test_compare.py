@@ -190,8 +190,11 @@ def test_runs_on_other_images_are_not_compared(base, photos, tmp_path):
     compare = partial(compare_settings, seeds=[0], output=tmp_path / "c", command="", jobs=1)
     assert list(compare(variants)) == ["one", "other"]
     shutil.copy(photos / "red" / "0.png", photos / "red" / "another.png")
-    with pytest.raises(TrainingError, match=r"with seed 0 have different classes or images. Restore the images of --d"):
+    with pytest.raises(TrainingError, match=r"or different images for seed 0. Restore the images of --d"):
         compare({**variants, "third": replace(base, lr=0.02)})
+    (photos / "red").rename(photos / "zebra")
+    with pytest.raises(TrainingError, match=r"one, seed 1 failed: .* have different classes"):
+        compare(variants, seeds=[0, 1])
 
 
 def score(variant, seed, **options):

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import MISSING, asdict, fields, replace
@@ -436,9 +437,12 @@ def test_a_frozen_backbone_is_unchanged_and_its_adapter_restores_the_network(bas
 
 def test_weights_for_classes_of_other_names_require_a_new_head(base, tmp_path):
     folder = va.save_model(create_model(base.model, num_classes=3), tmp_path / "net", classes=["red", "green", "blue"])
-    settings = replace(base, weights=str(folder))
-    with pytest.raises(ValueError, match=r"--weights are for the classes red, green, blue, got blue, green, red\. "):
-        build(settings)
+    for weights in (folder, shutil.copy(folder / "model.safetensors", tmp_path)):
+        settings = replace(base, weights=str(weights))
+        with pytest.raises(
+            ValueError, match=r"--weights are for the classes red, green, blue, got blue, green, red\. "
+        ):
+            build(settings)
     build(replace(settings, reset_head=True))
 
 
@@ -455,12 +459,19 @@ def test_pretrained_weights_for_other_classes_have_a_new_head(base, monkeypatch)
 
 
 def test_a_trained_network_is_evaluated_with_its_size_and_classes(base, image_folder, tmp_path):
+    base = replace(base, data=shutil.copytree(image_folder, tmp_path / "data"))
     best = module.best_epoch(module.train(replace(base, epochs=1), log=quiet))
 
     def score(folder=base.output, **options):
         return evaluate(Evaluation(run=str(folder), device="cpu", batch_size=16, **options), log=quiet)["loss"]
 
+    shutil.copy(next(base.data.glob("train/red/*")), base.data / "train" / "green" / "another.png")  # without a warning
     assert score() == best["eval_loss"]
+    reordered, order = va.load_model(base.output), [2, 0, 1]
+    for parameter in reordered.get_submodule(reordered.pretrained_cfg["classifier"]).parameters():
+        parameter.data = parameter.data[order]
+    folder = va.save_model(reordered, tmp_path / "reordered", classes=[CLASSES[at] for at in order])
+    assert score(folder, data=image_folder) == pytest.approx(best["eval_loss"])
     assert score(base.output / "model", data=image_folder) == best["eval_loss"]
     half = va.save_model(va.load_model(base.output).half(), tmp_path / "half")
     assert score(half, data=image_folder) == pytest.approx(best["eval_loss"], rel=0.01)

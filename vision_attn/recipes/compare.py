@@ -153,11 +153,13 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
             print(f"{variant}, seed {seed}: {line}", flush=True)
 
     history = train(s, log)
-    complete = [file.parent for file in output.glob(f"*-{seed}/run.json")]  # the states of other runs may change
-    states = filter(None, map(runs.newest_state, [folder, *complete]))
-    first, *others = [runs.read_progress(state)["data"] for state in states]
-    if any(other != first for other in others):
-        what = f"the runs in {output} with seed {seed} have different classes or images"
+    complete = [file.parent for file in output.glob("*/run.json")]  # the states of other runs may change
+    states = [(run, state) for run in (folder, *complete) if (state := runs.newest_state(run))]
+    found = [(run.name.endswith(f"-{seed}"), runs.read_progress(state)["data"]) for run, state in states]
+    first = found[0][1]
+    # Each seed may hold out other images.
+    if any(data["classes"] != first["classes"] or (same_seed and data != first) for same_seed, data in found):
+        what = f"the runs in {output} have different classes, or different images for seed {seed}"
         raise DataError(f"{what}. Restore the images of --data, or choose another --output")
     model: Any = va.load_model(folder, block=runs.import_block(s.block) if ":" in s.block else None)
     with warnings.catch_warnings(action="ignore"):  # a network can have attention of another library only

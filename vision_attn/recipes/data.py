@@ -111,6 +111,8 @@ class Images:
         #: file of each image; empty for a data set without files
         self.files = [source.samples[row][0] for row in rows] if hasattr(source, "samples") else []
         self.transform: Any = None
+        #: index of the output of the network for each label, if they differ
+        self.order: Sequence[int] | None = None
         #: seed of the augmentation; None if nothing is random
         self.seed: int | None = None
         #: number of the epoch, also for worker processes; -1 when they may end
@@ -133,7 +135,7 @@ class Images:
             raise DataError(f"{name} cannot be read ({error}). Replace or remove it") from error
         if self.seed is not None:
             seed_all(self.seed, int(self.epoch), row)
-        return self.transform(image.convert("RGB")), label
+        return self.transform(image.convert("RGB")), label if self.order is None else self.order[label]
 
     def digest(self) -> str:
         """Return a hash of the names and sizes of the images, or of their classes in a data set without files."""
@@ -181,7 +183,8 @@ def open_data(s: Any, fraction: float | None = 0.1) -> tuple[list[str], Images, 
             remedy = "Pass its folder as --data, or --download" if "hfds/" not in name else "pip install datasets"
             raise DataError(f"cannot read {name} in {s.data} ({error}). {remedy}") from error
     kinds = [[*map(str, getattr(one, "classes", None) or one.reader.class_to_idx)] for one in sources]
-    if only := sorted({*kinds[0]} ^ {*kinds[-1]}):
+    if kinds[0] != kinds[-1]:
+        only = sorted({*kinds[0]} ^ {*kinds[-1]}) or ["all, in another order,"]
         raise DataError(f"classes of training and validation images differ: {', '.join(only[:6])} are in one only")
     rows: list[Sequence[int]] = [range(len(source)) for source in sources]
     if len(sources) == 1 and (held := s.val_fraction or fraction):

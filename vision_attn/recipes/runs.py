@@ -126,8 +126,7 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None, dict
     taken = [int(path.name[6:]) for path in Path("runs").glob("train-*") if path.name[6:].isdecimal()]
     folder = resumed or s.output or Path("runs", f"train-{max(taken, default=0) + 1}")
     refuse_other_folder(require_run(folder, "--resume RUN") if resumed else folder, "settings.json")
-    if not folder.exists():  # a run that fails before its first state leaves no folder
-        stack.callback(lambda: None if newest_state(folder) else shutil.rmtree(folder))
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     from filelock import FileLock, Timeout
 
@@ -135,6 +134,8 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None, dict
         stack.enter_context(FileLock(folder / ".lock", timeout=LOCK_TIMEOUT))
     except Timeout:
         raise TrainingError(f"another process is training in {folder}. Wait for it, or pass another --output") from None
+    if is_new:  # a run that fails before its first state leaves no folder
+        stack.callback(lambda: None if newest_state(folder) else shutil.rmtree(folder))
     check_writable(folder / "metrics.csv")
     state = newest_state(folder)  # after the lock: another process may have completed a run
     if state is None and resumed:

@@ -82,9 +82,10 @@ def build_network(s: Settings, classes: list[str], side: int | None, log: Log, r
     if s.weights and not resumed:  # after the insertion, because the file may contain weights of the blocks
         report = va.load_checkpoint_(model, s.weights, skip=new, rename=s.rename or ())
         log(str(report))
-        file = Path(report.file).with_name("config.json")  # of va.save_model
-        known = json.loads(file.read_bytes()).get("label_names") if file.is_file() and not new else None
-        if known and known != classes:
+        file = Path(report.file).with_name("config.json")  # of timm
+        config = json.loads(file.read_bytes()) if file.is_file() else {}
+        known = [*report.classes] or (config.get("label_names") if isinstance(config, dict) else None)
+        if known and known != classes and not new:
             expected, got = (", ".join(names[:6]) for names in (known, classes))
             raise ValueError(f"--weights are for the classes {expected}, got {got}. Pass --reset-head")
     for layer in (model.get_submodule(glob.removesuffix(".*")) for glob in new):
@@ -228,6 +229,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         schedule: Any = create_scheduler_v2(optimizer, "cosine", **lengths, **warmup)[0]
         ema = None if s.ema is None else ModelEmaV3(model, s.ema, use_warmup=True)
         network: Any = model if ema is None else ema.module  # to evaluate and save
+        create_graph = getattr(optimizer, "is_second_order", False)  # of adahessian
         wrapped, optimizer = acc.prepare(model, optimizer)
         forward = torch.compile(wrapped) if s.compile else wrapped
         if ema is not None:
@@ -272,7 +274,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
                 for x, y in zip(images.chunk(s.grad_accum_steps), labels.chunk(s.grad_accum_steps), strict=True):
                     with acc.accumulate(wrapped):  # gradients are averaged over the chunks
                         loss = F.cross_entropy(forward(x).float(), y, label_smoothing=s.label_smoothing)
-                        acc.backward(loss)
+                        acc.backward(loss, create_graph=create_graph)
                         if acc.sync_gradients and s.clip_grad:
                             acc.clip_grad_norm_(model.parameters(), s.clip_grad)
                         optimizer.step()
@@ -348,17 +350,20 @@ def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
     acc = make_accelerator(s)
     log = acc.on_main_process(log)
     state = runs.newest_state(run)
-    trained = runs.read_progress(state)["data"]["digests"][0] if state else None
+    trained, held = runs.read_progress(state)["data"]["digests"] if state else (None, None)
     classes, train_set, val_set = open_data(s) if same else open_data(replace(s, val_fraction=None), None)
     if trained and not same and train_set.digest() == val_set.digest():  # the folder of the run may have moved
         with suppress(DataError):
             if (again := open_data(s))[1].digest() == trained:
                 classes, train_set, val_set = again
-    if trained and (val_set.digest() == trained or (same and train_set.digest() != trained)):
+    changed = same and train_set.digest() != trained and val_set.digest() != held
+    if trained and (val_set.digest() == trained or changed):
         warnings.warn(f"the run was trained on some of the images of {s.data}: scores are too high", stacklevel=2)
     model = runs.load_run(e.run, e.block, "evaluate RUN").float()
     known = model.classes or [*map(str, range(model.num_classes))]
-    if list(known) != classes and (model.classes or len(known) != len(classes)):
+    if {*classes} <= {*known}:  # folders are sorted by name
+        val_set.order = [*map([*known].index, classes)]
+    elif model.classes or len(known) != len(classes):
         expected, got = (", ".join(names[:6]) for names in (known, classes))
         raise ValueError(f"--data: expected the classes of {run}, {expected}, got {got}. Rename the folders")
     val_set.transform = model.transform
