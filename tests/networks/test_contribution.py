@@ -135,6 +135,8 @@ def test_blocks_of_the_network_count_and_replacements_do_not(batch):
     va.insert_(dense, names="1", num_heads=2, gate_init=1.0, example_input=(1, 3, 16, 16))
     x = torch.randn(2, 3, 16, 16)
     assert {*va.measure_blocks(dense, x)} == {"1", "1.inserted"}
+    va.insert_(dense, names="0", block=va.Attention2d, num_heads=2, example_input=(1, 3, 16, 16))  # in a wrapper
+    assert all("entropy" in measured for measured in va.measure_blocks(dense, x).values())
     with va.disabled(dense):
         assert torch.equal(dense(x), dense[0](x))
     vit = timm.create_model("test_vit", img_size=64, num_classes=5)

@@ -1,5 +1,6 @@
 """Contribution of the blocks of a network: the size of their branches, and the effect of disabling them."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.attention.blocks import Attention
 from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.blocks.gated_residual import is_residual
 from vision_attn.attention.plan import AttentionInputs
@@ -163,15 +165,19 @@ def measure_blocks(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, dic
     blocks = require_branches(model)
     entropies: dict[str, list[Tensor]] = {site: [] for site in blocks}
 
-    def record(site: str, inputs: AttentionInputs) -> None:
+    def record(sites: Iterable[str], inputs: AttentionInputs) -> None:
         queries, grouping = inputs.q, inputs.grouping
         rows = torch.arange(product(grouping.query_layout.size), device=queries.device)
         weights_of_row = queries.shape[0] * queries.shape[1] // grouping.groups * product(grouping.key_layout.size)
         for part in rows.split(max(1, MAX_WEIGHTS // weights_of_row)):
             weights = AttentionMap(weights_on_map(inputs, part), (), ())
-            entropies[site].append(weights.entropy().flatten(0, 1).mean(0))
+            for site in sites:
+                entropies[site].append(weights.entropy().flatten(0, 1).mean(0))
 
-    attention = {block.attn: partial(record, site) for site, block in blocks.items() if hasattr(block, "attn")}
+    owners = defaultdict[nn.Module, list[str]](list)  # blocks may share or wrap their attention
+    for site, module in ((site, module) for site, block in blocks.items() for module in block.modules()):
+        owners[module] += [site] if isinstance(module, Attention) else []
+    attention = {module: partial(record, sites) for module, sites in owners.items()}
     with quiet_eval(model), measure_branches(model, blocks) as squares, scope(model, "attention", attention):
         unwrap_model(model)(*args, **kwargs)
     measures = {}
