@@ -451,6 +451,9 @@ def test_a_network_is_explored(capsys, image_folder, tmp_path, model, options, p
     assert (printed in out, f"wrote {file} (" in out, site in page, note in page) == (True,) * 4
     assert (note.rpartition('"')[2] in out, "layer3.2.inserted.attn" in page) == (True, False)
     assert ('"title": "0.png"' in page, '["class ' in page) == (True, False), "the page shows the names of classes"
+    if model == RUN:
+        name, score = re.search(r'"prediction": \[\["([^"]+)", ([\d.]+)', page).groups()
+        assert f"0.png: {name} {100 * float(score):.1f} %" in run(capsys, "predict", model, images)[1]
 
 
 def test_a_network_by_name_has_the_classes_and_the_transform_of_timm():

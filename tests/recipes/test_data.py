@@ -82,6 +82,8 @@ def test_hidden_folders_and_files_are_ignored_and_unsupported_files_are_named(tm
         Image.new("RGB", (32, 32)).save(root / name / "IMAGE.PNG")
     for name in ("notes.txt", "._IMAGE.PNG", ".DS_Store", "photo.heic"):
         (root / "red" / name).touch()
+    (root / "red").rename(tmp_path / "elsewhere")
+    (root / "red").symlink_to(tmp_path / "elsewhere")
     with pytest.warns(UserWarning, match=r"1 \.heic files cannot be read"):
         found = Folder(root)
     assert found.classes == ["blue", "red"]

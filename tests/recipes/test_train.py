@@ -187,12 +187,16 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
 
 
 def test_the_command_of_a_comparison_compares_the_block_of_the_run(base, tmp_path, monkeypatch):
-    lines, output = [], tmp_path / "a run"
+    lines, output = [], tmp_path / "new" / "a run"
     options = {"block": "TransformerBlock2d", "pattern": "rows", "block_options": ("num_heads=2",)}
     other = replace(base, output=output, seed=3, epochs=1, **options)
     module.train(other, log=lines.append)
     assert [module.runs.has_blocks(of) for of in (str(output), f"{output}/model", "net.pth")] == [1, 1, 0]
     command = lines[-1].splitlines()[1]
+    module.train(
+        replace(other, names=(), stages=(), block_options=(), pattern=None, output=tmp_path / "b"), log=lines.append
+    )
+    assert lines[-1].startswith("top-1 ")
     monkeypatch.setattr(sys, "argv", shlex.split(command))
     with mock.patch.object(compare, "trials") as trials:
         compare.compare(cli.parse(Comparison, sys.argv[2:], "compare"))
