@@ -29,11 +29,9 @@ def random_map(*shape):
 
 
 def test_state_dict_and_seed_equal_two_convolutions():
-    torch.manual_seed(0)
-    block = va.Attention2d(16, 4)
-    torch.manual_seed(0)
     plain = nn.ModuleDict({"qkv": nn.Conv2d(16, 48, 1), "proj": nn.Conv2d(16, 16, 1)}).state_dict()
-    assert_same(block.state_dict(), plain)
+    torch.manual_seed(0)  # as before every test
+    assert_same(va.Attention2d(16, 4).state_dict(), plain)
     assert "qkv.bias" not in va.Attention2d(12, 3, qkv_bias=False).state_dict()
     assert not any("bias" in key for key in va.blocks.TransformerBlock2d(8, 2, bias=False).state_dict())
 

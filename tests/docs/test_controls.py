@@ -44,7 +44,6 @@ def test_a_cost_volume_averages_the_values_of_other_positions(separate):
 
 
 def test_the_costs_of_the_solver_are_ratios_of_gaussian_likelihoods():
-    torch.manual_seed(0)
     borders = torch.randn(500, 3, dtype=torch.double)
     neighbors = borders @ torch.randn(3, 3, dtype=torch.double) + torch.randn(500, 3, dtype=torch.double) + 1
     solver = BorderSolver(borders, neighbors, ridge=0)

@@ -23,7 +23,6 @@ NETWORKS = {
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "convnext")) for x in NETWORKS])
 def test_blocks_read_another_module_of_the_same_forward_pass(name):
-    torch.manual_seed(0)
     make, names, context = NETWORKS[name]
     model = make().eval()
     before, keys = tensors(model(IMAGE)), list(model.state_dict())
@@ -60,7 +59,6 @@ def test_features_are_an_input_of_an_exported_graph_or_refused():
         with va.context(net.model, features):
             return net.model(images)
 
-    torch.manual_seed(0)
     model, images = nn.Sequential(nn.Conv2d(3, 8, 3)), torch.randn(1, 3, 8, 8)
     first, second = torch.randn(2, 1, 4, 3, 3)
     va.insert_(model, names="0", context_channels=4, num_heads=2, gate_init=1.0, example_input=images)

@@ -170,7 +170,6 @@ def test_update_bn_of_torch_is_refused_because_it_resets_frozen_statistics(momen
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
 def test_a_frozen_model_is_copied_pickled_and_compiled():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
     va.insert_(model, names="2", **SMALL)
     before, x = copied(model), images()

@@ -39,7 +39,6 @@ def test_attention_equations_equal_those_of_keras(keras, builders, data, rank):
 
 @pytest.mark.parametrize("axes", [(2,), (1, 3), (1, -2), None])
 def test_attention_patterns_equal_equations_along_the_same_axes(axes):
-    torch.manual_seed(0)
     options = {"pattern": attention_pattern(axes, rank=5), "qkv_bias": False, "proj_bias": False}
     block = va.blocks.Attention3d(8, 2, dtype=torch.float64, **options)
     x = torch.randn(2, 8, 2, 3, 4, dtype=torch.float64)

@@ -105,7 +105,6 @@ def test_unsupported_sites_are_rejected_by_name_without_changes(model, options, 
 
 
 def test_networks_without_gradients_are_supported():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), Net(lambda net, x: x.argmax(1))).eval()
     assert va.insert_(model, names="1", example_input=IMAGE).warnings == ()
     assert all(p.requires_grad for p in model.parameters())
@@ -142,7 +141,6 @@ FEATURES_ONLY = [
 @pytest.mark.parametrize(("name", "options", "size"), FEATURES_ONLY)
 def test_features_only_networks_have_the_stages_of_stage_names(name, options, size):
     # timm's own tests of features_only networks
-    torch.manual_seed(0)
     model, image = timm.create_model(name, features_only=True, **options).eval(), torch.rand(1, 3, size, size)
     before, modules = model(image), [model.get_submodule(path) for path in va.stage_names(model, image)]
     assert len(modules) == len(before)
@@ -374,7 +372,6 @@ def test_code_that_calls_parts_of_a_network_has_the_documented_effects():
 @pytest.mark.filterwarnings("ignore:.*deprecated", "ignore::torch.jit.TracerWarning", "ignore:.*side effects happened")
 @pytest.mark.parametrize("options", [{}, {"context": "0.stem"}])
 def test_blocks_stored_in_the_parent_are_compiled_and_exported(options):
-    torch.manual_seed(0)
     model = nn.Sequential(residual(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))).eval()
     va.insert_(model, names="0.branch.1", num_heads=2, gate_init=1.0, example_input=IMAGE, **options)
     assert "0.inserted_branch_1.gate" in model.state_dict()
@@ -390,7 +387,6 @@ def test_blocks_stored_in_the_parent_are_compiled_and_exported(options):
 @pytest.mark.parametrize("block", [None, "se", "gc"])
 def test_normalized_zero_weights_raise_an_error_with_a_remedy(normalize, block):
     # Self-Attention-GAN#31: spectral normalization of every layer
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, stride=3), nn.ReLU()).eval()
     va.insert_(model, block, names="1", example_input=IMAGE)
     layers = [x for x in only_block(model).modules() if isinstance(x, nn.modules.conv._ConvNd)]
@@ -421,7 +417,6 @@ def train_without_a_warning(*args, **options):
 
 
 def late(optimizer_class=torch.optim.SGD, names="0", **options):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=3), nn.ReLU(), nn.Flatten(), nn.Linear(800, 2))
     optimizer = optimizer_class(model.parameters(), lr=1e-3, **options)
     va.insert_(model, names=names, num_heads=2, example_input=IMAGE)

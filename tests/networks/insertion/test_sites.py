@@ -55,7 +55,6 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_feature_map_is_found_in_any_container_and_other_items_are_kept(form):
-    torch.manual_seed(0)
     give, *expected = FORMS[form]
     model = nn.Sequential(Net(lambda net, x: give(net.conv(x)), conv=nn.Conv2d(3, 8, 1)))
     x = torch.randn(2, 3, 6, 10)
@@ -92,7 +91,6 @@ LAYOUTS = [
 @pytest.mark.parametrize(("name", "options", "layout"), LAYOUTS)
 @torch.no_grad()
 def test_layouts_and_modules_that_iterate_over_children(name, options, layout):
-    torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5, **options).eval()
     for head in (module for module in model.modules() if isinstance(module, nn.Linear)):
         nn.init.normal_(head.weight, std=0.1)  # Some heads are initialized to zero.
@@ -261,7 +259,6 @@ def test_an_invalid_metadata_entry_does_not_affect_others():
 
 
 def test_an_unused_feature_map_raises_a_warning():
-    torch.manual_seed(0)
     model = tiny_vit(num_classes=3)
     with pytest.warns(UserWarning, match="does not depend on the feature map at 'blocks.1'"):
         report = va.insert_(model, stages=[0, 1], num_heads=3, gate_init=1.0)
