@@ -28,15 +28,6 @@ def one_map():
     return maps["1.attn"]
 
 
-def capture_point():
-    with va.capture(nn.Sequential(va.Attention2d(3, 1)), queries=(1, 1)):
-        pass
-
-
-def fail(channels):
-    raise KeyError("window")
-
-
 MISTAKES = [
     (lambda: insert(nn.ReLU()), "class, or a function such as lambda channels: block, got an instance of ReLU"),
     (lambda: insert(position="rope"), r"position must be .* such as va.Rope\(\), got 'rope'. Pass an instance"),
@@ -52,11 +43,11 @@ MISTAKES = [
     (lambda: va.load_checkpoint_(CONV, {}), "file must be a path .*, got dict. .*load_state_dict"),
     (lambda: va.timm_layer(nn.ReLU()), "block must be a class, .*, got an instance of ReLU"),
     (lambda: va.explore(CONV, "photo.jpg", "a.html"), "images must be a tensor .*, got 'photo.jpg'"),
-    (lambda: capture_point(), r"queries must be a list of points \(y, x\), .* got \(1, 1\)"),
+    (lambda: va.capture(va.Attention2d(3, 1), (1, 1)).__enter__(), r"queries must .*points \(y, x\), .* got \(1, 1\)"),
     (lambda: insert("ese", reduction=4), "unknown option reduction: expected one of add_maxpool"),
     # The window size does not divide the feature map.
     (lambda: insert("halo"), r"HaloAttn does not \(AssertionError at \"_assert\(H % self.block_size == 0, ''\)\"\)"),
-    (lambda: insert(fail), "the block at '0' cannot be built for 16 channels: KeyError: 'window'"),
+    (lambda: insert(lambda _: {}["window"]), "the block at '0' cannot be built for 16 channels: KeyError: 'window'"),
 ]
 
 

@@ -47,8 +47,6 @@ KINDS = {
     "context= in the segment": lambda net, k: nullcontext(),
     "context= outside": lambda net, k: nullcontext(),
 }
-#: Kinds in which the network also runs outside the ``with`` block.
-OPTIONAL = {"padded", "disabled", "use_impl", "capture"}
 
 
 def loss(y):
@@ -102,10 +100,10 @@ def teacher_inside(net, other, enter):
     loss(y - z).backward()
 
 
-SITUATIONS = (two_sizes, two_models, nested, twice, in_a_thread)
-WITH_ORDINARY_PASS = (ordinary_pass_inside, teacher_inside)
-CELLS = [(kind, run) for kind in KINDS for run in SITUATIONS]
-CELLS += [(kind, run) for kind in sorted(OPTIONAL) for run in WITH_ORDINARY_PASS]
+CELLS = [(kind, run) for kind in KINDS for run in (two_sizes, two_models, nested, twice, in_a_thread)]
+# In these kinds, the network also runs outside the ``with`` block.
+OPTIONAL = ("capture", "disabled", "padded", "use_impl")
+CELLS += [(kind, run) for kind in OPTIONAL for run in (ordinary_pass_inside, teacher_inside)]
 
 
 def gradients(kind, run, recompute):

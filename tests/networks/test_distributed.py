@@ -136,16 +136,12 @@ def resnet(insert=False):
     return model
 
 
-def adapter(folder):
-    return va.save_adapter(resnet(True), folder / "adapter.safetensors")
-
-
 CALLS = {
-    "va.insert_": lambda model, folder: va.insert_(model, **SITE),
-    "va.replace_": lambda model, folder: va.replace_(model, names="layer3.0.conv2", num_heads=2),
-    "va.load_adapter_": lambda model, folder: va.load_adapter_(model, adapter(folder)),
-    "va.swap_": lambda model, folder: va.swap_(model),
-    "va.unswap_": lambda model, folder: va.unswap_(model),
+    "va.insert_": lambda model, path: va.insert_(model, **SITE),
+    "va.replace_": lambda model, path: va.replace_(model, names="layer3.0.conv2", num_heads=2),
+    "va.load_adapter_": lambda model, path: va.load_adapter_(model, va.save_adapter(resnet(True), path)),
+    "va.swap_": lambda model, path: va.swap_(model),
+    "va.unswap_": lambda model, path: va.unswap_(model),
 }
 
 
@@ -155,9 +151,8 @@ def test_modules_are_not_changed_after_wrapping(call, inside, tmp_path):
     """DistributedDataParallel does not average the gradients of parameters that it does not know."""
     model = resnet()
     wrapper = DistributedDataParallel(nn.Sequential(model))
-    message = f"wrapped in DistributedDataParallel.* {call} on the network before"
-    with pytest.raises(va.errors.SiteError, match=message):
-        CALLS[call](model if inside else wrapper, tmp_path)
+    with pytest.raises(va.errors.SiteError, match=f"wrapped in DistributedDataParallel.* {call} on the network before"):
+        CALLS[call](model if inside else wrapper, tmp_path / "adapter.safetensors")
 
 
 def test_parameters_are_not_unfrozen_after_wrapping():

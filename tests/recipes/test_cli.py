@@ -200,8 +200,7 @@ def test_a_worker_that_ends_after_an_error_does_not_replace_it(capsys):
             os.kill(os.getpid(), signal.SIGCHLD)
             return "DataLoader worker exited"
 
-    killed = mock.Mock(side_effect=RuntimeError("DataLoader worker is killed"))
-    before = signal.signal(signal.SIGCHLD, killed)
+    before = signal.signal(signal.SIGCHLD, mock.Mock(side_effect=RuntimeError("DataLoader worker is killed")))
     try:
         assert cli.run_program("vision-attn", mock.Mock(side_effect=LateError)) == 1
     finally:
@@ -387,23 +386,21 @@ def test_env_prints_versions_and_device_to_copy(capsys):
     found = dict(line.split(": ", 1) for line in succeed(capsys, "env").splitlines())
     assert (found["vision_attn"], found["torch"], found["threads"]) == (va.__version__, torch.__version__, "1")
     assert {"torchvision", "timm", "einx", "python", "os", "cpu", "gpu"} < found.keys()
-    issue = (Path(va.__file__).parents[1] / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
-    assert "`vision-attn env`" in issue
+    assert "`vision-attn env`" in (Path(va.__file__).parents[1] / ".github/ISSUE_TEMPLATE/bug.yml").read_text()
 
 
 class Mine(va.AttentionBlock2d):
-    pass
+    """A custom block."""
 
 
 class Other(va.AttentionBlock2d):
-    pass
+    """Another custom block."""
 
 
 @pytest.mark.slow
 def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, tmp_path):
     block, image = ("--block", "test_cli:Mine"), image_folder / "val" / "red" / "0.png"
-    options = "--block-options", "num_heads=4"
-    assert train(capsys, image_folder, tmp_path, "--names", "layer2", *block, *options)[0] == 0
+    assert train(capsys, image_folder, tmp_path, "--names=layer2", "--block-options=num_heads=4", *block)[0] == 0
     commands = {"evaluate": [], "predict": [image], "explore": [image, "-o", tmp_path / "page.html"]}
     for name, more in {**commands, "export": ["-o", tmp_path / "net.pt2"]}.items():
         words = [name, tmp_path / "run", *more]
@@ -423,9 +420,8 @@ def test_all_images_of_another_folder_are_evaluated(capsys, image_folder, tmp_pa
     settings = "--data", image_folder / "train", "--names", "layer2", "--val-fraction", 0.25
     code, out, _ = train(capsys, image_folder, tmp_path, *settings)
     assert (code, " and 18 validation images" in out) == (0, True)
-    logged = out.splitlines()[-3]
-    code, out, _ = run(capsys, "evaluate", tmp_path / "run")
-    assert (code, "18 images of " in out, logged in out) == (0, True, True)
+    code, evaluated, _ = run(capsys, "evaluate", tmp_path / "run")
+    assert (code, "18 images of " in evaluated, out.splitlines()[-3] in evaluated) == (0, True, True)
     for data, count in ((image_folder, 24), (image_folder / "val" / ".." / "train", 18), (image_folder / "val", 24)):
         assert f"{count} images of " in run(capsys, "evaluate", tmp_path / "run", "--data", data)[1]
 

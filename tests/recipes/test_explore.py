@@ -123,25 +123,20 @@ def test_class_and_register_tokens_are_queries_too(tmp_path, name, options, toke
         assert_close(block["heads"], seen[block["site"]].prefix[0], first=4)
 
 
-def binary():
-    """Return a network whose only score is the logit 3 of the second class."""
-    block = va.AttentionBlock2d(3, 1)
-    return Net(lambda net, x: {"logits": 0 * net.block(x).mean((1, 2, 3))[:, None] + 3}, block=block)
-
-
 def test_positions_of_large_maps_are_merged(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 1), va.AttentionBlock2d(4, 1, pattern="rows"))
     one, two = content(va.explore(model, torch.rand(2, 3, 30, 33), tmp_path / "page.html"))["images"]
     assert (one["title"], two["title"]) == ("image 1", "image 2")
-    (found,) = content(va.explore(binary(), torch.rand(1, 3, 8, 8), tmp_path / "page.html"))["images"]
+    # The only score of this network is the logit 3 of the second class.
+    model = Net(lambda net, x: {"logits": 0 * net.block(x).mean((2, 3))[:, :1] + 3}, block=va.AttentionBlock2d(3, 1))
+    (found,) = content(va.explore(model, torch.rand(1, 3, 8, 8), tmp_path / "page.html"))["images"]
     assert found["prediction"] == [["class 1", pytest.approx(0.952574)], ["class 0", pytest.approx(0.047426)]]
     assert (one["prediction"], one["ablations"]) == ([], [])  # a feature map is not a prediction
     heads = one["blocks"][0]["heads"]
     assert (heads["map"], heads["keys"], heads["step"]) == ([15, 17], [15, 17], 2)
     (found,), _ = unpacked(heads)
     np.testing.assert_allclose(found.sum(1), 1, atol=0.02)
-    by_row = found.reshape(15, 17, 15, 17).sum(3)[7, 3]  # a query attends to its row
-    assert by_row[7] == pytest.approx(1, abs=0.02)
+    assert found.reshape(15, 17, 15, 17).sum(3)[7, 3, 7] == pytest.approx(1, abs=0.02)  # a query attends to its row
 
 
 def test_invalid_arguments_raise_errors(tmp_path):
@@ -224,8 +219,7 @@ def test_a_click_locks_the_query_until_another_click_or_escape(opened):
         return query(tab)
 
     assert at(2) == "row 1, column 2"
-    keys = [partial(tab.keyboard.press, key) for key in ("Escape", "Enter")]
-    for release in (lambda: at(5, tab.mouse.click), *keys):
+    for release in (lambda: at(5, tab.mouse.click), *(partial(tab.keyboard.press, key) for key in ("Escape", "Enter"))):
         assert at(3, tab.mouse.click) == "row 1, column 3"
         assert status(tab).endswith("Locked.")
         assert at(4) == "row 1, column 3"
@@ -357,8 +351,7 @@ def test_tokens_are_selected_and_a_note_is_shown(opened, tmp_path):
 
 def test_the_page_of_the_documentation_is_current():
     root = Path(va.__file__).parents[1]
-    template = (root / "vision_attn" / "recipes" / "explore.html").read_text()
     made = (root / "docs" / "explorer" / "recall.html").read_text()
     held = re.search(r'id="data">(.*?)</script>', made, re.DOTALL)[1]
     remedy = "run examples/attention_maps.py, and copy its page to docs/explorer/recall.html"
-    assert made.replace(held, "/* DATA */") == template, remedy
+    assert made.replace(held, "/* DATA */") == (root / "vision_attn/recipes/explore.html").read_text(), remedy

@@ -22,12 +22,6 @@ def tiny_vit(**options):
     return timm.create_model("vit_tiny_patch16_224", **{**SHORT, **options}).eval()
 
 
-def train_(model):
-    """Set random weights, so that the blocks change the output."""
-    for block in va.inserted_blocks(model).values():
-        nn.init.normal_(block.attn.proj.weight, std=0.1)
-
-
 class Output(dict):
     """An output with an attribute, as in transformers."""
 
@@ -69,8 +63,7 @@ def test_the_feature_map_is_found_in_any_container_and_other_items_are_kept(form
     if form.startswith("tokens"):
         with pytest.raises(ValueError, match=r"'0' expects a grid of 6×10 tokens, got 36 tokens"):
             model(torch.randn(1, 3, 6, 6))
-    expected = tensors(give(va.inserted_blocks(model)["0"](model[0].conv(x))))
-    torch.testing.assert_close(tensors(after), expected)
+    torch.testing.assert_close(tensors(after), tensors(give(va.inserted_blocks(model)["0"](model[0].conv(x)))))
     assert not all(map(torch.equal, tensors(before), tensors(after)))
     va.remove_(model)
     assert all(map(torch.equal, tensors(before), tensors(model(x))))
@@ -101,7 +94,8 @@ def test_layouts_and_modules_that_iterate_over_children(name, options, layout):
     assert torch.equal(model(x), before)
     assert [key for key in model.state_dict() if key not in inserted_keys(model)] == keys
     for other in copies(model):
-        train_(other)
+        for block in va.inserted_blocks(other).values():
+            nn.init.normal_(block.attn.proj.weight, std=0.1)
         assert not torch.equal(other(x), before)
         assert torch.equal(model(x), before)
         va.remove_(other)
@@ -374,8 +368,7 @@ def test_a_block_runs_on_a_single_feature_map(channels_last, block):
     net = Net(lambda net, x: net.part(net.conv(x).movedim(-3, -1) if channels_last else net.conv(x)))
     net.conv, net.part = nn.Conv2d(3, 8, 1), nn.Identity()
     x = torch.randn(1, 3, 8, 6)  # as many rows as channels
-    layout = "b h w c" if channels_last else "b c h w"
-    va.insert_(net, block, names="part", num_heads=2, layout=layout, example_input=x)
+    va.insert_(net, block, names="part", num_heads=2, layout="b h w c" if channels_last else "b c h w", example_input=x)
     for parameter in va.inserted_blocks(net)["part"].parameters():
         nn.init.normal_(parameter)
     torch.testing.assert_close(net(x[0]), net(x)[0])

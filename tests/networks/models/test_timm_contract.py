@@ -11,11 +11,6 @@ import vision_attn as va
 from vision_attn.networks import models
 from vision_attn.networks.insertion.registry import keys_by_site
 
-#: Networks that classify images.
-NAMES = [name for name in models.__all__ if timm.is_model(name)]
-#: Small networks of this library, with and without a block.
-QUICK = ["resnet20_attention", "resnet20"]
-
 
 def image(model, batch=1):
     """Return random images of the network's size, but at most 64 pixels per side."""
@@ -97,8 +92,8 @@ def layers(name):
 
 
 CHECKS = [backward, heads, features, checkpointing, layers]
-#: The classifier of the last network has another name.
-CASES = [*((name, check) for name in QUICK for check in CHECKS), ("resnet20_a", heads)]
+#: Small networks of this library, with and without a block. The classifier of the last one has another name.
+CASES = [*((name, check) for name in ("resnet20_attention", "resnet20") for check in CHECKS), ("resnet20_a", heads)]
 
 
 @pytest.mark.parametrize(("name", "check"), CASES, ids=lambda value: getattr(value, "__name__", value))
@@ -107,7 +102,7 @@ def test_networks_of_this_library_meet_the_requirements_of_timm(name, check):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in models.__all__ if timm.is_model(name)])
 def test_every_registered_network_meets_the_requirements_of_timm(name):
     for check in CHECKS:
         check(name)
