@@ -57,9 +57,8 @@ def test_blocks_keep_to_one_device(device, impl):
             made = block(16, num_heads=2, impl=impl, device=device, **options)
             rank = {va.blocks.AttentionBlock1d: 1, va.blocks.AttentionBlock3d: 3}.get(block, 2)
             x = torch.empty(2, 16, *(4, *SIZE)[-rank:], device=device, requires_grad=True)
-            more = {name: torch.ones(shape, device=device) for name, shape in further.items()}
             with one_device(device):
-                y = made(x, **more)
+                y = made(x, **{name: torch.ones(shape, device=device) for name, shape in further.items()})
                 if device == "meta":  # backward passes require a stream, which a fake GPU does not have
                     y.sum().backward()
                     assert None not in [x.grad, *(p.grad for p in made.parameters())], options

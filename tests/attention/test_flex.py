@@ -59,9 +59,8 @@ def test_errors_for_unsupported_inputs_recommend_another_implementation():
     for trained in (lambda: block(x), lambda: table(x), lambda: masked(x, torch.zeros(16, 16, requires_grad=True))):
         with pytest.raises(ValueError, match=r"impl='flex'.*gradients.*impl='sdpa'"):
             trained()
-    halo = va.Attention2d(32, 2, impl="flex", pattern=va.Halo(2, 1))
     with torch.no_grad(), pytest.raises(ValueError, match=r"impl='flex'.*strict=True.*impl='sdpa'"):
-        torch.export.export(halo, (x,))
+        torch.export.export(va.Attention2d(32, 2, impl="flex", pattern=va.Halo(2, 1)), (x,))
     for run in (lambda: torch.jit.trace(block, x), lambda: torch.func.vmap(block)(x[None])):
         with torch.no_grad(), pytest.raises(ValueError, match=r"impl='flex'.*torch.jit.trace.*torch.func.*impl='sdpa'"):
             run()

@@ -155,9 +155,8 @@ SIMILAR = ("columns", "window", "grid", "even, dilated", "stripes")
 
 @pytest.mark.parametrize("pattern", [pytest.param(x, marks=[pytest.mark.slow] * (x in SIMILAR)) for x in CASES])
 def test_every_pair_of_pattern_position_and_implementation_equals_the_definition(pattern):
-    first = list(CASES).index(pattern)
     for number, position in enumerate(POSITIONS):
-        turn = first + number  # combines implementations with patterns, positions and masks
+        turn = list(CASES).index(pattern) + number  # combines implementations with patterns, positions and masks
         case = {"pattern": pattern, "mask": MASKS[(turn + number) % len(MASKS)], "seed": turn}
         # There are two shapes, because einx compiles each shape.
         case |= {"size": (3, 4), "batch": (2, None)[turn % 2], "heads": ((2, 1), (4, 2))[turn % 2]}
@@ -197,8 +196,8 @@ def check_weights(case, impl, position, qk_norm):
     selected = captured(block, x, mask, queries=corners, heads=heads - 1)[""].weights.flatten(3)
     np.testing.assert_allclose(selected, expected[:, [-1]][:, :, [-1, 0]], rtol=0, atol=1e-11)
     if case["pattern"] != "halo":  # with a halo, queries also attend to zeros outside the feature map
-        sums = expected.sum(3).round()  # 1, or 0 for fully masked queries
-        np.testing.assert_allclose(found.sum(3), sums, rtol=0, atol=1e-10)
+        # The sums are 1, or 0 for fully masked queries.
+        np.testing.assert_allclose(found.sum(3), expected.sum(3).round(), rtol=0, atol=1e-10)
     last_and_first = torch.tensor([tokens - 1, 0])
     torch.testing.assert_close(block.attention_weights(x, mask, last_and_first), found[:, :, last_and_first])
 

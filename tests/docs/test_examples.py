@@ -232,8 +232,7 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, load):
     features, given, target = mosaic.mosaics(8, pool, torch.Generator().manual_seed(0))
     assert (given.sum((1, 2)) == 5).all()
     assert ((given.sum(2) == 1) == (target == mosaic.IGNORED)).all()
-    correct = mosaic.NearestNeighbor()(features, given).argmax(1) == target
-    assert correct[target != mosaic.IGNORED].all()
+    assert (mosaic.NearestNeighbor()(features, given).argmax(1) == target)[target != mosaic.IGNORED].all()
 
 
 def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, load):
@@ -248,8 +247,8 @@ def test_the_next_strip_of_a_shredded_photograph_is_its_continuation(tmp_path, l
     torch.testing.assert_close(right[:, 0, :, 0], given[:, 0, :, -1] + 4 * 5 / 255)  # four columns are lost
     torch.testing.assert_close(right[:, 1:], given[:, 1:])
     assert len(shredded.load_photographs(tmp_path, "train")) + len(shredded.load_photographs(tmp_path, "val")) == 40
-    costs = torch.tensor([[[0.0, 1, 2], [0, 9, 5], [1, 2, 0]]])  # the first column is the nearest of two rows
-    assert shredded.found_one_to_one(costs).tolist() == [[2, 0, 1]]
+    # The first column is the nearest of two rows.
+    assert shredded.found_one_to_one(torch.tensor([[[0.0, 1, 2], [0, 9, 5], [1, 2, 0]]])).tolist() == [[2, 0, 1]]
     runs = results_of(shredded, tmp_path / "runs", "--data", tmp_path)
     assert runs["borders"]["0"]["found %"] == 100
     assert runs["solver"]["0"]["found %"] > 90

@@ -296,8 +296,7 @@ def test_titles_are_those_of_the_navigation():
 
 def test_the_page_on_security_names_tests_and_dependencies_that_exist():
     text = page("SECURITY")
-    files = {path.name for path in (ROOT / "tests").rglob("*.py")}
-    assert set(re.findall(r"`(\w+\.py)`", text)) <= files
+    assert set(re.findall(r"`(\w+\.py)`", text)) <= {path.name for path in (ROOT / "tests").rglob("*.py")}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = [*project["dependencies"], *extras["train"], *extras["viz"], *extras["export"]]
@@ -313,8 +312,7 @@ def test_the_api_reference_is_complete_and_current():
     owners = (path.rpartition(".") for path in paths)
     found = [getattr(importlib.import_module(owner), name) for owner, _, name in owners]
     modules = [getattr(vision_attn, name) for name in ("blocks", "convert", "errors", "implementations")]
-    owners = (vision_attn, *modules, figures)
-    public = [getattr(owner, name) for owner in owners for name in owner.__all__]
+    public = [getattr(owner, name) for owner in (vision_attn, *modules, figures) for name in owner.__all__]
     assert {value for value in public if inspect.isfunction(value) or inspect.isclass(value)} <= set(found)
     written = {path.name: path.read_text() for path in (ROOT / "docs/api").glob("*.md")}
     assert written == reference["generate"](), "python docs/api_reference.py updates the pages"

@@ -46,8 +46,7 @@ def test_attention_patterns_equal_equations_along_the_same_axes(axes):
     q, k, v = (torch.einsum(projection_equation(4, 1, 2)[0], x.movedim(1, -1), kernel) for kernel in kernels)
     logits, combine, dims = attention_equations(6, tuple(axis % 5 for axis in axes or (1, 2, 3)))
     powers = torch.exp(torch.einsum(logits, k, q) / 2)
-    weights = powers / powers.sum(tuple(range(dims - len(axes or (1, 2, 3)), dims)), keepdim=True)
-    y = torch.einsum(combine, weights, v)
+    y = torch.einsum(combine, powers / powers.sum(tuple(range(dims - len(axes or (1, 2, 3)), dims)), keepdim=True), v)
     expected = torch.einsum(projection_equation(4, 2, 1)[0], y, block.proj.weight.view(8, 2, 4).permute(1, 2, 0))
     torch.testing.assert_close(block(x), expected.movedim(-1, 1), rtol=0, atol=1e-12)
 

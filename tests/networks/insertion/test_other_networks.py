@@ -62,8 +62,7 @@ def run(model, example):
         return tensors(model(**example))
     if isinstance(example, tuple) and all(isinstance(side, int) for side in example):
         example = (torch.rand(example, generator=torch.Generator().manual_seed(1)),)
-    found = model(*example) if isinstance(example, tuple) else [x["scores"] for x in model(example)]
-    return tensors(found)
+    return tensors(model(*example) if isinstance(example, tuple) else [x["scores"] for x in model(example)])
 
 
 @pytest.mark.filterwarnings("ignore:the model pads images")

@@ -30,9 +30,9 @@ def test_flipped_bits_are_detected(tmp_path):
 
 @pytest.mark.slow
 def test_hostile_and_mutated_files_are_read_or_rejected():
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # forked processes do not inherit threads
     line = [sys.executable, attack_files.__file__]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
+    # Forked processes do not inherit threads.
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env={"OMP_NUM_THREADS": "1", **os.environ})
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert int(re.match(r"\d+", done.stdout)[0]) > 270

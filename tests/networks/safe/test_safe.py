@@ -301,8 +301,7 @@ def test_links_are_followed_and_file_modes_kept(tmp_path):
             assert path.read_bytes() == b"content"
     finally:
         os.umask(umask)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in target.parent.iterdir()}
-    assert modes == {"file": 0o604, "new": 0o640}
+    assert {path.name: path.stat().st_mode & 0o777 for path in target.parent.iterdir()} == {"file": 0o604, "new": 0o640}
 
 
 @pytest.mark.parametrize("write", [check_writable, lambda path: write_atomically(path, b"content")])
