@@ -329,7 +329,7 @@ def test_scales_and_positions_of_any_shape_have_no_weight_decay():
     attention = va.Attention2d(8, 2, position=va.ConditionalPos(3))
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.LayerNorm([8, 4, 4]), attention)
     model.gamma_1, model.gamma_net = nn.Parameter(torch.ones(1, 8, 1)), nn.Linear(2, 2)
-    model.layer_scale = nn.Parameter(torch.ones(8, 1, 1))
+    model.layer_scale, model.weights = nn.Parameter(torch.ones(8, 1, 1)), nn.Parameter(torch.ones(8))
     model.class_token, model.pos_embedding = (nn.Parameter(torch.ones(1, n, 8)) for n in (1, 5))  # of torchvision
     found = by_parameter(model, va.parameter_groups(model, 1.0, weight_decay=0.1))
     decayed = {"0.weight", "2.qkv.weight", "2.proj.weight", "gamma_net.weight"}
