@@ -189,6 +189,7 @@ def test_runs_on_other_images_are_not_compared(base, photos, tmp_path):
     variants = {"one": base, "other": replace(base, lr=0.01)}
     compare = partial(compare_settings, seeds=[0], output=tmp_path / "c", command="", jobs=1)
     assert list(compare(variants)) == ["one", "other"]
+    assert list(json.loads((tmp_path / "c/runs.json").read_text())["runs"]) == ["one", "other"]
     shutil.copy(photos / "red" / "0.png", photos / "red" / "another.png")
     with pytest.raises(TrainingError, match=r"or different images for seed 0. Restore the images of --d"):
         compare({**variants, "third": replace(base, lr=0.02)})

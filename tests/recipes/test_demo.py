@@ -30,6 +30,7 @@ def test_each_glyph_on_black_has_the_color_of_the_same_glyph():
 
 def test_the_demo_writes_its_results_and_no_other_folder(tmp_path, capsys, image_folder, monkeypatch):
     made, build, output = [], demo.build, tmp_path / "new" / "out"
+    output.mkdir(parents=True)
     monkeypatch.setattr(demo, "build", lambda options: made.append((one := build(options), deepcopy(one))) or one)
     scores = demo.demo(Demo(output=output, steps=2))
     assert json.loads((output / "demo.json").read_text()) == scores
