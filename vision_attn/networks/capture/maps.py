@@ -15,7 +15,7 @@ from vision_attn.checks import product
 if TYPE_CHECKING:
     from vision_attn.networks.capture.figures import Figure
 
-#: Effective width, as a fraction of all positions, above which attention is nearly uniform.
+#: Effective width, as a fraction of the allowed positions, above which attention is nearly uniform.
 UNIFORM = 0.9
 
 
