@@ -112,6 +112,7 @@ INVALID = [
     ({"opt": "lion", "lr": None}, "--lr is required for --opt lion"),
     ({"opt": "adamww", "lr": None}, "--opt: timm has no optimizer 'adamww'. Did you mean .*'adamw'"),
     ({"opt": "fusedadamw"}, "--opt fusedadamw is not available: CUDA required"),
+    ({"opt": "adahessian", "lr": 0.01}, "--opt adahessian requires second derivatives"),
     ({"device": "cuda"}, "--device cuda requires a CUDA device"),
     ({"device": "tpu"}, "--device must be cpu or cuda, got 'tpu'"),
     ({"amp": "float16"}, "--amp float16 requires a CUDA device"),

@@ -224,12 +224,13 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
             optimizer = create_optimizer_v2(groups, opt=str(s.opt), lr=s.lr)
         except Exception as error:  # some optimizers require CUDA or another package
             raise ValueError(f"--opt {s.opt} is not available: {error}") from error
+        if getattr(optimizer, "is_second_order", False):
+            raise ValueError(f"--opt {s.opt} requires second derivatives. Choose another optimizer")
         warmup: Any = {"warmup_epochs": s.warmup_epochs, "warmup_lr": s.lr / 100, "warmup_prefix": True}
         lengths: Any = {"num_epochs": s.epochs - s.warmup_epochs, "updates_per_epoch": steps, "step_on_epochs": False}
         schedule: Any = create_scheduler_v2(optimizer, "cosine", **lengths, **warmup)[0]
         ema = None if s.ema is None else ModelEmaV3(model, s.ema, use_warmup=True)
         network: Any = model if ema is None else ema.module  # to evaluate and save
-        create_graph = getattr(optimizer, "is_second_order", False)  # of adahessian
         wrapped, optimizer = acc.prepare(model, optimizer)
         forward = torch.compile(wrapped) if s.compile else wrapped
         if ema is not None:
@@ -274,7 +275,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
                 for x, y in zip(images.chunk(s.grad_accum_steps), labels.chunk(s.grad_accum_steps), strict=True):
                     with acc.accumulate(wrapped):  # gradients are averaged over the chunks
                         loss = F.cross_entropy(forward(x).float(), y, label_smoothing=s.label_smoothing)
-                        acc.backward(loss, create_graph=create_graph)
+                        acc.backward(loss)
                         if acc.sync_gradients and s.clip_grad:
                             acc.clip_grad_norm_(model.parameters(), s.clip_grad)
                         optimizer.step()

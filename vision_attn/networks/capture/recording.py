@@ -203,10 +203,10 @@ class Recording:
             location = TokenPositions(unpadded, unpadded)
         else:
             called, args, kwargs = calls[0]
-            context = (
-                [*args[2:], *(kwargs[name] for name in ("context",) if name in kwargs)] if called is module else []
-            )
-            source = tuple(context[0].shape[-module.rank :]) if context and context[0] is not None else queries
+            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs} if called is module else {}
+            context = given.get(2, given.get("context"))  # the third argument of the layer
+            source = keys if module.kv_stride == 1 else queries
+            source = source if context is None else tuple(context.shape[-module.rank :])
             if self.can_show_image(queries) and not self.can_show_image(source):
                 remedy = "The method attention_weights(x, context=…) of the layer returns the weights"  # of words
                 location = f"its keys, of size {tuple(source)}, are not a feature map of the image. {remedy}"
@@ -248,7 +248,11 @@ class Recording:
                 allowed = (compute_weights(uniform, None if every else tokens) > 0).flatten(3).sum(3)
         if debug_unwrap(weights).dim() > weights.dim():  # cannot be read outside
             raise ValueError("va.capture is not available inside torch.vmap. Call the model with a batch of images")
-        weights, first = debug_unwrap(weights), None if first is None else debug_unwrap(first)  # of torch.func.grad
+        # The outputs may be tensors of torch.func.grad.
+        weights, (first, allowed) = (
+            debug_unwrap(weights),
+            (x if x is None else debug_unwrap(x) for x in (first, allowed)),
+        )
         earlier = sum(path in (known, known.rpartition(":")[0]) for known in self.maps)
         key = f"{path}:{earlier + 1}" if earlier else path
         shown = tuple(positions), self.image_size, size, tuple(names), first, lengths, allowed

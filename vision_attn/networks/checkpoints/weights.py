@@ -235,9 +235,9 @@ def remove_prefix(names: Mapping[str, str], prefix: str) -> dict[str, str]:
 
 def rename_hint(saved: Tensors, required: Tensors) -> str:
     """Return how to rename the keys of a checkpoint of the same network; empty if it is another network."""
+    if required.keys() <= saved.keys():  # keys of a block are missing
+        return ""
     for preset in PRESETS:
-        if required.keys() <= saved.keys():  # keys of a block are missing
-            return ""
         if required.keys() <= {*rename_keys({key: key for key in saved}, parse_rename(preset, required)).values()}:
             flag = f"--rename {preset} on the command line"
             return f'The checkpoint has other keys for this network. Pass rename="{preset}" ({flag}).'
