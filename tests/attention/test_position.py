@@ -118,6 +118,12 @@ def test_rotated_keys_of_a_pooled_feature_map_are_at_the_centers_of_their_square
     np.testing.assert_allclose(block.attention_weights(x)[0].detach(), expected)
 
 
+def test_queries_that_share_keys_have_the_causal_keys_of_the_last_one():
+    block = va.blocks.Attention1d(4, 1, pattern=va.Neighborhood(4, stride=3, causal=True))
+    allowed = block.attention_weights(torch.randn(1, 4, 9))[0, 0] > 0
+    np.testing.assert_array_equal(allowed, reference.neighborhood(9, 4, 1, 3, causal=True).allowed)
+
+
 @pytest.mark.parametrize(("pattern", "size"), [("full", (5, 6)), (va.Window((2, 3)), (3, 4))], ids=str)
 def test_absolute_positions_add_the_product_of_query_and_key_position(pattern, size):
     options = {"pattern": pattern, "num_kv_heads": 1, "scale": 0.7, **DOUBLE}
