@@ -107,10 +107,8 @@ def test_blocks_with_one_and_three_axes_equal_the_definition(size):
 
 
 def test_rotated_keys_of_a_pooled_feature_map_are_at_the_centers_of_their_squares():
-    block, x = (
-        va.blocks.Attention1d(8, 2, position=va.Rope(10.0), kv_stride=2, **DOUBLE),
-        torch.randn(1, 8, 6, **DOUBLE),
-    )
+    x = torch.randn(1, 8, 6, **DOUBLE)
+    block = va.blocks.Attention1d(8, 2, position=va.Rope(10.0), kv_stride=2, **DOUBLE)
     q, k, _ = block.qkv(x).detach().numpy().reshape(3, 2, 4, 6)
     q = [reference.rotate(of.T, np.arange(6.0)[None], 10.0) for of in q]
     k = [reference.rotate(of.reshape(4, 3, 2).mean(2).T, np.array([[0.5, 2.5, 4.5]]), 10.0) for of in k]

@@ -192,7 +192,7 @@ def test_the_command_of_a_comparison_compares_the_block_of_the_run(base, tmp_pat
     options = {"block": "TransformerBlock2d", "pattern": "rows", "block_options": ("num_heads=2",)}
     other = replace(base, output=output, seed=3, epochs=1, **options)
     module.train(other, log=lines.append)
-    assert [module.runs.has_blocks(of) for of in (str(output), f"{output}/model", "net.pth")] == [1, 1, 0]
+    assert [module.runs.has_blocks(of) for of in (str(output), f"{output}/model", "net.pth", None)] == [1, 1, 0, 0]
     command = lines[-1].splitlines()[1]
     module.train(
         replace(other, names=(), stages=(), block_options=(), pattern=None, output=tmp_path / "b"), log=lines.append

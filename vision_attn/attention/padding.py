@@ -28,7 +28,7 @@ def mask_padding(
         ``x`` with zeros in the padding, the mask without the padding, ``context`` with zeros in the padding, and the
         valid positions of ``x`` and of the keys' feature map before pooling, bool ``(b, 1, *size)``.
     """
-    refuse_scaled_positions(block, pixels, None if context is None else context.shape[2:], x.shape[2:])
+    refuse_scaled_positions(block, pixels, x, context)
     valid = valid_positions(pixels, x)
     x = x.masked_fill(valid.logical_not(), 0.0)  # a value of NaN would reach every position: 0 · NaN is NaN
     if context is None:
@@ -49,13 +49,19 @@ def latest_pixels(values: Sequence[Any], graph: bool) -> Any:
     return values[-1] if values else None
 
 
-def refuse_scaled_positions(block: Any, pixels: Any, keys: Sequence[int] | None, size: Sequence[int]) -> None:
+def refuse_scaled_positions(block: Any, pixels: Any, x: Tensor, context: Tensor | None) -> None:
     """Raise if rotary positions depend on the size of the padded feature map."""
     rope = block.position.config if block.position is not None else None
-    other = "kv_stride" if block.kv_stride > 1 else "a context of another size" if keys not in (None, size) else ""
-    other = other if pixels.in_context else "va.context"
-    if isinstance(rope, Rope) and (rope.normalized or other):
-        what = repr(rope) if rope.normalized else f"{rope!r} with {other}"
+    if not isinstance(rope, Rope):
+        return
+    causes = {
+        "kv_stride": block.kv_stride > 1,
+        "va.context": not pixels.in_context,
+        "a context of another size": context is not None and context.shape[2:] != x.shape[2:],
+    }
+    cause = next((name for name, holds in causes.items() if holds), None)
+    if rope.normalized or cause:
+        what = repr(rope) if rope.normalized else f"{rope!r} with {cause}"
         why = "its positions are scaled to the size of the padded feature map"
         raise ValueError(f"va.padded does not support {what}: {why}. Run images of one size together")
 

@@ -175,8 +175,9 @@ def measure_blocks(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, dic
                 entropies[site].append(weights.entropy().flatten(0, 1).mean(0))
 
     owners = defaultdict[nn.Module, list[str]](list)  # blocks may share or wrap their attention
-    for site, module in ((site, module) for site, block in blocks.items() for module in block.modules()):
-        owners[module] += [site] if isinstance(module, Attention) else []
+    for site, block in blocks.items():
+        for module in filter(lambda x: isinstance(x, Attention), block.modules()):
+            owners[module].append(site)
     attention = {module: partial(record, sites) for module, sites in owners.items()}
     with quiet_eval(model), measure_branches(model, blocks) as squares, scope(model, "attention", attention):
         unwrap_model(model)(*args, **kwargs)

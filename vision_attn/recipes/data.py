@@ -184,8 +184,9 @@ def open_data(s: Any, fraction: float | None = 0.1) -> tuple[list[str], Images, 
             raise DataError(f"cannot read {name} in {s.data} ({error}). {remedy}") from error
     kinds = [[*map(str, getattr(one, "classes", None) or one.reader.class_to_idx)] for one in sources]
     if kinds[0] != kinds[-1]:
-        only = sorted({*kinds[0]} ^ {*kinds[-1]}) or ["all, in another order,"]
-        raise DataError(f"classes of training and validation images differ: {', '.join(only[:6])} are in one only")
+        only = sorted({*kinds[0]} ^ {*kinds[-1]})
+        how = f"{', '.join(only[:6])} are in one only" if only else "they have another order"
+        raise DataError(f"classes of training and validation images differ: {how}")
     rows: list[Sequence[int]] = [range(len(source)) for source in sources]
     if len(sources) == 1 and (held := s.val_fraction or fraction):
         rows = split_rows(Images(sources[0], rows[0]).labels, kinds[0], held, s.seed)

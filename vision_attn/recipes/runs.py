@@ -153,8 +153,9 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None, dict
 
 def has_blocks(run: str | None) -> bool:
     """Return True for a run with inserted blocks, whose weights do not fit the network without them."""
-    files = [Path(str(run), "settings.json"), *(folder / "settings.json" for folder in Path(str(run)).parents[:2])]
-    file = next(filter(Path.is_file, files), None)  # the network of a run is in its folder model
+    path = Path(str(run))
+    files = (folder / "settings.json" for folder in (path, *path.parents[:2]))  # of RUN/model/model.safetensors, too
+    file = next(filter(Path.is_file, files), None)
     return file is not None and any(map(json.loads(file.read_bytes()).get, ("stages", "names")))
 
 

@@ -82,7 +82,7 @@ def build_network(s: Settings, classes: list[str], side: int | None, log: Log, r
     if s.weights and not resumed:  # after the insertion, because the file may contain weights of the blocks
         report = va.load_checkpoint_(model, s.weights, skip=new, rename=s.rename or ())
         log(str(report))
-        file = Path(report.file).with_name("config.json")  # of timm
+        file = Path(report.file).with_name("config.json")  # in a folder of timm
         config = json.loads(file.read_bytes()) if file.is_file() else {}
         known = [*report.classes] or (config.get("label_names") if isinstance(config, dict) else None)
         if known and known != classes and not new:
@@ -363,7 +363,7 @@ def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
     model = runs.load_run(e.run, e.block, "evaluate RUN").float()
     known = model.classes or [*map(str, range(model.num_classes))]
     if {*classes} <= {*known}:  # folders are sorted by name
-        val_set.order = [*map([*known].index, classes)]
+        val_set.order = [known.index(name) for name in classes]
     elif model.classes or len(known) != len(classes):
         expected, got = (", ".join(names[:6]) for names in (known, classes))
         raise ValueError(f"--data: expected the classes of {run}, {expected}, got {got}. Rename the folders")

@@ -743,6 +743,12 @@ def test_a_block_of_another_dtype_than_its_network_is_restored_exactly(tmp_path)
     assert_same(model.state_dict(), state)
 
 
+@pytest.mark.parametrize("names", [5, "abc", [1, 2, 3]], ids=str)
+def test_invalid_names_of_classes_are_not_reported(saved, names, tmp_path):
+    path = rewrite(saved[0] / "model.safetensors", tmp_path / "net.safetensors", metadata={"label_names": names})
+    assert va.load_checkpoint_(copy.deepcopy(saved[1]), path).classes == ()
+
+
 #: A change of the configuration, and the message of the error.
 WRONG_CONFIGURATIONS = [
     ({"architecture": "hf-hub:timm/resnet18.a1_in1k"}, "architecture"),

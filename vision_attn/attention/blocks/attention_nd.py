@@ -253,7 +253,7 @@ class Attention(ConfigurableImpl):
 
         Returns:
             Weights ``(b, heads, i, key tokens)``. Each row sums to one, or is zero for a query without any allowed key.
-            With :class:`.Halo`, the weights of its zero padding are missing in the sum.
+            With :class:`.Halo`, the sum does not include the weights of the zero padding.
 
         Raises:
             ValueError: as in :meth:`forward`, or ``x`` is empty.

@@ -53,9 +53,9 @@ class AttentionMap:
     heads: tuple[str, ...] = ()
     #: weights of class and register tokens as queries, ``(b, heads, tokens, h, w)``; None without such tokens
     prefix: Tensor | None = None
-    #: length of a key along each axis, as a fraction of the image, if ``kv_stride`` pools keys: the last one is shorter
+    #: length of a key along each axis, as a fraction of the image, if ``kv_stride`` pools keys: the last can be shorter
     key_lengths: tuple[float, ...] = ()
-    #: number of keys to which each query may attend, ``(b, heads or 1, queries)``; all keys if None
+    #: number of keys to which each query may attend, ``(b, heads, queries)``; all keys if None
     allowed: Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -118,6 +118,7 @@ def capture(
     with scope(model, "attention", hooks):
         yield recording.maps
     reasons = {path or "the model": why for path, why in recording.maps.reasons.items() if path not in recording.others}
+    # They are no reason for an error: the forward pass may be outside the with block.
     for path in modules.keys() - {known.partition(":")[0] for known in recording.maps}:
         recording.maps.reasons.setdefault(path, "it was not called inside the with block")
     if reasons and not recording.maps:
@@ -248,15 +249,13 @@ class Recording:
                 allowed = (compute_weights(uniform, None if every else tokens) > 0).flatten(3).sum(3)
         if debug_unwrap(weights).dim() > weights.dim():  # cannot be read outside
             raise ValueError("va.capture is not available inside torch.vmap. Call the model with a batch of images")
-        # The outputs may be tensors of torch.func.grad.
-        weights, (first, allowed) = (
-            debug_unwrap(weights),
-            (x if x is None else debug_unwrap(x) for x in (first, allowed)),
-        )
+        weights = debug_unwrap(weights)  # of torch.func.grad
+        first, allowed = (None if x is None else debug_unwrap(x) for x in (first, allowed))
         earlier = sum(path in (known, known.rpartition(":")[0]) for known in self.maps)
         key = f"{path}:{earlier + 1}" if earlier else path
-        shown = tuple(positions), self.image_size, size, tuple(names), first, lengths, allowed
-        self.maps[key] = AttentionMap(weights, *shown)
+        self.maps[key] = AttentionMap(
+            weights, tuple(positions), self.image_size, size, tuple(names), first, lengths, allowed
+        )
 
 
 def gather(x: Tensor, indices: Iterable[Any]) -> Tensor:

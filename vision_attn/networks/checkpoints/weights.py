@@ -79,8 +79,9 @@ def find_weights(
         "prefix": prefix_in(entry) + found_prefix,
         "ignored": tuple(unwrap_key(key, wrappers) for key in ignored),
     }
-    if (saved := read_saved(file)) is not None:
-        source["classes"] = tuple(saved.metadata.get("label_names") or ())
+    names_of_classes = saved.metadata.get("label_names") if (saved := read_saved(file)) else None
+    if isinstance(names_of_classes, list) and all(isinstance(name, str) for name in names_of_classes):
+        source["classes"] = tuple(names_of_classes)
     arguments = {name.strip("."): values[key] for key, name in names.items() if key.endswith(".")}
     return tensors, arguments, source
 

@@ -49,8 +49,7 @@ def get_part(module: Any, path: str) -> Any:
 
 def is_hooked(module: nn.Module) -> bool:
     """Return True for a module with hooks of other code, or a forward that a tool (accelerate, LoRA) has assigned."""
-    hooked = any(hook_dicts(module)) and any(not is_mark(x) for hooks in hook_dicts(module) for x in hooks.values())
-    return "forward" in module.__dict__ or hooked
+    return "forward" in module.__dict__ or not all(is_mark(x) for hooks in hook_dicts(module) for x in hooks.values())
 
 
 def check_source(module: nn.Module, unsupported: Mapping[str, str]) -> None:

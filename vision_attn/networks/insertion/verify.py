@@ -147,7 +147,7 @@ def run_with(
         with random_contexts(dry_run.model, blocks, dry_run.example.shape[0]):
             output = dry_run.run([(path, replace_output) for path in paths], training=training)
     except SiteError as error:
-        if copies is None or error.__cause__ is None:  # an error of this library, such as a missing context
+        if copies is None or error.__cause__ is None:  # errors of the network have a cause, others of ours not
             raise
         raise child_error(blocks) from error
     if wrong := [x for x in blocks if calls.count(x) != len(dry_run.calls[get_record(x).site])]:

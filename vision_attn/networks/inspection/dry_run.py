@@ -171,10 +171,11 @@ class DryRun:
     def spatial_layout(self, shape: tuple[int, ...], target: str) -> Layout | None:
         """Return a layout with channels second, unless metadata or the aspect ratio shows that channels are last."""
         names = {3: "w", 4: "h w", 5: "t h w"}[len(shape)]
-        shapes = {layout: feature_maps.map_shape(shape, layout) for layout in (f"b c {names}", f"b {names} c")}
+        layouts = [f"b c {names}", f"b {names} c"]
+        if isinstance(find_module(self.model, target), CONVS):  # whose strides may change the aspect ratio
+            layouts.pop()
+        shapes = {layout: feature_maps.map_shape(shape, layout) for layout in layouts}
         fits = [layout for layout, (_, _, *size) in shapes.items() if self.keeps_aspect(size)]
-        if isinstance(find_module(self.model, target), CONVS):  # strides may change the aspect ratio
-            fits = [f"b c {names}"]
         if not fits and shape[0] != self.example.shape[0]:
             return None
         fits = fits or list(shapes)
