@@ -52,15 +52,10 @@ def latest_pixels(values: Sequence[Any], graph: bool) -> Any:
 def refuse_scaled_positions(block: Any, pixels: Any, x: Tensor, context: Tensor | None) -> None:
     """Raise if rotary positions depend on the size of the padded feature map."""
     rope = block.position.config if block.position is not None else None
-    if not isinstance(rope, Rope):
-        return
-    causes = {
-        "kv_stride": block.kv_stride > 1,
-        "va.context": not pixels.in_context,
-        "a context of another size": context is not None and context.shape[2:] != x.shape[2:],
-    }
+    causes = {"kv_stride": block.kv_stride > 1, "va.context": not pixels.in_context}
+    causes["a context of another size"] = context is not None and context.shape[2:] != x.shape[2:]
     cause = next((name for name, holds in causes.items() if holds), None)
-    if rope.normalized or cause:
+    if isinstance(rope, Rope) and (rope.normalized or cause):
         what = repr(rope) if rope.normalized else f"{rope!r} with {cause}"
         why = "its positions are scaled to the size of the padded feature map"
         raise ValueError(f"va.padded does not support {what}: {why}. Run images of one size together")
