@@ -180,7 +180,8 @@ def test_a_compiled_model_runs_in_eager_inside_and_compiled_in_another_thread(mo
     def backend(graph, inputs):
         return lambda *args: runs.append(threading.get_ident()) or graph(*args)
 
-    compiled, x = torch.compile(model, fullgraph=True, backend=backend), IMAGES[0]
+    # Without fullgraph=True, for which torch counts frames of all threads together: pytorch/pytorch#185138.
+    compiled, x = torch.compile(model, backend=backend), IMAGES[0]
     expected, alone = compiled(x), {name: run(model, x, name) for name in KINDS}
 
     @torch.no_grad()
