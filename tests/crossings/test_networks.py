@@ -30,9 +30,9 @@ PACKAGE = str(Path(va.__file__).parent)
 #: Kinds of with blocks, and the fraction of forward passes that enter another one.
 KINDS = {"disabled": 0.1, "capture": 0.2, "padded": 0.5, "context": 0.8, "use_impl": 0.2}
 RECOMPUTE = ["", "one segment", "one reentrant segment", "reentrant", "without reentry"]
-SIZES = [(32, 32), (32, 48), (40, 32)]
-#: Valid sizes of the two padded images in pixels: multiples of the stride of the network, and of its pooled keys.
-VALID = [(32, 32), (16, 24)]
+SIZES = [(32, 32), (32, 48), (42, 39)]
+#: Valid sizes of the two padded images in pixels; in positions, multiples of the stride of pooled keys.
+VALID = [(30, 32), (15, 22)]
 
 
 def build(options, from_outside, through=False):
@@ -149,7 +149,7 @@ class Networks(stateful.RuleBasedStateMachine):
         scopes = self.scopes if scoped else {}
         settings = {"blocks": self.blocks, "replaced": self.replaced, "frozen_norm": self.frozen}
         settings |= {"training": self.net.training, "disabled": "disabled" in scopes, "context": scopes.get("context")}
-        settings |= {"valid": [(h // 4, w // 4) for h, w in VALID] if "padded" in scopes else None}
+        settings |= {"valid": [(-(-h // 4), -(-w // 4)) for h, w in VALID] if "padded" in scopes else None}
         plain = Plain(w, self.options, **{**settings, **changes})
         if self.from_outside and plain.context is None and self.blocks:
             plain.context = "missing"
