@@ -21,10 +21,11 @@ SETTINGS = {
     "--cutmix": [None, "1.0"], "--aa": [None, "rand-m9"], "--reprob": [None, "0.5"], "--grad-accum-steps": [None, "2"],
     "--layer-decay": [None, "0.7"], "--attention-lr": [None, "0.01"], "--clip-grad": [None, "1.0"],
     "--warmup-epochs": ["0", "0.5"], "--workers": ["0", "1"], "--img-size": ["16", "72"], "--amp": [None, "bfloat16"],
-    "--block-options": [None, "attn_drop=0.2", "position=Rope()"],
+    "--block-options": [None, "attn_drop=0.2", "position=Rope()"], "--val-fraction": [None, "0.3"],
 }  # fmt: skip
 SIGNALS = {"SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"}
-INTERRUPTIONS = [*sorted(SIGNALS), "full disk", "renamed class"]
+CHANGES = {"renamed class": "the classes differ", "missing image": "the images changed"}
+INTERRUPTIONS = [*sorted(SIGNALS), "full disk", *CHANGES]
 
 
 def start(words, limit=None):
@@ -39,15 +40,17 @@ def start(words, limit=None):
 
 def disturb(kind, words, folder, chance):
     """Start or resume a run and interrupt it; return its exit status and its output."""
-    if kind == "renamed class":
-        is_refused = any(Path(words[words.index("--output") + 1]).glob("state/[0-9]*"))  # the state knows the classes
-        for part in ("train", "val"):
-            (folder / part / "red").rename(folder / part / "crimson")
+    if kind in CHANGES:
+        has_state = any(Path(words[words.index("--output") + 1]).glob("state/[0-9]*"))  # the state knows the data
+        moved = [folder / part / "red" for part in ("train", "val")]
+        moved = moved if kind == "renamed class" else [next(path.iterdir()) for path in moved]
+        for path in moved:
+            path.rename(path.with_name(f".{path.name}" if path.is_file() else "crimson"))
         process = start(words)
         text = process.communicate()[0]
-        for part in ("train", "val"):
-            (folder / part / "crimson").rename(folder / part / "red")
-        assert ("the classes differ" in text) is is_refused, text
+        for path in moved:
+            path.with_name(f".{path.name}" if path.suffix else "crimson").rename(path)
+        assert (CHANGES[kind] in text) is has_state, text
         return process.returncode, text
     process, delay = start(words, 4_000 if kind == "full disk" else None), chance.uniform(2, 9)
     try:
@@ -73,11 +76,12 @@ def test_interrupted_runs_equal_the_undisturbed_run(image_folder, tmp_path):
     while time.monotonic() < end:
         number += 1
         data = shutil.copytree(image_folder, tmp_path / f"data{number}")
-        words = ["--data", str(data), "--model", "test_resnet", "--stages", "0", "--epochs", "3", "--batch-size", "16"]
-        words += ["--lr", "0.002", "--device", "cpu"]
+        words = ["--model", "test_resnet", "--stages", "0", "--epochs", "3", "--batch-size", "16", "--lr", "0.002"]
+        words += ["--device", "cpu"]
         for flag, choices in SETTINGS.items():
             value = chance.choice(choices)
             words += [] if value is None else [flag, value]
+        words += ["--data", str(data / "train" if "--val-fraction" in words else data)]
         process = start([*words, "--output", str(tmp_path / f"whole{number}")])
         text = process.communicate()[0]
         if "is not finite" in text:  # such settings end every run
@@ -90,7 +94,7 @@ def test_interrupted_runs_equal_the_undisturbed_run(image_folder, tmp_path):
             code, text = disturb(kind, resumed, data, chance)
             history.append(f"{kind}: exit {code}")
             assert "Traceback" not in text, f"{' '.join(words)}\n{history}\n{text}"
-            if kind == "renamed class" and "the classes differ" not in text:  # this step started the run
+            if kind in CHANGES and "the classes differ" not in text:  # this step trained with other data
                 break
         else:
             process = start(resumed)
