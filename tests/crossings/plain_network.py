@@ -84,7 +84,8 @@ class Plain:
     frozen_norm: bool = False
     #: dropouts in training mode although the network is in evaluation mode
     drop: bool = False
-    disabled: bool = False
+    #: layers whose blocks are disabled
+    disabled: tuple | str = ()
     #: second feature map from outside; by default, the output of the first layer
     context: torch.Tensor | None = None
     #: valid size of each image in positions
@@ -119,7 +120,7 @@ class Plain:
     def part(self, site, x, context):
         """Return the output of a layer and its block."""
         x = self.conv(site, x)
-        if not self.blocks or self.disabled:
+        if not self.blocks or site in self.disabled:
             return x
         if site == "b" and self.options["b"]["transformer"]:
             return self.transformer("b.inserted", x)

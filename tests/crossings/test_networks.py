@@ -148,8 +148,9 @@ class Networks(stateful.RuleBasedStateMachine):
             w["tokens.qkv.weight"] = w["tokens.qkv.weight"] + delta.detach().double()
         scopes = self.scopes if scoped else {}
         settings = {"blocks": self.blocks, "replaced": self.replaced, "frozen_norm": self.frozen}
-        settings |= {"training": self.net.training, "disabled": "disabled" in scopes, "context": scopes.get("context")}
-        settings |= {"valid": [(-(-h // 4), -(-w // 4)) for h, w in VALID] if "padded" in scopes else None}
+        settings |= {"training": self.net.training, "context": scopes.get("context")}
+        settings["disabled"] = scopes.get("disabled", ())
+        settings["valid"] = [(-(-h // 4), -(-w // 4)) for h, w in VALID] if "padded" in scopes else None
         plain = Plain(w, self.options, **{**settings, **changes})
         if self.from_outside and plain.context is None and self.blocks:
             plain.context = "missing"
@@ -206,7 +207,7 @@ class Networks(stateful.RuleBasedStateMachine):
             refusal += "|activation checkpointing of a compiled part"
         found = self.attempt(function, x, refusal="" if missing else refusal)
         if not found or missing:
-            assert not found or plain.disabled, "a block ran without the second feature map that it requires"
+            assert not found or "c" in plain.disabled, "a block ran without the second feature map that it requires"
             self.read_statistics()
             return None
         ours = x.detach().double().requires_grad_(needs_grad)
@@ -329,7 +330,8 @@ class Networks(stateful.RuleBasedStateMachine):
         x = torch.randn(2, 8 if site == "a" else 16, 8, 8, dtype=torch.float64).to(self.net.stem.bias.dtype)
         with torch.no_grad():
             found = self.attempt(getattr(self.net, site), x)
-            if site == "c" and self.blocks and not plain.disabled and not isinstance(plain.context, torch.Tensor):
+            needs_context = site == "c" and self.blocks and "c" not in plain.disabled
+            if needs_context and not isinstance(plain.context, torch.Tensor):
                 assert not found, "the block used a second feature map of an earlier forward pass"
             elif found:
                 self.equal(found[0], plain.part(site, x.double(), plain.context), f"layer {site}")
@@ -340,8 +342,9 @@ class Networks(stateful.RuleBasedStateMachine):
     def enter_block(self, kind):
         features = torch.randn(2, 8, 8, 8, dtype=torch.float64, requires_grad=True)
         features.given = features.detach().to(self.net.stem.bias.dtype).requires_grad_()
+        sites = self.chance.choice([SITES, *SITES])
         makers = {
-            "disabled": lambda: va.disabled(self.net),
+            "disabled": lambda: va.disabled(self.net, sites),
             "capture": lambda: va.capture(self.net),
             "padded": lambda: va.padded(self.net, VALID),
             "context": lambda: va.context(self.net, features.given),
@@ -349,7 +352,7 @@ class Networks(stateful.RuleBasedStateMachine):
         }
         for manager in self.attempt(makers[kind]):
             if kind not in self.scopes and (entered := self.attempt(manager.__enter__)):
-                self.scopes[kind] = features if kind == "context" else entered[0]
+                self.scopes[kind] = {"context": features, "disabled": sites}.get(kind, entered[0])
                 self.stack.append((kind, manager))
 
     @precondition(lambda self: self.stack)
