@@ -71,6 +71,7 @@ SIZES = [
     (va.RelPosDecomposed, (3, 4), (6, 4), {"height_rel": ((11, 8), (5, 8))}),
     (va.AbsPos, (3, 3), (6, 6), {"height": ((6, 8), (3, 8)), "width": ((6, 8), (3, 8))}),
     (va.RelPosTable, (3, 5), (6, 10), {TABLE: ((209, 2), (45, 2))}),
+    (va.RelPosTable, (1, 5), (1, 10), {TABLE: ((19, 2), (9, 2))}),
     (va.RelPosTable, (3, 7), (7, 14), None),
 ]
 

@@ -233,7 +233,8 @@ def test_rollout_across_blocks_and_feature_map_sizes():
     # A_1 = [[½, ½], [¼, ¾]] and A_2 = [[1, 0], [½, ½]], their product A_2 A_1.
     torch.testing.assert_close(found["a"].weights[0, 0, :, 0], torch.tensor([[0.5, 0.5], [0.25, 0.75]]))
     torch.testing.assert_close(found["b"].weights[0, 0, :, 0], torch.tensor([[0.5, 0.5], [0.375, 0.625]]))
-    assert AttentionMaps({"b": second}).rollout(residual=0)["b"].weights[0, 0, :, 0].tolist() == [[1, 0], [1, 0]]
+    (alone,) = AttentionMaps({"b": second}).rollout(residual=0).values()
+    assert (alone.heads, alone.weights[0, 0, :, 0].tolist()) == (("rollout",), [[1, 0], [1, 0]])
     # One position covers both positions of the first block, with weight ½ each.
     found = AttentionMaps({"a": first, "s": seen([[[1]]], (1, 1), [(0, 0)])}).rollout()["s"].weights.flatten()
     torch.testing.assert_close(found, torch.tensor([0.375, 0.625]))

@@ -571,7 +571,7 @@ def test_multihead_attention_runs_calls_that_the_block_does_not_support(batch_fi
     alone = {"need_weights": False}
     calls = [
         ((query, key, key), alone, 1),
-        ((query, query, query, None, False), {}, 1),
+        ((query, query, query, None, False, None, True), {}, 1),
         ((query, query, query), {**alone, "attn_mask": causal, "is_causal": True}, 0),
         ((query, key, key, hidden), alone, 0),
         ((query, key, key), {}, 0),

@@ -66,7 +66,7 @@ class DecomposedEncoding(TableEncoding):
         tables = {}
         for axis, name in self.names.items():
             tables[axis], length = getattr(self, name), 2 * grouping.axes[axis].extent - 1
-            if grouping.window_shape[axis] is None and (grouping.in_graph or tables[axis].shape[0] != length):
+            if grouping.window_shape[axis] is None:
                 tables[axis] = resize_by_offset(tables[axis], length)
         return q, k, DecomposedBias(tables, grouping)
 
