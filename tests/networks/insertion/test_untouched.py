@@ -36,7 +36,7 @@ def test_insertion_does_not_change_parameters_and_buffers_that_forward_writes():
 
 
 def test_insertion_does_not_call_hooks_or_advance_random_states():
-    noise = Net(lambda net, x: x + 0 * random.random() + 0 * float(np.random.rand()) + 0 * torch.rand(1))
+    noise = Net(lambda net, x: x + random.random() + float(np.random.rand()) + torch.rand(1))
     model, calls = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), noise, nn.ReLU()), []
     model[0].register_forward_hook(lambda *_: calls.append(1))
     python_state, numpy_position, state = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
