@@ -139,7 +139,7 @@ def describe_box(box: str) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a sentence with the most similar known names, to append to an error; empty if none is similar."""
-    close = difflib.get_close_matches(name, list(known), n=3)
+    close = difflib.get_close_matches(name, list(known))
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 

@@ -98,5 +98,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("layr3", ["stem", "layer3", "layer4"])
     " Did you mean 'layer3' or 'layer4'?"
     """
-    close = difflib.get_close_matches(name, list(known), n=3)
+    close = difflib.get_close_matches(name, list(known))
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""

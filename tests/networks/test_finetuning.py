@@ -107,6 +107,7 @@ NORMS = [
 def test_every_norm_with_running_statistics_is_frozen(make):
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), make(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
     va.insert_(model, names="0", **SMALL)
+    va.insert_(model, nn.BatchNorm2d, names="1", example_input=SMALL["example_input"])  # in the norm, and trained
     va.freeze_backbone_(model)
     before = copied(model)
     learn(model, epochs=1)

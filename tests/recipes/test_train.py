@@ -53,7 +53,7 @@ def test_settings_are_restored_from_their_file_except_call_settings(base, tmp_pa
     file.write_text(json.dumps({"block": OURS, "names": ["layer3"], "download": True}))
     found = read_settings(tmp_path, ("--block", OURS))  # code only if the caller passes it too
     assert (found.block, found.download) == (OURS, False)
-    file.write_text(json.dumps({"block": OURS, "block_options": ["heads=4"], "names": ["layer3"], "seed": 3}))
+    file.write_text(json.dumps({"block": OURS, "block_options": ["heads=4"], "pattern": "rows", "names": ["layer3"]}))
     assert read_settings(file, (), Comparison) == Comparison(names=("layer3",))  # has its own blocks and seeds
 
 

@@ -281,11 +281,13 @@ def minding(count):
 
 
 def test_a_module_that_counts_its_children_has_a_nested_block_or_is_rejected():
-    model, x = nn.Sequential(minding(nn.Module.children)), torch.randn(2, 3, 8, 8)
-    before = model(x)
-    va.insert_(model, names="0", **SMALL)
-    assert torch.equal(model(x), before)
-    assert list(model[0].conv._modules) == [f"{CHILD}_0"]
+    looping = Net(lambda net, x: nn.Sequential(*net.children())(x), conv=nn.Conv2d(3, 8, 3, padding=1))
+    for model in map(nn.Sequential, (minding(nn.Module.children), looping)):
+        x = torch.randn(2, 3, 8, 8)
+        before = model(x)
+        va.insert_(model, names="0", **SMALL)
+        assert torch.equal(model(x), before)
+        assert list(model[0].conv._modules) == [f"{CHILD}_0"]
     model = nn.Sequential(minding(nn.Module.parameters))
     before = anatomy(model)
     with pytest.raises(va.errors.SiteError, match="'0' cannot have a block as its child"):

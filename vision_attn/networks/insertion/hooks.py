@@ -275,8 +275,7 @@ def run_at_(module: nn.Module, block: nn.Module, path: str | None) -> None:
 
 def unhook_(module: nn.Module, blocks: Collection[nn.Module]) -> None:
     """Remove the hooks of some blocks from a module."""
-    if any(hook.keywords["block"] in blocks for hook in our_hooks(module, (run_block,))):
-        vars(module).pop(SUBSTITUTE, None)
+    vars(module).pop(SUBSTITUTE, None)  # a block that stays sets it again in its next forward pass
     remove_hooks_(module, lambda hook: hook.func in HOOKS and hook.keywords["block"] in blocks)
 
 
