@@ -42,6 +42,8 @@ def test_causal_and_grouped_query_attention_equal_torch(impl):
     for wrong, message in (((q, more[..., :3], more), "k must"), ((q, k, more), "v must"), ((q.int(), k, v), "q must")):
         with pytest.raises(ValueError, match=message):
             attend(*wrong, impl=impl)
+    with pytest.raises(ValueError, match=r"impl must be .*'sdpa'.*, got 'none'"):
+        attend(q, k, v, impl="none")
     with pytest.raises(ValueError, match=r"q must .*heads of k and v, got 6 and 4"):
         attend(q, *heads((2, 4, 5, 4), (2, 4, 5, 4)), impl=impl)
 

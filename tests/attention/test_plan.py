@@ -128,8 +128,7 @@ def test_empty_inputs(name, grad, shape):
     block = layer(pattern=CASES[name].pattern)
     with torch.set_grad_enabled(grad):
         for x in (images(*shape), images(*shape).to(memory_format=torch.channels_last)):
-            assert block(x).shape == shape
-            assert va.AttentionBlock2d(16).double()(x).shape == shape
+            assert (block(x).shape, va.AttentionBlock2d(16).double()(x).shape) == (shape, shape)
             assert va.blocks.LinearAttention2d(16, 2, impl="einx").double()(x).shape == shape
             with pytest.raises(ValueError, match=r"x must not be empty, got shape \("):
                 block.attention_weights(x)

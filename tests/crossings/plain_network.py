@@ -194,8 +194,7 @@ class Plain:
         q, k, v = (split_heads(y) for y in self.conv(f"{path}.attn.qkv", self.norm(f"{path}.norm1", x)).chunk(3, 1))
         y = self.softmax_attention(f"{path}.attn", q, k, v).mT.reshape(x.shape)
         x = x + self.conv(f"{path}.attn.proj", y)
-        hidden = F.gelu(self.conv(f"{path}.fc1", self.norm(f"{path}.norm2", x)))
-        return x + self.conv(f"{path}.fc2", hidden)
+        return x + self.conv(f"{path}.fc2", F.gelu(self.conv(f"{path}.fc1", self.norm(f"{path}.norm2", x))))
 
     def norm(self, name, x):
         weight, bias = self.w[f"{name}.weight"], self.w[f"{name}.bias"]

@@ -220,6 +220,7 @@ def test_runs_are_divided_among_gpus_or_at_most_sixteen_cores(tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         trials(score, ["small"], seeds=range(20), output=tmp_path)
     assert module.joblib.Parallel.call_args.args == (jobs,)
+    assert (tmp_path / "runs.json").exists()  # marks the folder
     module.make_run(score, "small", 0, {}, tmp_path / "run.json", os.getppid(), 4)
     assert torch.cuda.set_device.call_args_list == ([mock.call(4 % gpus)] if gpus else [])
 

@@ -67,8 +67,7 @@ def test_an_exported_file_matches_the_network_and_a_different_file_is_rejected(t
     assert f"{path.stat().st_size / 1e6:.2f} MB, input (batch, 3, 16, 24), pixels in 0…1" in str(report)
     assert report.difference <= 1e-4 * report.largest
     assert report.images == 4  # batches of one and three
-    assert [*path.parent.iterdir()] == [path]
-    assert about(path) == ABOUT
+    assert ([*path.parent.iterdir()], about(path)) == ([path], ABOUT)
     # A graph with a different output, here that of the network with its original gate, is not written.
     before = path.read_bytes()
     corrupted = dataclasses.replace(FORMATS[suffix], write=lambda program, file, about: file.write_bytes(before))

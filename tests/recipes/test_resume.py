@@ -267,8 +267,7 @@ def test_images_that_a_run_was_trained_on_are_not_evaluated_in_silence(base, pho
     evaluate = ["evaluate", str(base.output), "--device", "cpu"]
     assert cli.main([*evaluate, "--val-fraction", "0.5"]) == 2
     assert "unknown flag --val-fraction" in capsys.readouterr().err
-    assert cli.main(evaluate) == 0
-    assert capsys.readouterr().err == ""
+    assert (cli.main(evaluate), capsys.readouterr().err) == (0, "")
     shutil.copy(photos / "red" / "0.png", photos / "red" / "another.png")
     with pytest.warns(UserWarning, match="trained on some of the images") as caught:
         module.evaluate(Evaluation(run=str(base.output), device="cpu"))

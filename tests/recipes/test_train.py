@@ -290,8 +290,7 @@ def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base, mon
     history = module.train(replace(base, **options), log=quiet)
     for done, found in enumerate(rates):
         warming = 0.0005 + done / 4 * (0.05 - 0.0005)  # starts at 1/100 of the learning rate
-        cosine = 0.05 / 2 * (1 + math.cos(math.pi * (done - 4) / 8))
-        lr = warming if done < 4 else cosine
+        lr = warming if done < 4 else 0.05 / 2 * (1 + math.cos(math.pi * (done - 4) / 8))
         assert found["attention, decay"] == found["attention, no decay"] == pytest.approx(4 * lr)
         layers = sorted({rate for name, rate in found.items() if name.startswith("backbone")}, reverse=True)
         assert layers == pytest.approx([lr / 2**depth for depth in range(len(layers))])

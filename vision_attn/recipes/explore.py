@@ -159,7 +159,7 @@ def describe(one: Any) -> dict[str, Any]:
 def predict(model: nn.Module, x: Tensor) -> Tensor | None:
     """Return the probability of each class, ``(classes,)``, or None if the model does not return class scores."""
     output = model(x)
-    output = output["logits"] if isinstance(output, dict) and "logits" in output else getattr(output, "logits", output)
+    output = output.get("logits") if isinstance(output, dict) else output
     if not isinstance(output, Tensor) or output.dim() != 2:
         return None
     scores = output[0].float()  # a single score is the logit of the second of two classes

@@ -35,8 +35,7 @@ def test_queries_are_image_positions_sites_are_selected_and_heads_are_reduced():
             assert torch.equal(model(x=x), expected)
         assert list(maps) == ["layer2.2.inserted.attn", "layer3.2.inserted.attn"]
         for (path, found), side, cell in zip(maps.items(), (16, 8), ((15, 4), (7, 2)), strict=True):
-            assert found.query_positions == ((0, 0), cell)
-            assert found.weights.shape == (2, 4, 2, side, side)
+            assert (found.query_positions, found.weights.shape) == (((0, 0), cell), (2, 4, 2, side, side))
             torch.testing.assert_close(found.weights, everything[path].weights[:, :, [0, cell[0] * side + cell[1]]])
             torch.testing.assert_close(found.weights.sum((-2, -1)), torch.ones(2, 4, 2))
     last = "layer3.2.inserted.attn"

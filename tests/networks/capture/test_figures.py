@@ -91,8 +91,7 @@ def test_weights_near_an_even_share_are_transparent():
     for vmax, top in ((16.0, 0.25), (2.0, 1.0)):  # The scale does not depend on the largest weight.
         figure = AttentionMap(even, ((0, 0),), (32, 32)).figure(image, vmax=vmax)
         np.testing.assert_allclose(overlays(figure)[0][1][0], [0.11, 0.468, 0, 0.8], atol=1e-3)
-        shown = figure.axes[1].images[1]
-        assert shown.norm(2.0) == pytest.approx(top)
+        assert figure.axes[1].images[1].norm(2.0) == pytest.approx(top)
         assert figure.axes[-1].get_ylim() == pytest.approx((1, vmax))
         expected = "Mean effective width: 15.1 of 16 positions (94 %), so the attention is nearly uniform."
         assert figure.get_supxlabel() == expected

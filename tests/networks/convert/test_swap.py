@@ -113,8 +113,7 @@ def test_swapped_models_have_the_same_outputs_and_gradients(name):
                 torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10 * max(1, wanted.abs().max().item()))
         assert len(calls) == swapped * len(images)
     assert_same(model.state_dict(), state)
-    assert len(va.unswap_(model).swapped) == swapped
-    assert parts() == objects
+    assert (len(va.unswap_(model).swapped), parts()) == (swapped, objects)
     assert not any("swapped" in vars(module) for module in model.modules())
     assert torch.equal(model(images[0]), before[0][0])
 

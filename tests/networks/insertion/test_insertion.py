@@ -36,8 +36,7 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     assert small.cost.macs == 4 * 128**2 * 784 + 2 * 128 * 784**2
     lines = str(report).splitlines()
     assert lines[2].split() == ["layer2.1", "AttentionBlock2d", "128", "28×28", "784", "66,432", "208,732,160"]
-    assert lines[4].split() == ["total", f"{report.parameters:,}", f"{report.macs:,}"]
-    assert large.tokens == 49
+    assert (lines[4].split(), large.tokens) == (["total", f"{report.parameters:,}", f"{report.macs:,}"], 49)
 
 
 #: Options of the block, and True if they lead to a warning.
@@ -237,8 +236,7 @@ def test_blocks_are_inserted_into_and_removed_from_many_networks(kind, change):
     y.square().sum().backward()
     assert any(p.grad is not None for p in parameters)
     removed = va.remove_(model)
-    assert (removed.blocks, removed.output_change) == (report.blocks, 0)
-    assert anatomy(model) == before
+    assert ((removed.blocks, removed.output_change), anatomy(model)) == ((report.blocks, 0), before)
     assert torch.equal(model(x), expected)
 
 

@@ -39,15 +39,13 @@ def test_a_convolution_is_replaced_with_its_stride_and_channels(case):
     assert [b.attn.groups for b in new.values()] == [modules[site].groups for site in new]
     assert {block.target.at for block in report.blocks} == {"replace"}
     assert report.added.parameters == sum(p.numel() for p in model.parameters()) - report.model_cost.parameters
-    assert records(model) == report.blocks
-    assert replaced_modules(model) == {site: modules[site] for site in new}
+    assert (records(model), replaced_modules(model)) == (report.blocks, {site: modules[site] for site in new})
     gone = {f"{site}.{key}" for site in new for key in modules[site].state_dict()}
     assert [key for key in model.state_dict() if key not in inserted_keys(model)] == [x for x in state if x not in gone]
     replaced = model(x)
     assert replaced.shape == before.shape
     assert not torch.equal(replaced, before)
-    assert va.remove_(model).blocks == report.blocks
-    assert dict(model.named_modules()) == modules
+    assert (va.remove_(model).blocks, dict(model.named_modules())) == (report.blocks, modules)
     assert_same(model.state_dict(), state)
     assert torch.equal(model(x), before)
 
@@ -178,8 +176,7 @@ def test_a_replacement_that_is_wrapped_is_saved_and_removed(wrap, tmp_path):
     assert list(va.inserted_blocks(model)) == ["1"]
     va.load_adapter_(plain, va.save_adapter(model, tmp_path / "adapter.safetensors"))
     torch.testing.assert_close(plain(x), after)
-    assert len(va.remove_(model).blocks) == 1
-    assert dict(model.named_modules()) == modules
+    assert (len(va.remove_(model).blocks), dict(model.named_modules())) == (1, modules)
     assert torch.equal(model(x), before)
 
 

@@ -44,8 +44,7 @@ def test_insertion_does_not_call_hooks_or_advance_random_states():
     assert torch.equal(torch.get_rng_state(), state)
     va.insert_(model, names="2", num_heads=2, example_input=(1, 3, 8, 8))
     assert not calls
-    assert python_state == random.getstate()
-    assert numpy_position == np.random.get_state()[2]
+    assert (python_state, numpy_position) == (random.getstate(), np.random.get_state()[2])
     model(torch.rand(1, 3, 8, 8))
     assert calls == [1]
 

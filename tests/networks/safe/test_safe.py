@@ -250,8 +250,7 @@ def test_a_file_is_written_completely_or_not_at_all(step, tmp_path, monkeypatch)
     monkeypatch.setattr(os, step, lambda *_: os.write(-1, b""))
     with pytest.raises(OSError, match="Bad file descriptor"):
         write_atomically(path, b"half of")
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == [path.name]
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (before, [path.name])
 
 
 def test_pipes_and_devices_are_written_through(tmp_path):
