@@ -72,6 +72,8 @@ def make_example(model: nn.Module, example_input: Any = None) -> Example:
 
     >>> make_example(nn.Conv2d(1, 8, 3)).shape
     (1, 1, 224, 224)
+    >>> make_example(nn.Conv3d(1, 8, 3), [torch.rand(1, 8, 6, 6)] * 2).shape  # a list of volumes
+    (2, 1, 8, 6, 6)
     """
     convolutions = [module for module in model.modules() if isinstance(module, CONVS)]
     images_2d = [module for module in convolutions if len(module.kernel_size) == 2]  # A Conv1d may process vectors.

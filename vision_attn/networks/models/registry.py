@@ -103,8 +103,9 @@ def create_model(
         ValueError: the model, tag or weights do not exist, or the network cannot be created.
         CheckpointError: the weights cannot be downloaded.
 
-    >>> create_model("resnet20", num_classes=100).pretrained_cfg["tag"]
-    'cifar100'
+    >>> model = create_model("resnet20", num_classes=100, in_chans=1)
+    >>> model.pretrained_cfg["tag"], model.conv1.in_channels
+    ('cifar100', 1)
     """
     base, _, tag = name.partition(".")
     if not timm.is_model(base):
