@@ -158,8 +158,7 @@ def test_the_code_runs_and_prints_the_output_on_the_page(path, tmp_path, monkeyp
     codes, outputs = zip(*code_and_output(path.read_text()), strict=True)
     for printed, expected in zip((run_in_process if integrations(path) else run_here)(codes), outputs, strict=True):
         (words, numbers), (shown, shown_numbers) = split_numbers(printed), split_numbers(expected)
-        assert words == shown
-        assert numbers == pytest.approx(shown_numbers, rel=1e-3)
+        assert (words, numbers) == (shown, pytest.approx(shown_numbers, rel=1e-3))
 
 
 def first_cells(text, table):

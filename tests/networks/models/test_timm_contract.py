@@ -57,8 +57,7 @@ def heads(name):
 def features(name):
     plain, model = (make(each, features_only=True) for each in (name.removesuffix("_attention"), name))
     new = {key for key in model.state_dict() if ".inserted." in key}
-    assert set(model.state_dict()) - new == set(plain.state_dict())
-    assert bool(new) == name.endswith("_attention")
+    assert ({*model.state_dict()} - new, bool(new)) == ({*plain.state_dict()}, name.endswith("_attention"))
     x = torch.randn(1, *model.pretrained_cfg["input_size"])[..., :64, :64]
     maps, info = model(x), model.feature_info
     assert [y.shape[1] for y in maps] == info.channels()
