@@ -38,9 +38,10 @@ def test_documented_expressions_match_the_code():
         assert torch.equal(eval(line.torch, names), einx.id(line.einx, x, **sizes))
 
 
-def test_neighborhoods_at_the_border():
+def test_neighborhoods_and_blocks_at_the_border():
     large = Grouping(va.Neighborhood(31, dilation=3).expand_to_rank(2), (7, 7), (7, 7), torch.device("cpu"))
     assert large.key_layout.index().numel() <= 15 * 15  # few more keys than positions on the feature map
+    assert Grouping(va.Halo(4, 1).expand_to_rank(2), (8, 5), (8, 5), torch.device("cpu")).groups == 2 * 2
     for pattern, keys in ((va.Neighborhood(31), 35), (va.Neighborhood(7, dilation=64), 1), (va.Neighborhood(3), 9)):
         weights = va.Attention2d(8, 2, pattern=pattern).attention_weights(torch.randn(1, 8, 5, 7))
         assert ((weights > 0).sum(-1) == keys).all()
