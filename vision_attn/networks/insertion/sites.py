@@ -115,6 +115,9 @@ def stage_names(model: nn.Module, example_input: Any = None) -> list[str]:
     >>> from torchvision.models import resnet18
     >>> stage_names(resnet18(), (1, 3, 64, 64))
     ['relu', 'layer1', 'layer2', 'layer3', 'layer4']
+    >>> import timm
+    >>> stage_names(timm.create_model("resnet18", features_only=True, out_indices=(0, 1)))
+    ['act1', 'layer1']
     """
     return find_stages(DryRun(unwrap_model(model), example_input))
 
