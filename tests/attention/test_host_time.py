@@ -21,8 +21,7 @@ SIDE = 4
 
 def layers():
     """Return for each row a layer, its peer, and the number of frames and operations that the layer may have more."""
-    table = va.RelPosTable()
-    timm = timm_layers.Attention2d(64, num_heads=4)
+    table, timm = va.RelPosTable(), timm_layers.Attention2d(64, num_heads=4)
     return {
         "full": (va.Attention2d(64, 4), timm, 10, 13),
         "decomposed": (va.Attention2d(64, 4, position=va.RelPosDecomposed((SIDE, SIDE))), relative_timm(), 1, -2),

@@ -60,8 +60,7 @@ def test_cached_groupings_are_not_saved_with_the_block_and_are_freed_with_the_bl
         torch.save(block, file := io.BytesIO())
         return len(pickle.dumps(block)), len(file.getvalue()), list(block.state_dict()), list(vars(block))
 
-    before = saved()
-    expected = block(x).detach()
+    before, expected = saved(), block(x).detach()
     assert saved() == before
     recent = block.plans.groupings
     (first,) = recent.values()

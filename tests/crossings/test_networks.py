@@ -25,8 +25,7 @@ from torch.nn.utils import prune
 
 import vision_attn as va
 
-HAS_PEFT = find_spec("peft") is not None
-PACKAGE = str(Path(va.__file__).parent)
+HAS_PEFT, PACKAGE = find_spec("peft") is not None, str(Path(va.__file__).parent)
 #: Kinds of with blocks, and the fraction of forward passes that enter another one.
 KINDS = {"disabled": 0.1, "capture": 0.2, "padded": 0.5, "context": 0.8, "use_impl": 0.2}
 RECOMPUTE = ["", "one segment", "one reentrant segment", "reentrant", "without reentry"]

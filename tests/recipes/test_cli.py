@@ -408,9 +408,14 @@ def test_a_run_with_a_custom_block_is_used_with_its_class(capsys, image_folder, 
         assert code != 0
         assert re.search("--block (test_cli|MODULE):Mine", err), err
         assert run(capsys, *words, *block)[0] == 0
-    model = va.load_model(tmp_path / "run", block=Mine)
-    va.insert_(model, Other, names="layer1", num_heads=2)
-    predict = ["predict", va.save_model(model, tmp_path / "two"), image, *block]
+
+
+def test_custom_blocks_of_several_classes_are_given_by_name(capsys, image_folder, tmp_path):
+    model = create_model("resnet20")
+    for stage, block in (("layer1", Other), ("layer2", Mine)):
+        va.insert_(model, block, names=stage, num_heads=2, example_input=(1, 3, 32, 32))
+    image = image_folder / "val" / "red" / "0.png"
+    predict = ["predict", va.save_model(model, tmp_path / "two"), image, "--block", "test_cli:Mine"]
     assert "block=[Mine, Other], or --block MODULE:Mine --block MODULE:Other" in run(capsys, *predict)[2]
     assert run(capsys, *predict, "--block", "test_cli:Other")[0] == 0
 

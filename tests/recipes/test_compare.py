@@ -188,7 +188,7 @@ def test_runs_on_other_images_are_not_compared(base, photos, tmp_path):
     base = replace(base, data=photos, epochs=1, batch_size=12)
     variants = {"one": base, "other": replace(base, lr=0.01)}
     compare = partial(compare_settings, seeds=[0], output=tmp_path / "c", command="", jobs=1)
-    assert list(compare(variants)) == ["one", "other"]
+    assert {name: of["0"]["MACs"] for name, of in compare(variants).items()} == dict.fromkeys(variants, 325_680)
     assert list(json.loads((tmp_path / "c/runs.json").read_text())["runs"]) == ["one", "other"]
     shutil.copy(photos / "red" / "0.png", photos / "red" / "another.png")
     with pytest.raises(TrainingError, match=r"or different images for seed 0. Restore the images of --d"):
@@ -222,6 +222,7 @@ def test_runs_are_divided_among_gpus_or_at_most_sixteen_cores(tmp_path, monkeypa
     assert module.joblib.Parallel.call_args.args == (jobs,)
     assert (tmp_path / "runs.json").exists()  # marks the folder
     module.make_run(score, "small", 0, {}, tmp_path / "run.json", os.getppid(), 4)
+    module.threading.Thread.return_value.start.assert_called_once()  # ends the process with its parent
     assert torch.cuda.set_device.call_args_list == ([mock.call(4 % gpus)] if gpus else [])
 
 

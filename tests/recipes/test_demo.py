@@ -6,10 +6,12 @@ import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+import vision_attn as va
 from vision_attn import cli
 from vision_attn.recipes import demo
 from vision_attn.recipes.settings import Demo
@@ -32,8 +34,10 @@ def test_the_demo_writes_its_results_and_no_other_folder(tmp_path, capsys, image
     made, build, output = [], demo.build, tmp_path / "new" / "out"
     output.mkdir(parents=True)
     monkeypatch.setattr(demo, "build", lambda options: made.append((one := build(options), deepcopy(one))) or one)
+    monkeypatch.setattr(va, "capture", capture := mock.Mock(wraps=va.capture))
     assert demo.demo(Demo(output=output, steps=2)) == json.loads((output / "demo.json").read_text())
     assert {path.name for path in output.iterdir()} == {"demo.json", "attention.png", "explorer.html"}
+    assert capture.call_args_list[0].kwargs["queries"] == [(4.5 * 8, 2.5 * 8)]  # the center of a cell
     for trained, initial in made:
         assert not all(map(torch.equal, trained.parameters(), initial.parameters()))
     out = capsys.readouterr().out

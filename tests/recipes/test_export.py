@@ -122,6 +122,7 @@ def test_a_feature_map_with_one_position_may_grow_in_an_exported_file(tmp_path):
     network = nn.Sequential(nn.Conv2d(3, 4, 8, 8), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
     options = {"example_input": (1, 3, 8, 8), "dynamic": ("batch", "size")}
     assert va.export_model(network, tmp_path / "net.onnx", **options).difference < 1e-5
+    assert onnxruntime.InferenceSession(tmp_path / "net.onnx").get_inputs()[0].shape == ["batch", 3, "height", "width"]
     with pytest.raises(va.errors.ExportError, match=r"Guard failed: input.size\(\)\[2\] >= 16"):
         va.export_model(network, tmp_path / "net.pt2", **options)
 

@@ -31,8 +31,7 @@ from vision_attn.recipes.runs import read_settings
 from vision_attn.recipes.settings import Comparison, Evaluation, Settings, check
 from vision_attn.recipes.train import build_network, evaluate, make_accelerator, make_transforms
 
-ROOT = Path(__file__).parents[2]
-OURS = "vision_attn.attention.blocks:AttentionBlock2d"
+ROOT, OURS = Path(__file__).parents[2], "vision_attn.attention.blocks:AttentionBlock2d"
 CLASSES = ("blue", "green", "red")
 
 

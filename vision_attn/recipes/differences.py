@@ -44,6 +44,8 @@ def compare_scores(scores: Mapping[str, Mapping[str, float]], *, lower_is_better
     >>> found, = compare_scores({"plain": plain, "attention": attention})
     >>> print(f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f}), p = {found.p:.3f}: {found.verdict}")
     2.10 (1.02 to 3.18), p = 0.014: better
+    >>> compare_scores({"plain": {"0": 43.1}, "attention": {"1": 45.4, "2": 46.2}})[0].verdict
+    'no verdict'
     """
     *others, last = scores
     found = []

@@ -127,8 +127,7 @@ def add(make, run, *variants, shapes=((8, 3, 5),), part="", swap_only=False, **o
     CASES.extend((make, variant, part, run, shapes, None if swap_only else options) for variant in variants or [{}])
 
 
-yes_no = [True, False]
-mha = partial(nn.MultiheadAttention, 8, 2)
+yes_no, mha = [True, False], partial(nn.MultiheadAttention, 8, 2)
 add(mha, multihead, {}, {"bias": False, "batch_first": True})
 add(mha, multihead, shapes=[(8, 7)], rank=1)
 add(mha, multihead, *each(kdim=[6], vdim=[6], bias=yes_no), shapes=[(8, 3, 5), (6, 6, 10)])
