@@ -85,7 +85,7 @@ class Plain:
     #: dropouts in training mode although the network is in evaluation mode
     drop: bool = False
     #: layers whose blocks are disabled
-    disabled: tuple | str = ()
+    disabled: tuple = ()
     #: second feature map from outside; by default, the output of the first layer
     context: torch.Tensor | None = None
     #: valid size of each image in positions

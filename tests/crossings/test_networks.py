@@ -341,7 +341,7 @@ class Networks(stateful.RuleBasedStateMachine):
     def enter_block(self, kind):
         features = torch.randn(2, 8, 8, 8, dtype=torch.float64, requires_grad=True)
         features.given = features.detach().to(self.net.stem.bias.dtype).requires_grad_()
-        sites = self.chance.choice([SITES, *SITES])
+        sites = self.chance.choice([SITES, *zip(SITES, strict=True)])
         makers = {
             "disabled": lambda: va.disabled(self.net, sites),
             "capture": lambda: va.capture(self.net),
