@@ -5,10 +5,8 @@ import json
 import re
 from types import SimpleNamespace
 
-import block_costs
 import candidates
 import numpy as np
-import page_sections
 import pytest
 import speed
 import timm
@@ -129,18 +127,3 @@ def test_peak_memory_counts_tensors_that_exist_at_the_same_time():
     kept = torch.ones(1000, 1000)
     for call, expected in ((one_after_the_other, 4e6), (lambda: kept + kept * 2, 8e6), (lambda: kept.view(-1), 0)):
         assert speed.peak_memory(call, torch.device("cpu")) == pytest.approx(expected, rel=0.02, abs=1000)
-
-
-def cells(section):
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
-
-
-def test_the_summary_of_block_costs_quotes_the_complete_tables():
-    page = page_sections.PERFORMANCE.read_text()
-    tables = cells(page_sections.read_section(page_sections.PERFORMANCE, "block_costs"))
-    parameters, macs = (tables[start : start + len(block_costs.BLOCKS) + 2] for start in (0, len(tables) // 2))
-    summary = cells(page.partition("| block | parameters, 14×14 |")[2].partition("\n\n")[0])[1:]
-    assert len(summary) == 6
-    for name, count, *millions in summary:
-        assert [name, *millions] in macs
-        assert next(row for row in parameters if row[0] == name)[3] == count
