@@ -185,15 +185,8 @@ ERRORS = {
 }
 
 
-#: Capabilities that are implied by a stronger one, which is tested instead.
-IMPLIED = {
-    "`torch.compile(fullgraph=True)`": "… with gradients on the CPU",
-    "`torch.export`, one size": "`torch.export`, dynamic batch and size",
-}
-
-
 #: Checks that take seconds, because they compile or export a block.
-SLOW = (compiles_with_its_backward_pass, compiles_once_for_all_sizes, exports_with_any_batch_and_size)
+SLOW = compiles, compiles_with_its_backward_pass, compiles_once_for_all_sizes, exports, exports_with_any_batch_and_size
 
 
 CELLS = [pytest.param(x, CPU_IMPLS, marks=[pytest.mark.slow] * (CAPABILITIES[x] in SLOW)) for x in CAPABILITIES]
@@ -207,7 +200,7 @@ def test_capabilities_match_the_table(name, impls):
             error, message = ERRORS[name, impl]
             with pytest.raises(error, match=message):
                 CAPABILITIES[name](make_block(impl))
-        elif name not in IMPLIED or (IMPLIED[name], impl) in ERRORS:
+        else:
             CAPABILITIES[name](make_block(impl))
 
 
