@@ -124,7 +124,8 @@ def test_an_interrupted_run_is_resumed_bitwise(base, name, tmp_path, monkeypatch
     assert stop.signal == number
     Path("base.pth").unlink()  # the state contains all weights
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
-    interrupt(replace(base, output=output, resume="auto"), monkeypatch, 1, 3)  # before the last evaluation
+    for step in (1, 3):  # the latter is before the last evaluation
+        interrupt(replace(base, output=output, resume="auto"), monkeypatch, 1, step)
     lines = train(base, output=None, resume=str(output))
     assert f"resumed at epoch 2, step 4, from {output / 'state' / '00001-0000004'}" in lines
     assert_same_result(base.output, output)
@@ -231,10 +232,10 @@ def test_auto_starts_or_resumes_and_more_epochs_extend_a_run(base, monkeypatch):
         with pytest.raises(MemoryError):
             train(base)
     # A run that failed before its first step can be resumed, but not with other settings.
-    with pytest.raises(ValueError, match=r"settings differ from .*run: --label-smoothing, --lr\. "):
-        train(base, lr=0.1, label_smoothing=0.1)
+    with pytest.raises(ValueError, match=r"differ from .*run: --batch-size, --label-smoothing, --lr\. "):
+        train(base, batch_size=8, lr=0.1, label_smoothing=0.1)
     train(base, workers=1)
-    again = train(base)
+    again = train(base, batch_size=None)
     assert not any(line.startswith("epoch ") for line in again)
     assert any(line.startswith("all 1 epochs are complete; a larger --epochs continues the run") for line in again)
     assert not any("depends on their number" in line for line in again)

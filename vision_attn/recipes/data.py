@@ -20,7 +20,7 @@ from torchvision.datasets import ImageFolder
 from tqdm import tqdm
 
 from vision_attn.errors import DataError
-from vision_attn.recipes.runs import is_image
+from vision_attn.recipes.runs import is_image, shorten
 
 #: Names of the folders of training and validation images, in any case, in the order of preference.
 TRAINING, VALIDATION = ("train", "training"), ("val", "validation", "valid", "test", "testing")
@@ -46,8 +46,7 @@ def require_readable(files: Sequence[Path | str]) -> None:
         jobs = [pool.submit(lambda file: open_image(file).close(), file) for file in files]
         found = [job.exception() for job in tqdm(jobs, "check images", leave=False, disable=None)]
     if damaged := [f"{file} ({' '.join(str(e).split())})" for file, e in zip(files, found, strict=True) if e]:
-        listed = ", ".join(damaged[:20]) + (f" and {len(damaged) - 20} more" if len(damaged) > 20 else "")
-        raise DataError(f"{len(damaged)} images cannot be read: {listed}. Replace or remove them")
+        raise DataError(f"{len(damaged)} images cannot be read: {shorten(damaged, 20)}. Replace or remove them")
 
 
 def find_images(names: Sequence[Path]) -> list[Path]:
@@ -83,10 +82,10 @@ class Folder(ImageFolder):
         folders = {tuple(sorted(path.name for path in (root / name).glob("*/"))) for name in self.classes}
         direct = any(Path(file).parent.parent == root for file, _ in self.samples)
         if len(folders) == 1 and len(same := folders.pop()) > 1 and not direct:
-            what = f"{root}: {' and '.join(self.classes[:3])} contain the same folders {', '.join(same[:6])}"
+            what = f"{root}: {' and '.join(self.classes[:3])} contain the same folders {shorten(same)}"
             raise DataError(f"{what}, so they are not classes. Name them train and val, or pass one of them")
         if empty := sorted({*self.classes} - {self.classes[label] for label in self.targets}):
-            what = f"{root}: no images in the class folders {', '.join(empty[:6])}"
+            what = f"{root}: no images in the class folders {shorten(empty)}"
             raise DataError(f"{what}. {note or 'Add images, remove them, or pass an --output elsewhere'}")
         if note:
             warnings.warn(f"{root}: {note}", stacklevel=3)
@@ -185,7 +184,7 @@ def open_data(s: Any, fraction: float | None = 0.1) -> tuple[list[str], Images, 
     kinds = [[*map(str, getattr(one, "classes", None) or one.reader.class_to_idx)] for one in sources]
     if kinds[0] != kinds[-1]:
         only = sorted({*kinds[0]} ^ {*kinds[-1]})
-        how = f"{', '.join(only[:6])} are in one only" if only else "they have another order"
+        how = f"{shorten(only)} are in one only" if only else "they have another order"
         raise DataError(f"classes of training and validation images differ: {how}")
     rows: list[Sequence[int]] = [range(len(source)) for source in sources]
     if len(sources) == 1 and (held := s.val_fraction or fraction):
@@ -199,7 +198,7 @@ def split_rows(labels: Iterable[int], classes: Sequence[str], fraction: float, s
     groups = [numbers.permutation(np.flatnonzero(classes_of == label)) for label in range(len(classes))]
     held = [group[: max(1, round(fraction * len(group)))] for group in groups]
     if few := [name for name, group, part in zip(classes, groups, held, strict=True) if len(group) == len(part)]:
-        reason = f"cannot hold out {100 * fraction:.3g} % of the images: too few images of {', '.join(few[:6])}"
+        reason = f"cannot hold out {100 * fraction:.3g} % of the images: too few images of {shorten(few)}"
         raise DataError(f"{reason}. Add images, change --val-fraction, or add a folder val")
     val = np.concatenate(held)
     return [np.setdiff1d(np.arange(len(classes_of)), val).tolist(), np.sort(val).tolist()]

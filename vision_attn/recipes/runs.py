@@ -40,6 +40,15 @@ def is_image(name: str | Path, extensions: tuple[str, ...] = EXTENSIONS) -> bool
     return str(name).lower().endswith(extensions) and not os.path.basename(name).startswith(".")
 
 
+def shorten(names: Sequence[str], most: int = 6) -> str:
+    """Join the first names, and count the others.
+
+    >>> shorten(["daisy", "lily", "rose"], 2), shorten(["daisy", "lily"], 2)
+    ('daisy, lily and 1 more', 'daisy, lily')
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def require_run(name: str | Path, order: str) -> Path:
     """Return the folder of a run or of ``va.save_model``, or ``hf-hub:OWNER/NAME``; raise an error for another path."""
     folder, marks = Path(name), ("settings.json", "config.json", "model/config.json")
@@ -145,10 +154,12 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None, dict
     if s.resume is None:
         raise ValueError(f"--output: {folder} already contains a run. Pass another folder or --resume {folder}")
     before: Settings = check(read_settings(folder, ("--dataset", "--block")))
-    now = replace(s, batch_size=s.batch_size or before.batch_size, epochs=min(s.epochs, before.epochs))
-    if names := changed_flags(vars(before), vars(now)):
+    progress = read_progress(state)
+    batch = progress.get("batch", before.batch_size)  # the settings may contain the default
+    now = replace(s, batch_size=s.batch_size or batch, epochs=min(s.epochs, before.epochs))
+    if names := changed_flags(vars(before) | {"batch_size": batch}, vars(now)):
         raise ValueError(f"--resume: these settings differ from {folder}: {names}. Pass the same values")
-    return folder, state, read_progress(state)
+    return folder, state, progress
 
 
 def has_blocks(run: str | None) -> bool:
@@ -184,7 +195,7 @@ def read_progress(state: Path) -> dict[str, Any]:
 def compare_data(before: dict[str, Any], data: dict[str, Any]) -> None:
     """Raise an error if the run had other classes, and warn if it had other images."""
     if before["classes"] != data["classes"]:
-        old, new = (", ".join(one["classes"][:6]) for one in (before, data))
+        old, new = (shorten(one["classes"]) for one in (before, data))
         raise DataError(f"the classes differ from those of the run: expected {old}, got {new}. Restore --data")
     if before["digests"] != data["digests"]:
         numbers = f"{data['images']} training and validation images, {before['images']} before"

@@ -86,7 +86,7 @@ def build_network(s: Settings, classes: list[str], side: int | None, log: Log, r
         config = json.loads(file.read_bytes()) if file.is_file() else {}
         known = [*report.classes] or (config.get("label_names") if isinstance(config, dict) else None)
         if known and known != classes and not new:
-            expected, got = (", ".join(names[:6]) for names in (known, classes))
+            expected, got = map(runs.shorten, (known, classes))
             raise ValueError(f"--weights are for the classes {expected}, got {got}. Pass --reset-head")
     for layer in (model.get_submodule(glob.removesuffix(".*")) for glob in new):
         # All classes are equally probable at first: https://arxiv.org/abs/2010.11929, section 3.2.
@@ -168,7 +168,12 @@ def score_blocks(network: nn.Module, loader: Any, acc: Accelerator, log: Log) ->
 
 
 def best_epoch(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of the first epoch with the highest accuracy, and the lowest loss among these."""
+    """Return the row of the first epoch with the highest accuracy, and the lowest loss among these.
+
+    >>> scores = enumerate([(80, 0.5), (90, 0.9), (90, 0.4), (90, 0.4)])
+    >>> best_epoch([{"epoch": epoch, "eval_top1": top1, "eval_loss": loss} for epoch, (top1, loss) in scores])["epoch"]
+    2
+    """
     return max(history, key=lambda row: (row["eval_top1"], -row["eval_loss"]))
 
 
@@ -192,7 +197,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         data = {"classes": classes, "images": [len(train_set), len(val_set)],
                 "digests": [train_set.digest(), val_set.digest()]}  # fmt: skip
         if any(other != data for other in gather_object([data])):
-            found = f"{data['images']} training and validation images of {', '.join(classes[:6])}"
+            found = f"{data['images']} training and validation images of {runs.shorten(classes)}"
             raise DataError(f"the data differs between machines: one has {found}. Copy the same --data to all")
         if state is not None:
             runs.compare_data(progress["data"], data)
@@ -365,7 +370,7 @@ def evaluate(e: Evaluation, log: Log = cli.print_escaped) -> dict[str, float]:
     if {*classes} <= {*known}:  # folders are sorted by name
         val_set.order = [known.index(name) for name in classes]
     elif model.classes or len(known) != len(classes):
-        expected, got = (", ".join(names[:6]) for names in (known, classes))
+        expected, got = map(runs.shorten, (known, classes))
         raise ValueError(f"--data: expected the classes of {run}, {expected}, got {got}. Rename the folders")
     val_set.transform = model.transform
     val_set.epoch.fill_(-1)  # worker processes may end
