@@ -15,17 +15,6 @@ def insert(*block, **options):
 
 
 CONV = nn.Conv2d(3, 8, 1)
-#: A checkerboard of -1 and 1.
-CHECKS = torch.tensor([1.0, -1.0]).repeat(1, 3, 8, 4)
-
-
-def one_map():
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), va.AttentionBlock2d(8, 2))
-    with va.capture(model, queries=[(1, 1)]) as maps:
-        model(CHECKS)
-    with pytest.raises(KeyError, match=r"'1'.+ it is not attention, but contains"):
-        maps["1"]
-    return maps["1.attn"]
 
 
 MISTAKES = [
@@ -34,8 +23,7 @@ MISTAKES = [
     (lambda: insert(position=va.Rope), "position must be .*, got <class .*Rope'>. Pass an instance"),
     (lambda: insert(pattern="window"), r"an instance such as va.Window\(7\).*, got 'window'"),
     (lambda: insert(pattern=va.Grid), r"va.Grid\(7\).*, got <class .*Grid'>"),
-    (lambda: va.explore(CONV, 3 * CHECKS, "a.html"), r"0…1, got -3.0…3.0. Pass .* normalize="),
-    (lambda: one_map().figure(3 * CHECKS), r"0…1, got -3.0…3.0. Pass the images before normalization"),
+    (lambda: va.explore(CONV, torch.full((1, 3, 8, 8), 3.0), "a.html"), r"0…1, got 3.0…3.0. Pass .* normalize="),
     (lambda: insert(heads=4), "unexpected keyword argument 'heads'. Did you mean 'num_heads'"),
     (lambda: va.insert_("resnet18", stages=-1), "model must be a torch.nn.Module, got 'resnet18'. Create it first"),
     (lambda: va.insert_(nn.Conv2d, stages=-1), "model must be a torch.nn.Module, got <class .*. Pass an instance"),
@@ -61,10 +49,6 @@ def test_the_table_of_relative_positions_has_the_size_of_the_feature_map():
     cases = (va.RelPosTable(), "full", (14, 14)), (va.RelPosTable((9, 9)), "full", (9, 9))
     for position, pattern, feat_size in (*cases, (va.RelPosDecomposed(), va.Window(7), None)):
         assert insert(position=position, pattern=pattern).blocks[0].options["position"].feat_size == feat_size
-
-
-def test_the_figure_of_one_image_needs_no_batch():
-    assert len(one_map().figure(CHECKS[0].clamp(min=0)).axes) == 3
 
 
 def test_a_lazy_block_is_counted_after_initialization():

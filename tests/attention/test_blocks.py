@@ -118,7 +118,7 @@ def test_cosine_attention_and_match_equal_plain_torch(impl):
         close(added, added[:1, :, :1, :1].expand_as(added))
 
 
-MATCHED = [{}, {"num_kv_heads": 1}, {"context_channels": 32}, {"groups": 2}, {"pattern": va.Window(4)}]
+MATCHED = [{"qkv_bias": False}, {"num_kv_heads": 1}, {"context_channels": 32}, {"groups": 2}, {"pattern": va.Window(4)}]
 
 
 @pytest.mark.parametrize("options", MATCHED)

@@ -32,8 +32,7 @@ from vision_attn.recipes.compare import VARIANTS, settings_for_variant
 
 ROOT = Path(__file__).resolve().parents[2]
 README, DOCS = (ROOT / "README.md").read_text(), [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = [ROOT / name for name in ("docs", "examples", "weights")]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(page for folder in FOLDERS for page in folder.rglob("*.md"))]
+PAGES = [*ROOT.glob("*.md"), *(page for x in ("docs", "examples", "weights") for page in ROOT.glob(f"{x}/**/*.md"))]
 #: Imports of packages in the extra `integrations`. A page with such imports runs in a separate process, because some of
 #: the packages change the state of their process.
 INTEGRATIONS = r"^(?:from|import) (diffusers|segmentation_models_pytorch|torchao|transformers|ultralytics)\b"

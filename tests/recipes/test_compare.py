@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from matplotlib.axes import Axes
 from PIL import Image
 from scipy import stats
 
@@ -63,6 +64,7 @@ def test_verdicts_respect_the_direction_and_p_is_printed(tmp_path):
     near, far = compare_scores(scores)
     assert (near.verdict, far.verdict) == ("no significant difference", "better")
     assert [one.verdict for one in compare_scores(scores, lower_is_better=True)] == [near.verdict, "worse"]
+    assert compare_scores({name: scores[name] for name in ("block", "far")})[0].verdict == "worse"
     expected = 2 * stats.ttest_rel(block, list(scores["far"].values())).pvalue
     assert 0.0005 < expected < 0.05
     assert (near.p, far.p) == (1, pytest.approx(expected))
@@ -72,7 +74,10 @@ def test_verdicts_respect_the_direction_and_p_is_printed(tmp_path):
     runs = {name: {str(seed): {"top-1 %": x, "error px": x} for seed, x in of.items()} for name, of in scores.items()}
     verdicts = {name: found[1].verdict for name, found in report(runs)[1].items()}
     assert verdicts == {"top-1 %": "better", "error px": "worse"}
-    plot({"top-1 %": [near, far], "steps": [far] * 2}, tmp_path / "plot.png")
+    with mock.patch.object(Axes, "errorbar", autospec=True, side_effect=Axes.errorbar) as bars:
+        plot({"top-1 %": [near, far], "steps": [far, replace(far, high=None)]}, tmp_path / "plot.png")
+    assert [call.args[1] for call in bars.mock_calls] == [[near.mean, far.mean], [far.mean] * 2]
+    assert bars.call_args.kwargs["xerr"] == [far.high - far.mean, 0]
     with Image.open(tmp_path / "plot.png") as image:
         assert image.size == (7 * 150, round((2 * 1.2 + 4 * 0.35) * 150))
 
@@ -189,26 +194,20 @@ def test_runs_on_other_images_are_not_compared(base, photos, tmp_path):
     variants = {"one": base, "other": replace(base, lr=0.01)}
     compare = partial(compare_settings, seeds=[0], output=tmp_path / "c", command="", jobs=1)
     assert {name: of["0"]["MACs"] for name, of in compare(variants).items()} == dict.fromkeys(variants, 325_680)
-    assert list(json.loads((tmp_path / "c/runs.json").read_text())["runs"]) == ["one", "other"]
+    summary = json.loads((tmp_path / "c/runs.json").read_text())["runs"]
+    assert (list(summary), compare(variants)) == (["one", "other"], summary)  # again: all runs are complete
     shutil.copy(photos / "red" / "0.png", photos / "red" / "another.png")
     with pytest.raises(TrainingError, match=r"or different images for seed 0. Restore the images of --d"):
         compare({**variants, "third": replace(base, lr=0.02)})
     (photos / "red").rename(photos / "zebra")
-    with pytest.raises(TrainingError, match=r"one, seed 1 failed: .* have different classes"):
+    with pytest.raises(TrainingError, match=r"one, seed 1 failed: DataError: .* have different classes"):
         compare(variants, seeds=[0, 1])
 
 
 def score(variant, seed, **options):
-    if variant == "broken":
-        raise ValueError("a bug")
     if variant == "large":
         os.kill(os.getpid(), signal.SIGKILL)
     return {"top-1 %": 50.0 + seed + len(variant), "pid": os.getpid()}
-
-
-def test_a_failed_run_is_named(tmp_path):
-    with pytest.raises(va.errors.TrainingError, match="broken, seed 0 failed: ValueError: a bug"):
-        trials(score, ["small", "broken"], seeds=[0], output=tmp_path, jobs=1)
 
 
 @pytest.mark.parametrize(("gpus", "cores", "jobs"), [(0, 64, 16), (0, 4, 4), (3, 64, 3)])
@@ -222,7 +221,13 @@ def test_runs_are_divided_among_gpus_or_at_most_sixteen_cores(tmp_path, monkeypa
     assert module.joblib.Parallel.call_args.args == (jobs,)
     assert (tmp_path / "runs.json").exists()  # marks the folder
     module.make_run(score, "small", 0, {}, tmp_path / "run.json", os.getppid(), 4)
-    module.threading.Thread.return_value.start.assert_called_once()  # ends the process with its parent
+    module.threading.Thread.return_value.start.assert_called_once()
+    target, daemon = module.threading.Thread.call_args.kwargs.values()
+    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=SystemExit))
+    monkeypatch.setattr(os, "getppid", mock.Mock(side_effect=[os.getppid(), 1]))
+    with mock.patch("time.sleep") as sleep, pytest.raises(SystemExit):
+        target()  # ends the process with its parent
+    assert (daemon, sleep.mock_calls, os._exit.mock_calls) == (True, [mock.call(1)], [mock.call(1)])
     assert torch.cuda.set_device.call_args_list == ([mock.call(4 % gpus)] if gpus else [])
 
 

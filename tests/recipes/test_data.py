@@ -34,6 +34,7 @@ CONFIG = {
 
 IMAGES = [
     (Image.new("RGBA", (40, 40), (10, 20, 30, 0)), "clear.png", {}, (10, 20, 30)),
+    (Image.new("1", (40, 40), 1), "bilevel.png", {}, (255, 255, 255)),
     (Image.new("RGB", (9, 9), (10, 20, 30)).quantize(), "index.png", {"transparency": b"\x07\x80"}, (10, 20, 30)),
     (Image.new("CMYK", (40, 40), (255, 0, 255, 0)), "print.tif", {}, (0, 255, 0)),
     (Image.fromarray(np.full((40, 40), 100 * 256 + 7, np.uint16)), "deep.png", {}, (100, 100, 100)),

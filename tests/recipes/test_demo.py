@@ -13,6 +13,7 @@ import torch
 
 import vision_attn as va
 from vision_attn import cli
+from vision_attn.networks.capture.maps import AttentionMap
 from vision_attn.recipes import demo
 from vision_attn.recipes.settings import Demo
 
@@ -32,15 +33,21 @@ def test_each_glyph_on_black_has_the_color_of_the_same_glyph():
 
 def test_the_demo_writes_its_results_and_no_other_folder(tmp_path, capsys, image_folder, monkeypatch):
     made, build, output = [], demo.build, tmp_path / "new" / "out"
-    output.mkdir(parents=True)
+    demo.demo(Demo(output=output, steps=1))
     monkeypatch.setattr(demo, "build", lambda options: made.append((one := build(options), deepcopy(one))) or one)
     monkeypatch.setattr(va, "capture", capture := mock.Mock(wraps=va.capture))
-    assert demo.demo(Demo(output=output, steps=2)) == json.loads((output / "demo.json").read_text())
+    with mock.patch.object(AttentionMap, "figure", autospec=True, side_effect=AttentionMap.figure) as figure:
+        assert demo.demo(Demo(output=output, steps=2)) == json.loads((output / "demo.json").read_text())
+    (_, shown), colors = figure.call_args.args, [*demo.COLORS]
+    predicted = [colors[label] for label in made[-1][0](shown).argmax(1)[:, 4, 2]]
+    assert figure.call_args.kwargs["titles"] == [f"prediction for the framed glyph: {color}" for color in predicted]
     assert {path.name for path in output.iterdir()} == {"demo.json", "attention.png", "explorer.html"}
     assert capture.call_args_list[0].kwargs["queries"] == [(4.5 * 8, 2.5 * 8)]  # the center of a cell
     for trained, initial in made:
         assert not all(map(torch.equal, trained.parameters(), initial.parameters()))
     out = capsys.readouterr().out
+    hits = [score / 100 * 128 * demo.PAIRS for score in json.loads((output / "demo.json").read_text()).values()]
+    assert hits == pytest.approx([*map(round, hits)]), "percent of the cells"
     assert out.startswith("Each image has 12×12 cells.")
     assert all(f"{name:<16}" in out for name in demo.VARIANTS)
     for folder in (image_folder, image_folder / "train", image_folder / "train" / "red"):

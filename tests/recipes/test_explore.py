@@ -83,6 +83,7 @@ def test_the_page_has_the_maps_within_their_rounding(page):
         assert [block["largest"] for block in one["blocks"]] == pytest.approx(largest)
     assert "</script><script>alert" not in path.read_text()
     assert CLASSES[2] in path.read_text(), "names can be read in the file"
+    assert content(path)["about"].startswith("Sequential, ")
     assert not re.search(r"https?://", path.read_text())
 
 
@@ -124,18 +125,18 @@ def test_class_and_register_tokens_are_queries_too(tmp_path, name, options, toke
 
 def test_positions_of_large_maps_are_merged(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 1), va.AttentionBlock2d(4, 1, pattern="rows"))
-    one, two = content(va.explore(model, torch.rand(2, 3, 30, 33), tmp_path / "page.html"))["images"]
-    assert (one["title"], two["title"]) == ("image 1", "image 2")
+    one, two = content(va.explore(model, torch.rand(2, 3, 56, 20), tmp_path / "page.html"))["images"]
+    assert (one["title"], two["title"], model.training) == ("image 1", "image 2", True)
     # The only score of this network is the logit 3 of the second class.
-    model = Net(lambda net, x: {"logits": 0 * net.block(x).mean((2, 3))[:, :1] + 3}, block=va.AttentionBlock2d(3, 1))
-    (found,) = content(va.explore(model, torch.rand(1, 3, 8, 8), tmp_path / "page.html"))["images"]
+    model = Net(lambda net, x: {"logits": 0 * net.block(x).mean((2, 3))[:, :1] + 3}, block=va.AttentionBlock2d(1, 1))
+    (found,) = content(va.explore(model, torch.rand(1, 1, 8, 8), tmp_path / "page.html"))["images"]
     assert found["prediction"] == [["class 1", pytest.approx(0.952574)], ["class 0", pytest.approx(0.047426)]]
     assert (one["prediction"], one["ablations"]) == ([], [])  # a feature map is not a prediction
     heads = one["blocks"][0]["heads"]
-    assert (heads["map"], heads["keys"], heads["step"]) == ([15, 17], [15, 17], 2)
+    assert (heads["map"], heads["keys"], heads["step"]) == ([28, 10], [28, 10], 2)
     (found,), _ = unpacked(heads)
     np.testing.assert_allclose(found.sum(1), 1, atol=0.02)
-    assert found.reshape(15, 17, 15, 17).sum(3)[7, 3, 7] == pytest.approx(1, abs=0.02)  # a query attends to its row
+    assert found.reshape(28, 10, 28, 10).sum(3)[7, 3, 7] == pytest.approx(1, abs=0.02)  # a query attends to its row
 
 
 def test_invalid_arguments_raise_errors(tmp_path):

@@ -137,7 +137,7 @@ def test_invalid_settings_are_one_line_errors(base, options, message, monkeypatc
 def test_a_run_learns_and_writes_its_folder(base, image_folder):
     lines, folder = [], base.output
     finish = mock.patch.object(TensorBoardTracker, "finish", autospec=True, side_effect=TensorBoardTracker.finish)
-    with finish as finished:
+    with finish as finished, mock.patch.object(module, "time", SimpleNamespace(perf_counter=iter(range(9)).__next__)):
         history = module.train(replace(base, log_with=("tensorboard",)), log=lines.append)
     finished.assert_called_once()
     best = module.best_epoch(history)
@@ -147,7 +147,7 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert rows[-1] == {key: str(value) for key, value in history[-1].items()}
     assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
-    assert all(row["images_per_second"] > 0 for row in history)
+    assert [row["images_per_second"] for row in history] == [4 * 16] * 3  # each epoch takes a second
     assert lines[0].startswith("1 block inserted")
     assert lines[1] == "tiny: 1,779 parameters, input 3×16×16, 3 classes, 72 training and 24 validation images"
     assert list((folder / "logs").rglob("events.out.tfevents*"))
@@ -191,7 +191,7 @@ def test_the_command_of_a_comparison_compares_the_block_of_the_run(base, tmp_pat
     options = {"block": "TransformerBlock2d", "pattern": "rows", "block_options": ("num_heads=2",)}
     other = replace(base, output=output, seed=3, epochs=1, **options)
     module.train(other, log=lines.append)
-    assert [module.runs.has_blocks(of) for of in (str(output), f"{output}/model", "net.pth", None)] == [1, 1, 0, 0]
+    assert [module.runs.has_blocks(of) for of in (str(output), f"{output}/model/x", "net.pth", None)] == [1, 1, 0, 0]
     command = lines[-1].splitlines()[1]
     module.train(
         replace(other, names=(), stages=(), block_options=(), pattern=None, output=tmp_path / "b"), log=lines.append
@@ -214,9 +214,13 @@ def test_scores_are_means_over_all_images_also_in_batches_of_different_sizes(bas
     assert scores["loss"] == pytest.approx(F.cross_entropy(logits, labels).item())
 
 
-def test_of_equal_accuracies_the_epoch_with_the_lower_loss_is_saved():
-    rows = [{"eval_top1": top1, "eval_loss": loss} for top1, loss in ((80, 0.5), (90, 0.9), (90, 0.4), (90, 0.4))]
-    assert module.best_epoch(rows) is rows[2]
+def test_the_network_of_the_best_epoch_is_saved(base, monkeypatch):
+    scores, lines = ({"loss": 0.5, "top1": top1} for top1 in (50.0, 70.0, 60.0, 70.0, 80.0)), []
+    monkeypatch.setattr(module, "score", lambda *given: ((one := next(scores)), torch.full((24,), one["top1"])))
+    with mock.patch.object(va, "save_model", wraps=va.save_model) as save:
+        module.train(base, log=lines.append)
+    assert save.call_count == 2  # not after the last epoch
+    assert "(top-1 +10.00); 24 of 24 predictions change" in lines[-2]
 
 
 def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
@@ -232,7 +236,7 @@ def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
     assert "1 epoch of 9 steps of 8 images on cpu, in runs/train-8" in lines, "pairs, at least eight steps per epoch"
 
 
-@pytest.mark.parametrize(("count", "batch"), [(1100, 128), (12, 4)])
+@pytest.mark.parametrize(("count", "batch"), [(1100, 128), (12, 4), (104, 13)])
 def test_a_step_has_4_to_128_images_by_default(base, monkeypatch, count, batch):
     classes, images, evaluated = module.open_data(base)
     images.rows = [number % 72 for number in range(count)]
@@ -313,6 +317,12 @@ def test_a_step_clips_gradients_and_smooths_labels(base, monkeypatch):
     assert (weights() - starts[0]).norm().item() == pytest.approx(0.05 * 1.9 * 1e-3, rel=2e-3)
 
 
+def test_the_training_loss_is_the_mean_over_the_steps_of_an_epoch(base):
+    options = {"batch_size": 72, "lr": 1e-12, "crop_scale": 1.0, "hflip": 0.0, "epochs": 2}
+    one, other = module.train(replace(base, **options), log=quiet)
+    assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-5)
+
+
 def test_accumulated_gradients_are_those_of_the_complete_batch(base, monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "100")  # the settings take precedence
     found = []
@@ -342,9 +352,11 @@ def test_random_numbers_differ_between_seeds_epochs_steps_and_processes(base, mo
 
 def test_the_moving_average_is_evaluated_and_saved(base, monkeypatch):
     made, built = spy(monkeypatch, "ModelEmaV3"), spy(monkeypatch, "build_network")
-    module.train(replace(base, ema=0.999, epochs=1), log=quiet)
+    with mock.patch.object(ModelEmaV3, "update", autospec=True, side_effect=ModelEmaV3.update) as update:
+        module.train(replace(base, ema=0.999, epochs=3), log=quiet)
+    assert [call.kwargs["step"] for call in update.mock_calls] == [*range(12)]
     assert isinstance(made[0], ModelEmaV3)
-    assert made[0].get_decay(10**6) == 0.999
+    assert made[0].get_decay(2) < 0.5 < made[0].get_decay(10**6) == 0.999
     saved = va.load_model(base.output).state_dict()
     assert_same(saved, made[0].module.state_dict())
     assert changed_keys(saved, built[0][0].state_dict())
@@ -362,6 +374,7 @@ def test_images_are_mixed_by_timm_and_erased(base, monkeypatch):
     image = Image.new("RGB", (16, 16), (200, 100, 50))
     train, evaluation = make_transforms(replace(base, reprob=1.0, crop_scale=1.0, hflip=0.0), config)
     assert not torch.equal(train(image), evaluation(image))
+    assert torch.equal(make_transforms(replace(base, crop_scale=1.0, hflip=0.0), config)[0](image), evaluation(image))
 
 
 def test_mixed_precision_saves_a_plain_network(base, monkeypatch):
@@ -538,6 +551,7 @@ DEFAULTS = {
 def test_flags_have_these_defaults(kind):
     found = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
     flags.check_values(SimpleNamespace(**found))
+    assert kind.__dataclass_params__.frozen
     assert {name: value for name, value in found.items() if value not in (None, False, ())} == DEFAULTS[kind]
 
 

@@ -61,6 +61,12 @@ def select_auto(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> Callable[..
     from a table: its fallback takes more steps than bmm. Where the fused kernel has no derivative, bmm runs instead.
 
     The selection depends on the shapes, the dtype and whether gradients are required, and not on values.
+
+    >>> few, many = (torch.zeros(1, 1, keys, 8, dtype=torch.bfloat16) for keys in (64, 65))
+    >>> [select_auto(x, x, None, 0.0).__name__ for x in (few, many)]
+    ['attend_bmm', 'attend_fused']
+    >>> select_auto(many.requires_grad_(), many, None, 0.0).__name__
+    'attend_bmm'
     """
     if not q.is_cpu:
         return attend_fused

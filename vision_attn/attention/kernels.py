@@ -264,6 +264,12 @@ def to_4d_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, T
 
     If groups have different masks, either the mask is repeated over the batch, or groups become heads, so that the mask
     broadcasts over the batch; the alternative that copies less is used.
+
+    >>> for tokens, width in ((9, 8), (64, 1)):
+    ...     q, mask = torch.zeros(4, 1, tokens, width), torch.zeros(1, 2, 1, tokens, tokens)
+    ...     tuple(to_4d_mask(q, q, q, mask)[3].shape)
+    (4, 1, 9, 9)
+    (1, 2, 64, 64)
     """
     batch, groups, heads, i, _ = mask.shape
     j, aligned = k.shape[2], not q.is_cpu

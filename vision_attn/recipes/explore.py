@@ -157,7 +157,11 @@ def describe(one: Any) -> dict[str, Any]:
 
 
 def predict(model: nn.Module, x: Tensor) -> Tensor | None:
-    """Return the probability of each class, ``(classes,)``, or None if the model does not return class scores."""
+    """Return the probability of each class, ``(classes,)``, or None if the model does not return class scores.
+
+    >>> predict(nn.Flatten(), torch.zeros(1, 2)), predict(nn.Flatten(), torch.zeros(1, 1))
+    (tensor([0.5000, 0.5000]), tensor([0.5000, 0.5000]))
+    """
     output = model(x)
     output = output.get("logits") if isinstance(output, dict) else output
     if not isinstance(output, Tensor) or output.dim() != 2:

@@ -166,6 +166,8 @@ def export_model(
     >>> report = export_model(network, Path(tempfile.mkdtemp()) / "network.pt2", example_input=(1, 3, 8, 8))
     >>> report.difference < 1e-5
     True
+    >>> export_model(network, report.file, example_input=(1, 3, 8, 8), dynamic=()).images  # of a fixed batch size
+    2
     """
     output, plain, axes = Path(output), unwrap(model), ("batch",) if dynamic is None else tuple(dynamic)
     if (form := FORMATS.get(output.suffix.lower())) is None:

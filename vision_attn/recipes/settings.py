@@ -233,8 +233,8 @@ def check(s: Settings) -> Settings:
 def parse_options(words: Iterable[str]) -> dict[str, Any]:
     """Parse options of a block.
 
-    >>> parse_options(["num_heads=4", "pattern=Window(7)", "qk_norm=match", "causal=false"])
-    {'num_heads': 4, 'pattern': Window(size=7, shift=0), 'qk_norm': 'match', 'causal': False}
+    >>> parse_options(["pattern=Window(7)", "qk_norm=match", "causal=false", "qkv_bias=true"])
+    {'pattern': Window(size=7, shift=0), 'qk_norm': 'match', 'causal': False, 'qkv_bias': True}
     """
     found: dict[str, Any] = {}
     for word in words:

@@ -116,6 +116,8 @@ def test_figures_are_written_as_png_svg_or_pdf(tmp_path):
 
 
 def test_wrong_arguments_are_rejected():
-    for name, value in (("titles", ["one"]), ("query", [0, -1]), ("query", []), ("vmax", 1), ("reduction", "sum")):
+    images = torch.rand(2, 3, 32, 32)
+    wrong = ("titles", ["one"]), ("query", [0, -1]), ("query", []), ("vmax", 1), ("reduction", "sum")
+    for name, value in (*wrong, ("images .* 0…1, got 0.0…3.0. Pass the images before", 3 * images.round())):
         with pytest.raises(ValueError, match=name):
-            seen().figure(torch.rand(2, 3, 32, 32), **{name: value})
+            seen().figure(**{"images": images, name.partition(" ")[0]: value})

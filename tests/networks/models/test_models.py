@@ -46,12 +46,6 @@ def test_cifar_resnets_have_the_keys_of_model_zoos():
     assert added == {f"layer{stage}.0.downsample.{part}" for stage in (2, 3) for part in (0, 1)}
 
 
-def test_a_padded_shortcut_has_stride_2_and_pads_channels_with_zeros():
-    x = torch.randn(2, 16, 6, 6)
-    y, zeros = timm.create_model("resnet20_a").layer2[0].downsample(x), torch.zeros(2, 8, 3, 3)
-    assert torch.equal(y, torch.cat([zeros, x[:, :, ::2, ::2], zeros], 1))
-
-
 def test_dropout_applies_to_features_and_drop_path_to_residual_branches():
     model = timm.create_model("resnet20", drop_rate=0.5, drop_path_rate=0.2)
     y = torch.ones(2, model.num_features, 2, 2)

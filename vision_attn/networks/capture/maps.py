@@ -207,6 +207,9 @@ class AttentionMap:
         5
         >>> len(attention.figure(torch.rand(2, 3, 28, 28), reduction="none").axes)
         19
+        >>> one = AttentionMap(torch.rand(1, 8, 1, 7, 7), query_positions=((3, 3),), image_size=(28, 28))
+        >>> len(one.figure(torch.rand(3, 28, 28)).axes)  # one image needs no batch
+        3
         """
         from vision_attn.networks.capture.figures import draw_maps  # loads matplotlib
 
@@ -219,6 +222,9 @@ class AttentionMaps(dict[str, AttentionMap]):
     >>> AttentionMaps()["layer4"]
     Traceback (most recent call last):
     KeyError: "there is no attention map of 'layer4' (captured: none): the model has not run inside the with block"
+    >>> AttentionMaps({"1.attn": None})["1"]
+    Traceback (most recent call last):
+    KeyError: "there is no attention map of '1' (captured: '1.attn'): it is not attention, but contains attention"
     """
 
     def __init__(self, *items: Any) -> None:

@@ -157,6 +157,10 @@ def count_saved_bytes(
     >>> blocks = (AttentionBlock2d(64, impl=impl, device="meta") for impl in ("bmm", "auto"))
     >>> [count_saved_bytes(block, (1, 64, 56, 56)) >> 20 for block in blocks]
     [306, 5]
+    >>> count_saved_bytes(nn.Sigmoid(), (1, 64, 56, 56)) // 4 == 64 * 56 * 56
+    True
+    >>> count_saved_bytes(nn.BatchNorm2d(512).eval(), (2, 512, 1, 1)) // 4 == 2 * 512  # without its buffers
+    True
     """
     saved: list[Tensor] = []
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -86,7 +86,11 @@ def from_map(x: Tensor, y: Tensor, layout: str) -> Tensor:
 
 
 def token_grid(tokens: int, rows: int, columns: int) -> tuple[int, int] | None:
-    """Return the rows and columns of a grid of tokens with the aspect ratio of the image, or None."""
+    """Return the rows and columns of a grid of tokens with the aspect ratio of the image, or None.
+
+    >>> token_grid(12, 64, 48), token_grid(2, 80, 10)
+    ((4, 3), None)
+    """
     if tokens < 2:  # A single token is a class token or a vector.
         return None
     height = math.sqrt(tokens * rows / columns)

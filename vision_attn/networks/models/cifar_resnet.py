@@ -50,6 +50,10 @@ class CifarResNet(StagedNetwork):
     >>> import torch
     >>> CifarResNet(20, num_classes=100)(torch.randn(2, 3, 32, 32)).shape
     torch.Size([2, 100])
+    >>> shortcut = CifarResNet(20, option="A").layer2[0].downsample
+    >>> x, zeros = torch.randn(2, 16, 6, 6), torch.zeros(2, 8, 3, 3)
+    >>> torch.equal(shortcut(x), torch.cat([zeros, x[:, :, ::2, ::2], zeros], dim=1))
+    True
     """
 
     def __init__(
