@@ -85,7 +85,12 @@ def count_flops() -> FlopCounterMode:
 
 
 def count_attention_pairs(block: nn.Module, size: tuple[int, ...]) -> int:
-    """Return the number of query-key pairs of the full attention in a block on a feature map of this size, or 0."""
+    """Return the number of query-key pairs of the full attention in a block on a feature map of this size, or 0.
+
+    >>> from vision_attn.attention.blocks import AttentionBlock2d
+    >>> count_attention_pairs(AttentionBlock2d(8, 2, kv_stride=2), (5, 4)) == 20 * 3 * 2
+    True
+    """
     layers = [layer for layer in attention_modules(block).values() if layer.resolved_pattern.is_global]
     return max((product(size) * product(-(-side // layer.kv_stride) for side in size) for layer in layers), default=0)
 
