@@ -89,7 +89,7 @@ RUNS = [((40.0, 41.0), (41.0, 43.0)), ((40.0,), (60.0,)), ((40.0, 40.0), (40.0, 
 def test_tables_have_intervals_for_differences_that_vary(values):
     by_name = zip(("plain", "other"), values, strict=True)
     runs = {name: {str(seed): {"top-1 %": x, "MACs": 2603} for seed, x in enumerate(of)} for name, of in by_name}
-    text, differences = report(runs)
+    text, differences = report(runs, "a note")
     assert "| : |" not in text  # Markdown requires a dash below each header
     assert len({len(line) for line in text.partition("\n\n")[0].splitlines()}) == 1
     assert (f" {np.mean(values[0]):.1f}" in text, "| 2,603 |" in text) == (True, True)
@@ -98,7 +98,7 @@ def test_tables_have_intervals_for_differences_that_vary(values):
     assert (found.verdict, found.low is not None) == ("no significant difference" if known else "no verdict", known)
     differ = values[0] != values[1]
     assert (list(differences), f"{found.mean:+.2f}" in text) == (["top-1 %"] * differ, differ)
-    assert ("Bonferroni" in text, "nan" in text) == (True, False)
+    assert ("Bonferroni" in text, "\n\na note\n\n" in text, "nan" in text) == (True, True, False)
 
 
 def test_block_settings_apply_to_the_variants_that_accept_them():
@@ -217,11 +217,12 @@ def test_runs_are_divided_among_gpus_or_at_most_sixteen_cores(tmp_path, monkeypa
     monkeypatch.setattr("joblib.cpu_count", lambda: cores)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(KeyboardInterrupt):
-        trials(score, ["small"], seeds=range(20), output=tmp_path)
+        trials(score, ["small"], seeds=range(20), output=tmp_path / "runs" / "compare")
     assert module.joblib.Parallel.call_args.args == (jobs,)
-    assert (tmp_path / "runs.json").exists()  # marks the folder
+    assert (tmp_path / "runs" / "compare" / "runs.json").exists()  # marks the folder
     module.make_run(score, "small", 0, {}, tmp_path / "run.json", os.getppid(), 4)
     module.threading.Thread.return_value.start.assert_called_once()
+    assert module.multiprocessing.set_start_method.call_args == mock.call("fork", force=True)
     target, daemon = module.threading.Thread.call_args.kwargs.values()
     monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=SystemExit))
     monkeypatch.setattr(os, "getppid", mock.Mock(side_effect=[os.getppid(), 1]))

@@ -35,8 +35,7 @@ ROOT, OURS = Path(__file__).parents[2], "vision_attn.attention.blocks:AttentionB
 CLASSES = ("blue", "green", "red")
 
 
-def quiet(line):
-    pass
+quiet = lambda line: None  # noqa: E731
 
 
 def changed_keys(state, other):
@@ -99,6 +98,7 @@ INVALID = [
     ({"model": "vit_tiny_patch16_224", "names": (), "img_size": 64}, "64×64.* needs --img-size 224"),
     ({"block_options": ("pos=Rope()",)}, "--block-options do not match --block attention: .*'pos'"),
     ({"block_options": ("num_heads=4", "num_heads=2")}, "--block-options .*'num_heads=2'"),
+    ({"block_options": ("num_heads",)}, "--block-options .*'num_heads'"),
     ({"block_options": ("context_channels=4",)}, "--block-options must not contain context_channels"),
     ({"block": "vision_attn:Nothing"}, "--block .*MODULE:CLASS, got 'vision_attn:Nothing'"),
     ({"pattern": "row"}, "pattern must be one of 'full', 'rows', .* got 'row'"),
@@ -497,6 +497,11 @@ def test_a_trained_network_is_evaluated_with_its_size_and_classes(base, image_fo
     settings |= {"device": "cuda", "amp": "float16", "log_with": ["wandb"]}  # of another machine
     (base.output / "settings.json").write_text(json.dumps(settings))
     assert evaluate(Evaluation(run=str(base.output)), log=quiet)["loss"] == best["eval_loss"]
+    losses = []
+    for name in CLASSES:
+        shutil.copytree(image_folder / "val", tmp_path / f"no {name}", ignore=shutil.ignore_patterns(name))
+        losses.append(score(data=tmp_path / f"no {name}"))
+    assert np.mean(losses) == pytest.approx(best["eval_loss"])  # images of each class are evaluated twice
     for old, new in (("blue", "zebra"), ("green", "green"), ("red", "red")):
         (tmp_path / "renamed" / "val").mkdir(parents=True, exist_ok=True)
         os.symlink(image_folder / "val" / old, tmp_path / "renamed" / "val" / new)

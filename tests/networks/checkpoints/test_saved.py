@@ -288,10 +288,6 @@ class Tanh(Added):
         super().__init__(channels, lambda net, x: x + net.conv(x).tanh())
 
 
-class Renamed(Added):
-    pass
-
-
 @dataclass(frozen=True)
 class Near:
     """A position encoding and its module, which subtracts the distance along rows from the logits."""
@@ -328,7 +324,7 @@ def test_several_custom_classes_are_used_by_name(tmp_path):
         assert torch.equal(other.eval()(x), model(x))
     for block in (Added, [Added, Tanh], lambda channels, **how: Added(channels), None, names | {"More": Added}):
         assert_rejected(r"custom classes Added, Near, Tanh.*\[Added, Near, Tanh\]", file, build(), block=block)
-    report = va.load_adapter_(build(), file, block=names | {"Added": Renamed})
+    report = va.load_adapter_(build(), file, block=names | {"Added": type("Renamed", (Added,), {})})
     assert report.insertion.blocks[0].block == "Renamed"  # what was built
     wider = names | {"Added": lambda channels, **how: Added(channels + 1)}
     assert_rejected(r"differ in conv.weight \(9, 9, 1, 1\)", file, build(), block=wider)
