@@ -188,9 +188,8 @@ def settings_for_variant(word: str, common: Settings) -> tuple[str, Settings]:
     if (given := VARIANTS[base]) is None:
         frozen = common.freeze_backbone and (common.reset_head or common.pretrained)  # a new classifier is trained
         if common.freeze_backbone and not frozen:  # nothing of the network would be trained
-            warnings.warn(
-                f"{name} has no block and no new classifier to train, so all its weights are trained", stacklevel=2
-            )
+            what = f"{name} has no block and no new classifier to train, so all its weights are trained"
+            warnings.warn(what, stacklevel=2)
         s = replace(common, **{name: getattr(Settings(), name) for name in BLOCK_SETTINGS}, freeze_backbone=frozen)
         return name, cli.parse(Settings, flags, "compare", default=s)
     s = common if common.stages or common.names else replace(common, stages=(-1,))

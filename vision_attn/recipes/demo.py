@@ -100,9 +100,8 @@ def demo(d: Demo) -> dict[str, float]:
     titles = [f"prediction for the framed glyph: {[*COLORS][label]}" for label in predicted]
     figure = next(iter(maps.values())).figure(images[chosen], titles=titles, width=7.5)
     figure.savefig(d.output / "attention.png", dpi=150)
-    page = va.explore(
-        model, images[chosen], d.output / "explorer.html", title="What color has the cell of the same glyph?"
-    )
+    title = "What color has the cell of the same glyph?"
+    page = va.explore(model, images[chosen], d.output / "explorer.html", title=title)
     print(f"Attention maps: {d.output / 'attention.png'} and {page}")
     return scores
 

@@ -329,9 +329,7 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         log(f"best epoch, {best_epoch(progress['history'])['epoch']}, in {folder / 'model'}:")
         score_blocks(plain.to(device, memory_format=layout), val_loader, acc, log)
         if (s.stages or s.names) and not runs.has_blocks(s.weights):
-            command = shlex.join(
-                ["vision-attn", "compare", "--config", f"{folder}", "--output", f"{folder / 'compare'}"]
-            )
+            command = shlex.join(["vision-attn", "compare", "--config", f"{folder}", "--output", f"{folder}/compare"])
             if s.block != "attention":
                 words = ["--block", s.block, *(["--pattern", s.pattern] if s.pattern else [])]
                 words += ["--block-options", *s.block_options] if s.block_options else []
