@@ -119,9 +119,9 @@ def test_block_settings_apply_to_the_variants_that_accept_them():
     # A new head is trained in all variants.
     assert settings_for_variant("plain", Settings(freeze_backbone=True, reset_head=True))[1].freeze_backbone
     assert settings_for_variant("attention", Settings())[1].stages == (-1,)
-    name, custom = settings_for_variant("wide=attention --block-options num_heads=4 --lr 0.1 --stages -2", common)
-    assert (name, custom.lr, custom.stages, custom.names) == ("wide", 0.1, (-2,), ())
-    assert custom.block_options == ("gate_init=1", "position=Rope()", "num_heads=4")
+    name, one = settings_for_variant("w=attention --at after --block-options num_heads=4 --lr 0.1 --stages -2", common)
+    assert (name, one.lr, one.stages, one.names) == ("w", 0.1, (-2,), ())
+    assert one.block_options == ("gate_init=1", "position=Rope()", "num_heads=4")
     assert settings_for_variant("other=averaging --block=attention", common)[1].block_options == ()
     with pytest.raises(ValueError, match=r"plain, convolution.*'convolutoin'\. Did you mean 'convolution'"):
         settings_for_variant("convolutoin", Settings())

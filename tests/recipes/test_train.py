@@ -77,7 +77,7 @@ def test_files_with_invalid_settings_or_code_are_rejected(text, message, tmp_pat
 
 
 INVALID = [
-    ({"warmup_epochs": 3}, "--warmup-epochs must be less than --epochs 3, got 3"),
+    ({"warmup_epochs": 3.0}, "--warmup-epochs must be less than --epochs 3, got 3"),
     ({"weights": "a.pth", "pretrained": True}, "--weights cannot be combined with --pretrained"),
     ({"stages": (1,)}, "--stages cannot be combined with --names"),
     ({"config": Path("a"), "resume": "b"}, "--config cannot be combined with --resume RUN"),
@@ -424,7 +424,7 @@ def test_blocks_are_inserted_from_the_settings(base):
 
 def test_a_network_has_the_size_of_the_data_and_no_crop_for_small_images(base):
     plain = replace(base, model="test_resnet", names=(), img_size=None)
-    for side, fraction in ((64, 1.0), (65, 0.95)):
+    for side, fraction in ((48, 1.0), (64, 1.0), (65, 0.95)):
         config = build(plain, side).pretrained_cfg
         assert (config["input_size"], config["crop_pct"]) == ((3, side, side), fraction)
 

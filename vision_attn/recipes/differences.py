@@ -85,8 +85,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def format_values(name: str, values: Sequence[float]) -> str:
     """Format the mean of a measurement, and its standard deviation if it varies.
 
-    >>> format_values("top-1 %", [60, 62]), format_values("error px", [2.346]), format_values("steps", [1200.4])
-    ('61.0 ± 1.4', '2.35', '1,200')
+    >>> format_values("top-1 %", [60, 62]), format_values("steps", [1200.4])
+    ('61.0 ± 1.4', '1,200')
+    >>> format_values("error px", [2.346]), format_values("PSNR dB", [31.256])
+    ('2.35', '31.26')
     """
     digits = next((digits for unit, digits in DECIMALS.items() if name.endswith(unit)), 0)
     spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(set(values)) > 1 else ""
