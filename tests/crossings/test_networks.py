@@ -243,8 +243,7 @@ class Networks(stateful.RuleBasedStateMachine):
         self.whole = self.whole if self.whole.backbone is self.net else Siamese(self.net)
         recompute = RECOMPUTE[:3] if self.blocks and not self.from_outside else RECOMPUTE  # the context is outside
         inside = [kind for kind, often in KINDS.items() if self.chance.random() < often]
-        choices = [inside], SIZES, recompute, [True, True, False], [self.net, self.whole]
-        self.forward(*map(self.chance.choice, choices))
+        self.forward(inside, *map(self.chance.choice, (SIZES, recompute, [True, True, False], [self.net, self.whole])))
 
     def forward(self, inside, size, recompute, grad, network):
         """Run a forward pass with activation checkpointing, in with blocks that end before the backward pass."""
@@ -479,8 +478,7 @@ class Networks(stateful.RuleBasedStateMachine):
         """Wrap a layer or its block in place."""
         path, part = self.find_module(f"{site}.inserted" if block and self.blocks else site)
         # torch cannot compile a module around a compiled block.
-        parts = [site, f"{site}.inserted"][: 1 + self.blocks]
-        compiled = compiled and self.compiles and not self.is_compiled(*parts)
+        compiled = compiled and self.compiles and not self.is_compiled(*[site, f"{site}.inserted"][: 1 + self.blocks])
         # With a dynamic graph, torch may compute a segment again by another graph (pytorch/pytorch#166926).
         wrapped = torch.compile(part, backend="eager", dynamic=False) if compiled else checkpoint_wrapper(part)
         self.net.set_submodule(path, wrapped)

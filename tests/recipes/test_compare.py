@@ -162,8 +162,7 @@ def test_a_comparison_resumes_where_it_was_interrupted(base, tmp_path, capsys):
     rope, plain = found["rope"]["0"], found["plain"]["0"]
     assert rope["MACs"] - plain["MACs"] == 196_608  # as reported by insert_
     assert rope["parameters"] == 2_603
-    written = (complete / "comparison.md").read_text()
-    assert all(text in written for text in ("a command", "| plain ", "| rope "))
+    assert all(text in (complete / "comparison.md").read_text() for text in ("a command", "| plain ", "| rope "))
     summary = json.loads((complete / "runs.json").read_text())
     assert (summary["runs"], summary["environments"][0]["vision_attn"]) == (found, va.__version__)
     effects = [mock.DEFAULT, mock.DEFAULT, KeyboardInterrupt]

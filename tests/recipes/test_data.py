@@ -275,9 +275,10 @@ def test_augmentation_follows_from_the_seed_the_epoch_and_the_image(places, size
     assert len(first.flatten(1).unique(dim=0)) == 3
 
 
-def test_small_images_are_padded_and_cropped_and_photographs_are_resized(places):
+@pytest.mark.parametrize("side", [48, 64])
+def test_small_images_are_padded_and_cropped_and_photographs_are_resized(places, side):
     image = open_image(places / "train" / "a" / "00.png")
-    config = {**CONFIG, "input_size": (3, 64, 64), "crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1.0,) * 3}
+    config = {**CONFIG, "input_size": (3, side, side), "crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1.0,) * 3}
     small, corners, padding = make_transforms(Settings(hflip=0.0), config)[0], set(), set()
     for number in range(40):
         seed_all(number)

@@ -144,7 +144,7 @@ def test_invalid_arguments_raise_errors(tmp_path):
     flat = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Flatten(2), va.blocks.Attention1d(8, 2))
     for one, images, titles, message in (
         *((model, x, (), re.escape(f"≥ 1, got {tuple(x.shape)}")) for x in (image[0], image[:, :2], image[:0])),
-        (model, image + 0.5, (), r"images must be in 0…1, got 0\.5…1\.5"),
+        *((model, image + by, (), rf"images must be in 0…1, got {by}…{by + 1}") for by in (0.5, -0.5)),
         (model, image, ("a", "b"), "titles must be one text for each of the 1 images, got 2"),
         (flat, image, (), "expected feature maps with 2 axes, got 1 at '2'"),
     ):

@@ -395,8 +395,9 @@ def test_only_errors_of_the_disk_advise_to_check_it(base, monkeypatch, error, ex
 def test_a_file_is_replaced_only_by_a_complete_file(tmp_path, monkeypatch):
     (tmp_path / "settings.json").write_text("old")
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(MemoryError):
-        module.runs.write_file(tmp_path / "settings.json", "new")
+    for name in ("settings.json", "new.json"):
+        with pytest.raises(MemoryError):
+            module.runs.write_file(tmp_path / name, "new")
     assert (tmp_path / "settings.json").read_text() == "old"
     monkeypatch.setattr(os, "replace", lambda *_: os.stat(tmp_path / "missing"))
     with pytest.raises(OSError, match=r"settings\.json"):

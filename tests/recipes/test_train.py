@@ -381,7 +381,8 @@ def test_mixed_precision_saves_a_plain_network(base, monkeypatch):
     built, seen = spy(monkeypatch, "build_network"), []
     watch = lambda module, args, output: seen.extend([*args, output])  # noqa: E731
     at_step(monkeypatch, 0, 0, lambda: built[0][0].layer1.register_forward_hook(watch))
-    module.train(replace(base, amp="bfloat16", channels_last=True, epochs=1), log=quiet)
+    (row,) = module.train(replace(base, amp="bfloat16", channels_last=True, epochs=1), log=quiet)
+    assert evaluate(Evaluation(run=str(base.output), device="cpu"), log=quiet)["loss"] == row["eval_loss"]
     maps = [x for x in seen if len(x) == 16]
     assert maps[0].is_contiguous(memory_format=torch.channels_last)
     assert maps[1].dtype == torch.bfloat16
@@ -463,10 +464,11 @@ def test_weights_for_classes_of_other_names_require_a_new_head(base, tmp_path):
 
 
 def test_pretrained_weights_for_other_classes_have_a_new_head(base, monkeypatch):
-    monkeypatch.setattr(module, "create_model", lambda name, pretrained, **how: create_model(name, **how))
+    create = mock.Mock(side_effect=lambda name, pretrained, **how: create_model(name, **how))
+    monkeypatch.setattr(module, "create_model", create)
     settings = replace(base, model="resnet20", pretrained=True, freeze_backbone=True, names=("layer3",))
     model, new = build_network(settings, CLASSES, 32, quiet, resumed=False)
-    assert new == ["fc.*"]
+    assert (new, create.call_args.kwargs["pretrained"]) == (["fc.*"], True)
     assert not any(parameter.any() for parameter in model.fc.parameters())
     assert all(parameter.any() for name, parameter in model.named_parameters() if name.endswith("conv1.weight"))
     same = [*map(str, range(model.pretrained_cfg["num_classes"]))]
@@ -492,7 +494,7 @@ def test_a_trained_network_is_evaluated_with_its_size_and_classes(base, image_fo
     half = va.save_model(va.load_model(base.output).half(), tmp_path / "half")
     assert score(half, data=image_folder) == pytest.approx(best["eval_loss"], rel=0.01)
     gray = va.save_model(create_model("tiny", num_classes=3, in_chans=1), tmp_path / "gray", classes=CLASSES)
-    assert score(gray, data=image_folder) > 0
+    assert evaluate(Evaluation(run=str(gray), device="cpu", data=image_folder), log=quiet)["loss"] > 0
     settings = json.loads((base.output / "settings.json").read_text())
     settings |= {"device": "cuda", "amp": "float16", "log_with": ["wandb"]}  # of another machine
     (base.output / "settings.json").write_text(json.dumps(settings))

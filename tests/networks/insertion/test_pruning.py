@@ -82,8 +82,7 @@ def test_torch_pruning_prunes_around_ignored_blocks(options, tmp_path):
     before = {key: value.clone() for key, value in model.state_dict().items() if ".inserted." in key}
     sites = [module for module in map(model.get_submodule, blocks) if isinstance(module, nn.Conv2d)]
     prune_channels(model, *blocks.values(), *sites)
-    after = model.state_dict()
-    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
     assert model.conv1.out_channels < 64
     expected = model(images)
     expected.sum().backward()
