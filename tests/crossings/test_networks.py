@@ -617,7 +617,7 @@ class Networks(stateful.RuleBasedStateMachine):
 
 
 #: Numbers of networks, and of steps for each: the setup of a network takes as long as four steps.
-@pytest.mark.parametrize(("networks", "steps"), [(5, 25), pytest.param(60, 30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("networks", "steps"), [(20, 25), pytest.param(60, 30, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")  # of torch, about functions that it runs slowly or compiles
 def test_features_in_random_order(networks, steps):
     stateful.run_state_machine_as_test(Networks, settings=settings(max_examples=networks, stateful_step_count=steps))
