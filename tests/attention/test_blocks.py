@@ -137,8 +137,8 @@ def test_with_match_every_head_attends_to_equal_positions_at_initialization(opti
 
 def test_initialization_by_timm_keeps_the_initialization_of_match():
     options = {"block_args": {"attn_layer": va.timm_layer(qk_norm="match")}, "channels": (8, 8, 8, 16)}
-    q, k, _ = timm.create_model("resnet18", **options).layer4[1].se.attn.qkv.weight.chunk(3)
-    assert torch.equal(q, k)
+    qkv = timm.create_model("resnet18", **options).layer4[1].se.attn.qkv
+    assert (torch.equal(*qkv.weight.chunk(3)[:2]), qkv.bias.count_nonzero()) == (True, 0)
 
 
 # --- unbatched inputs -------------------------------------------------------------------------------------------------
