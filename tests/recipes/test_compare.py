@@ -221,7 +221,8 @@ def test_runs_are_divided_among_gpus_or_at_most_sixteen_cores(tmp_path, monkeypa
     assert (tmp_path / "runs" / "compare" / "runs.json").exists()  # marks the folder
     module.make_run(score, "small", 0, {}, tmp_path / "run.json", os.getppid(), 4)
     module.threading.Thread.return_value.start.assert_called_once()
-    assert module.multiprocessing.set_start_method.call_args == mock.call("fork", force=True)
+    default = module.multiprocessing.get_all_start_methods()[0]
+    assert module.multiprocessing.set_start_method.call_args == mock.call(default, force=True)
     target, daemon = module.threading.Thread.call_args.kwargs.values()
     monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=SystemExit))
     monkeypatch.setattr(os, "getppid", mock.Mock(side_effect=[os.getppid(), 1]))
