@@ -499,8 +499,8 @@ def test_a_trained_network_is_evaluated_with_its_size_and_classes(base, image_fo
     settings |= {"device": "cuda", "amp": "float16", "log_with": ["wandb"]}  # of another machine
     (base.output / "settings.json").write_text(json.dumps(settings))
     assert evaluate(Evaluation(run=str(base.output)), log=quiet)["loss"] == best["eval_loss"]
-    some = [shutil.copytree(image_folder / "val", tmp_path / f"-{x}", ignore=shutil.ignore_patterns(x)) for x in CLASSES]
-    losses = [score(data=folder) for folder in some]  # the images of each class are evaluated twice
+    two = [shutil.copytree(image_folder / "val", tmp_path / f"-{x}", ignore=shutil.ignore_patterns(x)) for x in CLASSES]
+    losses = [score(data=folder) for folder in two]  # the images of each class are evaluated twice
     assert np.mean(losses) == pytest.approx(best["eval_loss"])
     for old, new in (("blue", "zebra"), ("green", "green"), ("red", "red")):
         (tmp_path / "renamed" / "val").mkdir(parents=True, exist_ok=True)
