@@ -88,6 +88,7 @@ REFUSED = [
     ({"names": "layer4", "context": "layer9"}, va.errors.SiteError, "context: no module matches 'layer9'"),
     ({"names": "layer4", "context": "layer[12]"}, va.errors.SiteError, "matches 2 modules: layer1, layer2"),
     ({"names": "layer4", "context": "layer1", "block": "se"}, TypeError, "context_channels"),
+    ({"names": "layer4", "context": "layer1", "block": va.Attention2d}, ValueError, "as AttentionBlock2d does, got A"),
     ({"names": "layer4", "context": "fc"}, va.errors.SiteError, "no feature map"),
 ]
 

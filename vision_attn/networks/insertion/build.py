@@ -64,6 +64,9 @@ def new_block(
     name = str(block) if is_timm else type(new).__name__
     identity: tuple[str, dict[str, Any]] = "", {}
     if y is None and not is_residual(new):
+        if "context_channels" in options:
+            what = "with a second feature map, block must add a gated branch to its input, as AttentionBlock2d does"
+            raise ValueError(f"{what}, got {name}")
         # Blocks on the meta device have no values to test.
         test_spec = spec._replace(device=torch.device("cpu")) if spec.device.type == "meta" else spec
         if test_spec is not spec:
