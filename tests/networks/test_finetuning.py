@@ -141,8 +141,9 @@ def test_parameters_that_were_frozen_before_are_not_reported_as_trained():
     assert model.fc.weight.requires_grad
 
 
-def test_replaced_modules_are_frozen_when_they_are_restored():
+def test_replaced_and_compiled_modules_are_frozen_and_unfrozen_in_copies():
     model = timm.create_model("resnet20", num_classes=5)
+    model.conv1 = torch.compile(model.conv1, backend="eager")  # copies of this wrapper have no hooks
     va.replace_(model, names=["layer2.1", "layer3.*.conv2"], example_input=(1, 3, 32, 32))
     va.freeze_backbone_(model, also_train="layer3.1.*")
     va.unfreeze_backbone_(unfrozen := copy.deepcopy(model))

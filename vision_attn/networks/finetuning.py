@@ -19,7 +19,7 @@ from vision_attn.networks.insertion.hooks import checked_network, hooks_inside, 
 from vision_attn.networks.insertion.registry import inserted_blocks, inserted_keys, replaced_modules
 from vision_attn.networks.inspection.network import NORMS
 from vision_attn.networks.inspection.selection import ancestor_paths, find_module, select_keys
-from vision_attn.networks.inspection.wrappers import synchronizer, unwrap_key, unwrap_model
+from vision_attn.networks.inspection.wrappers import is_layer_wrapper, synchronizer, unwrap_key, unwrap_model
 
 #: Names of position tables and class tokens in timm and torchvision.
 POSITIONS = r"pos_embed|pos_embedding|class_token|cls_token|relative_position_bias_table"
@@ -95,8 +95,10 @@ def freeze_(modules: Mapping[str, nn.Module], root: str, trained: Set[int]) -> N
     #: keys of parameters, and paths of norms with their momentum, by the path of the module whose hook stores them; a
     #: norm without momentum is stored with True if it has counted batches
     parameters, norms = defaultdict[str, list[str]](list), defaultdict[str, dict[str, Any]](dict)
+    # Copies of the wrapper of torch.compile have no hooks.
+    owners = {x for x, y in modules.items() if not isinstance(y, CONTAINERS) and not is_layer_wrapper(y)}
     for path, module in modules.items():
-        around = [x for x in ancestor_paths(path) if x in modules and not isinstance(modules[x], CONTAINERS)]
+        around = [x for x in ancestor_paths(path) if x in owners]
         owner = max(around, default=root, key=len)
         start = len(owner) + bool(owner)
         for name, p in module.named_parameters(recurse=False):
