@@ -93,6 +93,9 @@ class Pattern(ExpressionPattern):
     >>> stripes = Pattern("b n d h (w s) -> (b s) n (h w) d", s=2)
     >>> print(stripes.rearrangement.torch)
     maps.view(b, n, d, h, w, s).permute(0, 5, 1, 3, 4, 2).reshape(b*s, n, h*w, d)
+    >>> halves = Pattern("b n d (y p) w -> (b y) n (p w) d", y=2, p=3)  # for at most six rows
+    >>> halves.axis_tiles(0, 6, torch.device("cpu")).extent
+    3
     """
 
     text: str = field(compare=False)

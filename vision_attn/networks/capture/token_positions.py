@@ -93,6 +93,8 @@ def find_map(
     >>> from torch import empty, nn
     >>> find_map([(nn.Identity(), (empty(2, 1, 1, 15), empty(2, 8, 3, 5)), {})], axes=2, channels=8, count=15)
     (3, 5)
+    >>> find_map([(nn.Identity(), (empty(2, 3, 5, 8),), {})], axes=2, channels=8, count=15)
+    (3, 5)
     >>> find_map([(nn.Identity(), (empty(2, 10, 8), 2, 5), {})], axes=2, channels=8, count=10)
     (2, 5)
     """

@@ -63,8 +63,8 @@ def from_code(code: str, classes: Classes = CONFIG_CLASSES) -> Any:
 def class_names(code: str) -> set[str]:
     """Return the names of the classes in code; none in code that is invalid or too long for :func:`from_code`.
 
-    >>> class_names("Distance(0.5)")
-    {'Distance'}
+    >>> class_names("Distance(0.5)"), class_names("Distance("), class_names(chr(0xD800))
+    ({'Distance'}, set(), set())
     """
     if len(code) > MAX_LENGTH:
         return set()
