@@ -222,8 +222,7 @@ class Networks(stateful.RuleBasedStateMachine):
             self.equal(part, other, "output")
         self.check_maps(plain, scoped)
         losses = (sum(y.double().square().sum() for y in outputs) for outputs in (parts, expected))
-        features = [] if plain.context is None else [(plain.context.given, plain.context)]
-        return *losses, [(x, ours), *features], leaves
+        return *losses, [(x, ours), *((y.given, y) for y in [plain.context] if y is not None)], leaves
 
     def check_maps(self, plain, scoped):
         if not scoped or (maps := self.scopes.get("capture")) is None:
@@ -266,7 +265,8 @@ class Networks(stateful.RuleBasedStateMachine):
         if not pending:
             return None
         inputs = {id(x): (x, ours) for *_, pairs, _ in pending for x, ours in pairs}.values()
-        passed = self.attempt(lambda: sum(loss for loss, *_ in pending).backward(), refusal="one segment|compiled part")
+        refusal = "in one segment" + "|of a compiled part" * ("_orig_mod" in repr(self.net))
+        passed = self.attempt(lambda: sum(loss for loss, *_ in pending).backward(), refusal=refusal)
         self.read_statistics()  # segments that ran again updated them
         if not passed:
             for x, _ in inputs:
