@@ -199,12 +199,7 @@ class Networks(stateful.RuleBasedStateMachine):
         statistics = {key: self.net.state_dict().get(key) for key in ("norm.running_mean", "norm.running_var")}
         before = {key: value.clone() for key, value in statistics.items()}
         missing = isinstance(plain.context, str)
-        paths = " ".join(path for path, _ in self.net.named_modules())
-        recomputed = self.net.recompute or "_checkpoint_wrapped_module" in paths
-        refusal = "va.padded does not support Rope"
-        if "_orig_mod" in paths and recomputed and self.scopes:
-            refusal += "|activation checkpointing of a compiled part"
-        found = self.attempt(function, x, refusal="" if missing else refusal)
+        found = self.attempt(function, x, refusal="" if missing else "va.padded does not support Rope")
         if not found or missing:
             assert not found or "c" in plain.disabled, "a block ran without the second feature map that it requires"
             self.read_statistics()
@@ -265,8 +260,7 @@ class Networks(stateful.RuleBasedStateMachine):
         if not pending:
             return None
         inputs = {id(x): (x, ours) for *_, pairs, _ in pending for x, ours in pairs}.values()
-        refusal = "in one segment" + "|of a compiled part" * ("_orig_mod" in repr(self.net))
-        passed = self.attempt(lambda: sum(loss for loss, *_ in pending).backward(), refusal=refusal)
+        passed = self.attempt(lambda: sum(loss for loss, *_ in pending).backward(), refusal="in one segment")
         self.read_statistics()  # segments that ran again updated them
         if not passed:
             for x, _ in inputs:

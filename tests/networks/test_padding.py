@@ -1,5 +1,6 @@
 """A batch of padded images has the outputs of each image alone."""
 
+import gc
 import inspect
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vision_attn as va
 from vision_attn.attention import recomputation
+from vision_attn.attention.scopes import STANCE
 from vision_attn.networks.inspection.metadata import read_metadata
 
 SIZES = [(9, 14), (9, 7), (5, 14), (6, 5)]
@@ -186,17 +188,29 @@ def test_a_mask_that_changes_before_it_is_used_again_is_refused(use_reentrant):
         y.sum().backward()
 
 
-def test_a_compiled_part_of_a_segment_is_refused():
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_compiled_parts_of_segments_run_again_as_they_ran_first(use_reentrant):
+    """A compiled part runs eagerly in a ``with`` block, and saves other tensors for its gradients then."""
     block, x = va.AttentionBlock2d(8, 2, gate_init=1.0), torch.randn(2, 8, 6, 6, requires_grad=True)
-    part = torch.compile(block, backend="eager")
-    for function in (part, lambda x: part(block(x))):
-        with pytest.raises(RuntimeError, match="of a compiled part"), va.padded(block, [(6, 6), (4, 5)]):
-            checkpoint(function, x, use_reentrant=True)
-        with pytest.raises(RuntimeError, match="of a compiled part"), va.capture(block):
-            checkpoint(function, x, use_reentrant=False)
-    with va.capture(block), torch.no_grad():
-        checkpoint(part, x, use_reentrant=False)
-    checkpoint(part, x, use_reentrant=True).sum().backward()
+    compiled, product = torch.compile(block, backend="aot_eager"), lambda x: x.sin() * (x.cos() * x.exp()).tanh()
+    part, again = torch.compile(product, backend="aot_eager"), partial(checkpoint, use_reentrant=use_reentrant)
+    functions = [lambda x: again(lambda x: part(block(x)), x), lambda x: again(compiled, x), lambda x: again(part, x)]
+    expected = [lambda x: product(block(x)), block, product]
+    scopes = [nullcontext, partial(va.capture, block), partial(va.padded, block, [(6, 6), (4, 5)])]
+    for first, second in [(0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]:
+        for function, plain in zip(functions, expected, strict=True):
+            with scopes[first]():
+                y, other = function(x), plain(x)
+            with scopes[second]():
+                y.square().sum().backward()
+            torch.testing.assert_close(x.grad, torch.autograd.grad(other.square().sum(), x)[0])
+            x.grad = None
+    del y
+    gc.collect()
+    with va.capture(block):
+        pass
+    assert torch._dynamo.eval_frame._stance.stance is not STANCE, "the stance of the library outlives the graphs"
 
 
 def test_blocks_on_two_devices():

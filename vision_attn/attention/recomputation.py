@@ -7,8 +7,7 @@ belong to the autograd graph and are freed with it.
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import cache
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +22,12 @@ class Segment(NamedTuple):
     identity: Any
     #: True if the segment runs again, for its gradients.
     again: bool
-    #: True if a compiled part of the segment is running.
-    compiled: bool
 
 
 def running_segments() -> Iterator[Segment]:
     """Yield the segments that are running in this thread, innermost first."""
     frame: FrameType | None = inspect.currentframe()
-    in_segment, passed = False, set[CodeType]()
+    in_segment = False
     while frame is not None:
         code, names = frame.f_code, frame.f_globals
         if code.co_varnames[:1] == ("ctx",) and code.co_name in ("forward", "backward"):
@@ -38,25 +35,18 @@ def running_segments() -> Iterator[Segment]:
             # Without ctx in its forward method, a function cannot be identified while it runs first.
             if isinstance(ctx, FunctionCtx) and "ctx" in type(ctx)._forward_cls.forward.__code__.co_varnames[:1]:  # type: ignore[attr-defined]
                 in_segment = True
-                yield Segment(ctx, code.co_name == "backward", compiled_code() in passed)
+                yield Segment(ctx, code.co_name == "backward")
         elif names is vars(torch.utils.checkpoint):
             if code.co_name == "unpack_hook":
-                yield Segment(read_local(frame, "frame"), True, compiled_code() in passed)
+                yield Segment(read_local(frame, "frame"), True)
             elif (generator := frame.f_locals.get("gen")) is not None:
                 in_segment = True
-                yield Segment(read_local(generator.gi_frame, "new_frame"), False, compiled_code() in passed)
+                yield Segment(read_local(generator.gi_frame, "new_frame"), False)
             elif code.co_name == "checkpoint":
                 if not in_segment:
                     raise unknown_checkpoint()
                 in_segment = False
-        passed.add(code)
         frame = frame.f_back
-
-
-@cache
-def compiled_code() -> CodeType:
-    """Return the code that calls a compiled function. All functions and modules of ``torch.compile`` have the same."""
-    return torch.compile(lambda: None, backend="eager").__code__
 
 
 def read_local(frame: FrameType, name: str) -> Any:

@@ -147,15 +147,6 @@ def record_segments(scopes: tuple[Values, ...]) -> bool:
         in_segment = True
         if segment.again:
             break
-        if segment.compiled:
-            kinds = {kind for values in scopes for kind, _ in values}
-            # A segment that is not reentrant has gradients: torch compares the tensors that this eager run saves with
-            # the tensors of the second run, which is compiled.
-            if kinds if torch.is_grad_enabled() else kinds & WITH_EFFECT:
-                what = "activation checkpointing of a compiled part would compute it again without the with block"
-                remedy = "Compile the model instead of the part, or turn activation checkpointing off"
-                names = "va.padded, va.context, va.disabled, va.use_impl or va.capture"
-                raise RuntimeError(f"{what} ({names}). {remedy}")
         if segment.identity not in RECORDED:
             RECORDED[segment.identity] = tuple(fixed_values(values) for values in scopes)
     return in_segment
@@ -184,8 +175,11 @@ def in_scope() -> bool:
 
 
 def has_scopes() -> bool:
-    """Return True inside a ``with`` block. The value is a constant for torch's compiler."""
-    return any(SCOPES.get())
+    """Return True if the running forward pass is inside a ``with`` block; a constant for torch's compiler.
+
+    A segment that runs again is inside the ``with`` blocks of its first run: if it was compiled then, it is now.
+    """
+    return any(active_scopes())
 
 
 def outside_scopes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +192,8 @@ def outside_scopes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 class EagerInScopes(str):
     """A stance of torch.compile: ``force_eager`` inside a scope, and the previous stance everywhere else.
 
-    torch has one stance for all threads and compares it by name. This stance is set while any thread is in a scope.
+    torch has one stance for all threads and compares it by name. This stance is set while any thread is in a scope, and
+    while a graph has segments that ran in a scope: what ran eagerly first runs eagerly again.
     """
 
     lock = Lock()
@@ -207,7 +202,9 @@ class EagerInScopes(str):
     handle: Any = None
 
     def __eq__(self, name: object) -> bool:
-        return name == ("force_eager" if in_scope() else self.previous)
+        if eager := in_scope():
+            record_segments(active_scopes())
+        return name == ("force_eager" if eager else self.previous)
 
     __hash__ = str.__hash__
 
@@ -215,7 +212,7 @@ class EagerInScopes(str):
         with self.lock:
             # This runs even if another thread has set the stance, because torch raises an error in a compiled function.
             handle: Any = torch.compiler.set_stance(self)  # type: ignore[arg-type]
-            if self.entered:
+            if self.entered or handle.prev.stance is self:
                 handle.__exit__(None, None, None)
             else:
                 self.handle = handle
@@ -227,7 +224,7 @@ class EagerInScopes(str):
     def exit(self) -> None:
         with self.lock:
             self.entered -= 1
-            if not self.entered:
+            if not (self.entered or RECORDED):
                 self.handle.__exit__(None, None, None)
 
 
