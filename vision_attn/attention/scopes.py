@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -78,14 +78,14 @@ def scope(model: nn.Module, kind: str, values: Mapping[Any, Any]) -> Iterator[No
     if not USED:  # this imports the compiler, as the stance does
         torch.compiler.assume_constant_result(has_scopes)
         USED = True
-    STANCE.enter()
+    EagerInScopes.enter()
     SCOPES.set((*SCOPES.get(), entered))
     try:
         yield
     finally:
         entered.clear()  # tasks started inside the block share this dict
         SCOPES.set(tuple(other for other in SCOPES.get() if other is not entered))
-        STANCE.exit()
+        EagerInScopes.exit()
 
 
 def scoped_values(module: nn.Module, *kinds: str) -> list[list[Any]]:
@@ -196,10 +196,13 @@ class EagerInScopes(str):
     while a graph has segments that ran in a scope: what ran eagerly first runs eagerly again.
     """
 
-    lock = Lock()
-    entered: int = 0
-    previous: str = "default"
+    lock: ClassVar[Lock] = Lock()
+    entered: ClassVar[int] = 0
+    #: The stance that is set, or was set last.
+    latest: ClassVar[Any]
+    #: torch's handle, which sets the previous stance again, and the name of that stance.
     handle: Any = None
+    previous: str = "default"
 
     def __eq__(self, name: object) -> bool:
         if eager := in_scope():
@@ -208,24 +211,24 @@ class EagerInScopes(str):
 
     __hash__ = str.__hash__
 
-    def enter(self) -> None:
-        with self.lock:
-            # This runs even if another thread has set the stance, because torch raises an error in a compiled function.
-            handle: Any = torch.compiler.set_stance(self)  # type: ignore[arg-type]
-            if self.entered or handle.prev.stance is self:
+    @classmethod
+    def enter(cls) -> None:
+        with cls.lock:
+            cls.latest = stance = cls()
+            # This runs even if the stance is set, because torch raises an error in a compiled function.
+            stance.handle = handle = torch.compiler.set_stance(stance)  # type: ignore[arg-type]
+            previous: Any = handle.prev.stance
+            if isinstance(previous, cls):
                 handle.__exit__(None, None, None)
-            else:
-                self.handle = handle
-                if self.handle.stance.stance is not self:
-                    raise RuntimeError(f"torch {torch.__version__} does not keep this stance. Use a tested version")
-                self.previous = str(self.handle.prev.stance) or "default"  # this class is an empty string
-            self.entered += 1
+                cls.latest = previous
+            elif handle.stance.stance is not stance:
+                raise RuntimeError(f"torch {torch.__version__} does not keep this stance. Use a tested version")
+            stance.previous = str(previous)
+            cls.entered += 1
 
-    def exit(self) -> None:
-        with self.lock:
-            self.entered -= 1
-            if not (self.entered or RECORDED):
-                self.handle.__exit__(None, None, None)
-
-
-STANCE = EagerInScopes()
+    @classmethod
+    def exit(cls) -> None:
+        with cls.lock:
+            cls.entered -= 1
+            if not (cls.entered or RECORDED):
+                cls.latest.handle.__exit__(None, None, None)
