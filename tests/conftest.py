@@ -53,11 +53,13 @@ def seed():
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c():
-    """Handle Ctrl-C as in a terminal, also in child processes, because nohup and background jobs ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def signals():
+    """Handle Ctrl-C and hangup as in a terminal, also in child processes: nohup and background jobs ignore them."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

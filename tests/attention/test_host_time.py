@@ -5,6 +5,7 @@ not depend on the machine; ``benchmarks/speed.py`` and ``benchmarks/gpu_session.
 """
 
 import sys
+import traceback
 
 import pytest
 import torch
@@ -22,20 +23,17 @@ SIDE = 4
 def layers():
     """Return for each row a layer, its peer, and the number of frames and operations that the layer may have more."""
     table, timm = va.RelPosTable(), timm_layers.Attention2d(64, num_heads=4)
+    relative = timm_layers.bottleneck_attn.BottleneckAttn(64, feat_size=(SIDE, SIDE), num_heads=4, dim_head=16)
+    relative = torch.nn.Sequential(relative, torch.nn.Conv2d(64, 64, 1))  # BottleneckAttn has no output projection
     return {
         "full": (va.Attention2d(64, 4), timm, 10, 13),
-        "decomposed": (va.Attention2d(64, 4, position=va.RelPosDecomposed((SIDE, SIDE))), relative_timm(), 1, -2),
+        "decomposed": (va.Attention2d(64, 4, position=va.RelPosDecomposed((SIDE, SIDE))), relative, 1, -2),
         "window": (va.Attention2d(64, 4, pattern=va.Window(2), position=table), swin(0), 34, 5),
         "shifted window": (va.Attention2d(64, 4, pattern=va.Window(2, shift=1), position=table), swin(1), 36, -49),
         "rotary": (va.Attention2d(64, 4, position=va.Rope()), timm, 23, 22),
         "neighborhood": (va.Attention2d(64, 4, pattern=va.Neighborhood(3)), timm, 31, 46),
         "block": (va.AttentionBlock2d(64, 4), timm, 33, 16),
     }
-
-
-def relative_timm():
-    layer = timm_layers.bottleneck_attn.BottleneckAttn(64, feat_size=(SIDE, SIDE), num_heads=4, dim_head=16)
-    return torch.nn.Sequential(layer, torch.nn.Conv2d(64, 64, 1))  # BottleneckAttn has no output projection
 
 
 def swin(shift):
@@ -45,26 +43,20 @@ def swin(shift):
 
 def count_frames(function):
     """Count the Python frames of a call, except those that replace kernels on the meta device."""
-    depth, ignored_below, frames = 0, None, 0
+    frames = -1  # the call of the function itself
 
     def profiler(frame, event, _):
-        nonlocal depth, ignored_below, frames
+        nonlocal frames
         if event == "call":
-            depth += 1
-            if ignored_below is None and any(name in frame.f_code.co_filename for name in META):
-                ignored_below = depth
-            frames += ignored_below is None
-        elif event == "return":
-            if ignored_below == depth:
-                ignored_below = None
-            depth -= 1
+            files = [caller.f_code.co_filename for caller, _ in traceback.walk_stack(frame)]
+            frames += not any(name in file for file in files for name in META)
 
     sys.setprofile(profiler)
     try:
         function()
     finally:
         sys.setprofile(None)
-    return frames - 1  # the call of the function itself
+    return frames
 
 
 def count_operations(function):

@@ -248,8 +248,7 @@ class Networks(stateful.RuleBasedStateMachine):
             losses = self.run(network, size, needs_grad=grad)
         self.pending += [losses] if losses and grad else []
         self.net.recompute = ""
-        while len(self.stack) > depth:
-            self.exit_block()
+        self.exit_all(depth)
 
     @precondition(lambda self: self.pending)
     @rule()
@@ -354,8 +353,8 @@ class Networks(stateful.RuleBasedStateMachine):
         del self.scopes[kind]
         self.attempt(manager.__exit__, None, None, None)
 
-    def exit_all(self):
-        while self.stack:
+    def exit_all(self, depth=0):
+        while len(self.stack) > depth:
             self.exit_block()
 
     # --- changes of the network

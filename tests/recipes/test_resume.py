@@ -42,14 +42,6 @@ def base(base):
     return replace(base, epochs=2, opt="adamw", lr=0.002, warmup_epochs=0.5, ema=0.9)
 
 
-@pytest.fixture(autouse=True)
-def default_hangup():
-    """Restore the default action of SIGHUP, which runs ignore under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 def train(settings, **options):
     lines = []
     module.train(replace(settings, **options), log=lines.append)
