@@ -214,16 +214,17 @@ class EagerInScopes(str):
     @classmethod
     def enter(cls) -> None:
         with cls.lock:
-            cls.latest = stance = cls()
             # This runs even if the stance is set, because torch raises an error in a compiled function.
-            stance.handle = handle = torch.compiler.set_stance(stance)  # type: ignore[arg-type]
-            previous: Any = handle.prev.stance
-            if isinstance(previous, cls):
+            stance = cls()
+            handle: Any = torch.compiler.set_stance(stance)  # type: ignore[arg-type]
+            if isinstance(previous := handle.prev.stance, cls):
                 handle.__exit__(None, None, None)
-                cls.latest = previous
+                stance = previous
             elif handle.stance.stance is not stance:
                 raise RuntimeError(f"torch {torch.__version__} does not keep this stance. Use a tested version")
-            stance.previous = str(previous)
+            else:
+                stance.handle, stance.previous = handle, str(previous)
+            cls.latest = stance
             cls.entered += 1
 
     @classmethod
