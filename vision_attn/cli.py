@@ -202,13 +202,18 @@ def is_distributed() -> bool:
 
 
 def describe_error(error: Exception) -> str | None:
-    """Return the message of an error that a user can fix, or None for a bug."""
+    """Return the message of an error that a user can fix, or None for a bug.
+
+    >>> describe_error(ValueError("one, seed 0 failed: SiteError: stages: there is no stage 9"))
+    'one, seed 0 failed: SiteError: --stages: there is no stage 9'
+    """
     text = str(error)
     if text.startswith("Caught ") and "in DataLoader worker" in text:  # with the traceback of the worker
         text = text.rstrip().rpartition("\n")[2].partition(": ")[2]
     # Only checkpoint errors have several lines, which are escaped.
     message = text if isinstance(error, CheckpointError) else " ".join(map(escape, text.split("\n")))
-    message = re.sub(r"^(names|stages|model|block|pattern|dynamic)(?=[: ])", r"--\1", message)  # of the library
+    names = "names|stages|model|block|pattern|dynamic|output"  # of the library
+    message = re.sub(rf"(^|Error: )({names})(?=[: ])", r"\1--\2", message)
     if isinstance(error, OSError) and error.strerror and error.filename:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return f"{error.strerror}: {error.filename!r}{'. Free disk space, or write to another disk' * full}"
@@ -234,7 +239,8 @@ def inspect(flags: Any) -> None:
     model: Any = create_model(flags.model)
     channels, *size = model.pretrained_cfg["input_size"]
     shape = (1, channels, *(flags.img_size * 2 if len(flags.img_size) == 1 else flags.img_size or size))
-    print_escaped(va.insert_(model, dry_run=True, example_input=shape, pattern=parse_option(flags.pattern)))
+    pattern = parse_option(flags.pattern, "--pattern")
+    print_escaped(va.insert_(model, dry_run=True, example_input=shape, pattern=pattern))
 
 
 def env(flags: Any) -> None:

@@ -280,7 +280,9 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
 
     out = succeed(capsys, "evaluate", tmp_path / "run")
     assert logged in out.splitlines()
-    images = image_folder / "val" / "red" / "1.png", image_folder / "val" / "blue"
+    images, exif = (tmp_path / "turned.png", image_folder / "val" / "blue"), Image.Exif()
+    exif[0x0112] = 6  # rotated by 90 degrees clockwise
+    Image.open(image_folder / "val" / "red" / "1.png").save(images[0], exif=exif)
     out = succeed(capsys, "predict", tmp_path / "run", *images, "--top", 2, "-o", tmp_path / "found.csv")
     rows = list(csv.DictReader((tmp_path / "found.csv").read_text().splitlines()))
     assert len(out.splitlines()) == len(rows) == 9

@@ -203,6 +203,16 @@ def test_runs_on_other_images_are_not_compared(base, photos, tmp_path):
         compare(variants, seeds=[0, 1])
 
 
+def test_seeds_have_the_same_images_in_a_folder_val(base, image_folder, tmp_path):
+    data = shutil.copytree(image_folder, tmp_path / "data")
+    variants = {name: replace(base, data=data, epochs=1, lr=lr) for name, lr in (("one", 0.1), ("other", 0.01))}
+    compare = partial(compare_settings, variants, output=tmp_path / "c", command="", jobs=1)
+    compare(seeds=[0])
+    (data / "val" / "red" / "0.png").unlink()
+    with pytest.raises(TrainingError, match=r"one, seed 1 failed: DataError: .* different images for seed 1"):
+        compare(seeds=[0, 1])
+
+
 def score(variant, seed, **options):
     if variant == "large":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -244,15 +244,29 @@ def test_a_resumed_run_has_the_same_classes_and_images(base, photos):
     base = replace(base, data=photos, resume="auto", epochs=1)
     train(base)
     shutil.copy(photos / "red" / "0.png", photos / "red" / "another.png")
-    with pytest.warns(UserWarning, match=r"images changed .*\[67, 6\] .*, \[66, 6\] before") as caught:
+    with pytest.warns(UserWarning, match=r"images changed .*\[67, 6\] .*, \[66, 6\] before.* held out") as caught:
         train(base, epochs=2)
     assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="trained on some of the images"):
+        module.evaluate(Evaluation(run=str(base.output), device="cpu"))
     Image.new("RGB", (30, 30)).save(photos / "red" / "another.png")
     with pytest.warns(UserWarning, match="images changed"):
         train(base, epochs=2, resume=os.path.relpath(base.output))
     (photos / "blue").rename(photos / "zebra")
     with pytest.raises(DataError, match=r"classes differ .*: expected blue, green, red, got green, red, zebra"):
         train(base, epochs=3)
+    (photos / "zebra").rename(photos / "blue")
+    for path in [*photos.glob("*/[12]?.png"), *photos.glob("*/[3-9].png")]:
+        path.unlink()
+    fits = r"--batch-size must be at most 7, .* got 16\. Restore the images of --data"
+    with pytest.warns(UserWarning, match="images changed"), pytest.raises(ValueError, match=fits):
+        train(base, batch_size=None, epochs=3)
+    (newest_state(base.output) / "progress.json").write_text(json.dumps(progress_of(base.output) | {"step": 1}))
+    with pytest.raises(DataError, match=r"and it was interrupted within an epoch\. Restore the images"):
+        train(base, epochs=3)
+    shutil.rmtree(base.output / "state")
+    with pytest.raises(ValueError, match="contains a network, but no state of a run"):
+        train(base)
 
 
 def test_images_that_a_run_was_trained_on_are_not_evaluated_in_silence(base, photos, capsys):

@@ -157,10 +157,11 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     states = [(run, state) for run in (folder, *complete) if (state := runs.newest_state(run))]
     found = [(run.name.endswith(f"-{seed}"), runs.read_progress(state)["data"]) for run, state in states]
     first = found[0][1]
-    # Each seed may hold out other images.
-    if any(data["classes"] != first["classes"] or (same_seed and data != first) for same_seed, data in found):
+    same = [data["digests"] for same_seed, data in found if same_seed or not data["held_out"]]
+    if any(data["classes"] != first["classes"] for _, data in found) or any(one != first["digests"] for one in same):
         what = f"the runs in {output} have different classes, or different images for seed {seed}"
-        raise DataError(f"{what}. Restore the images of --data, or choose another --output")
+        remedy = "Restore the images of --data, and delete the runs with other images; or choose another --output"
+        raise DataError(f"{what}. {remedy}")
     model: Any = va.load_model(folder, block=runs.import_block(s.block) if ":" in s.block else None)
     with warnings.catch_warnings(action="ignore"):  # a network can have attention of another library only
         va.set_impl_(model, "bmm")

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from timm.data import create_dataset
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from tqdm import tqdm
 
 from vision_attn.errors import DataError
+from vision_attn.networks.models.images import to_rgb
 from vision_attn.recipes.runs import is_image, shorten
 
 #: Names of the folders of training and validation images, in any case, in the order of preference.
@@ -29,15 +30,8 @@ UNSUPPORTED = (".heic", ".heif", ".avif", ".jxl", ".cr2", ".nef", ".dng")
 
 
 def open_image(file: Any) -> Image.Image:
-    """Open an image file as RGB, rotated by its EXIF orientation, with the upper 8 bits of 16-bit pixels."""
     with Image.open(file) as image:
-        found = ImageOps.exif_transpose(image)
-        # Pillow opens some 16-bit formats in a 32-bit mode, and would clip the values to 255.
-        if found.mode.startswith("I;16") or (found.mode == "I" and image.format in ("PNG", "PPM")):
-            found = Image.fromarray((np.asarray(found) // 256).astype(np.uint8))
-        if found.mode in ("I", "F"):
-            raise ValueError("32-bit pixels have no defined range")
-        return found.convert("RGBA" if "transparency" in found.info else "RGB").convert("RGB")
+        return to_rgb(image)
 
 
 def require_readable(files: Sequence[Path | str]) -> None:

@@ -213,7 +213,7 @@ def open_network(e: Exploration) -> tuple[Any, str]:
     if swapped := va.swap_(model).swapped:
         print(f"replaced {len(swapped)} attention modules by equivalent blocks, which can be captured")
     elif not any(isinstance(module, va.Attention2d) for module in model.modules()):
-        remedy = "Pass a run of vision-attn train --stages, or vit_tiny_patch16_224"
+        remedy = "Pass a run of vision-attn train --block attention, or vit_tiny_patch16_224"
         raise ValueError(f"MODEL: {e.model} has no attention modules. {remedy}")
     return model, note
 

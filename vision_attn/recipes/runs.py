@@ -50,13 +50,23 @@ def shorten(names: Sequence[str], most: int = 6) -> str:
 
 
 def require_run(name: str | Path, order: str) -> Path:
-    """Return the folder of a run or of ``va.save_model``, or ``hf-hub:OWNER/NAME``; raise an error for another path."""
+    """Return the folder of a run or of ``va.save_model``, or ``hf-hub:OWNER/NAME``; raise an error for another path.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> write_file(folder / "runs.json", "{}")
+    >>> require_run(folder, "evaluate RUN")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: ... is the folder of a comparison, not the folder of a run. The order is evaluate RUN
+    """
     folder, marks = Path(name), ("settings.json", "config.json", "model/config.json")
     if str(name).startswith("hf-hub:") or any((folder / mark).is_file() for mark in marks):
         return folder
     if not folder.exists():
         raise DataError(f"{name}: no such run")
-    kind = "a file" if folder.is_file() else "a folder of images" if any(map(is_image, folder.rglob("*"))) else ""
+    kind = next((f"the folder of {kind}" for mark, kind in MARKS.items() if (folder / mark).is_file()), "")
+    images = not kind and any(map(is_image, folder.rglob("*")))
+    kind = "a file" if folder.is_file() else "a folder of images" if images else kind
     what = f"{kind}, not the folder of a run" if kind else "not the folder of a run: it has no config.json"
     raise ValueError(f"{name} is {what}. The order is {order}")
 
@@ -149,6 +159,8 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None, dict
     state = newest_state(folder)  # after the lock: another process may have completed a run
     if state is None and resumed:
         raise ValueError(f"--resume: {folder} contains no state of a run. Train again with another --output")
+    if state is None and (folder / "model" / "config.json").is_file():
+        raise ValueError(f"--output: {folder} contains a network, but no state of a run. Choose another folder")
     if state is None:
         return folder, None, {"epoch": 0, "step": 0, "loss": 0.0, "history": []}
     if s.resume is None:
@@ -164,10 +176,13 @@ def claim_folder(s: Settings, stack: ExitStack) -> tuple[Path, Path | None, dict
 
 def has_blocks(run: str | None) -> bool:
     """Return True for a run with inserted blocks, whose weights do not fit the network without them."""
-    path = Path(str(run))
-    files = (folder / "settings.json" for folder in (path, *path.parents[:2]))  # of RUN/model/model.safetensors, too
+    folders = (Path(run), *Path(run).parents[:2]) if run else ()  # of RUN/model/model.safetensors, too
+    files = (folder / "settings.json" for folder in folders)
     file = next(filter(Path.is_file, files), None)
-    return file is not None and any(map(json.loads(file.read_bytes()).get, ("stages", "names")))
+    try:
+        return file is not None and any(map(json.loads(file.read_bytes()).get, ("stages", "names")))
+    except (ValueError, AttributeError):  # of another program
+        return False
 
 
 def changed_flags(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -192,14 +207,18 @@ def read_progress(state: Path) -> dict[str, Any]:
         raise CheckpointError(f"{state} is damaged, so the run cannot be resumed: {error}") from error
 
 
-def compare_data(before: dict[str, Any], data: dict[str, Any]) -> None:
-    """Raise an error if the run had other classes, and warn if it had other images."""
-    if before["classes"] != data["classes"]:
+def compare_data(progress: dict[str, Any], data: dict[str, Any]) -> None:
+    """Raise an error if the run had other classes, or other images in its last epoch; warn if it had other images."""
+    if (before := progress["data"])["classes"] != data["classes"]:
         old, new = (shorten(one["classes"]) for one in (before, data))
         raise DataError(f"the classes differ from those of the run: expected {old}, got {new}. Restore --data")
     if before["digests"] != data["digests"]:
         numbers = f"{data['images']} training and validation images, {before['images']} before"
-        warnings.warn(f"the images changed since the run was started ({numbers}): results may differ", stacklevel=3)
+        what = f"the images changed since the run was started ({numbers})"
+        if progress["step"]:
+            raise DataError(f"{what}, and it was interrupted within an epoch. Restore the images of --data")
+        held = " and images that it was trained on may be held out for validation" * data["held_out"]
+        warnings.warn(f"{what}: results may differ{held}", stacklevel=3)
 
 
 def save_state(acc: Any, folder: Path, progress: dict[str, Any]) -> Path:

@@ -245,7 +245,7 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def parse_option(text: str) -> Any:
+def parse_option(text: str, name: str = "--block-options") -> Any:
     """Return a literal, a pattern or position encoding with literal arguments, or the text. No other code is run.
 
     >>> parse_option("Rope(100.0)").temperature, parse_option("Attention2d(8)")
@@ -254,9 +254,13 @@ def parse_option(text: str) -> Any:
     try:
         tree = ast.parse(text.removeprefix("va."), mode="eval").body
         kind: Any = getattr(va, ast.unparse(tree.func), None) if isinstance(tree, ast.Call) else None
-        if isinstance(tree, ast.Call) and hasattr(kind, "__dataclass_fields__"):
-            named = {str(word.arg): ast.literal_eval(word.value) for word in tree.keywords}
-            return kind(*map(ast.literal_eval, tree.args), **named)
-        return ast.literal_eval(tree)
+        if not isinstance(tree, ast.Call) or not hasattr(kind, "__dataclass_fields__"):
+            return ast.literal_eval(tree)
+        values = [*map(ast.literal_eval, tree.args)]
+        named = {str(word.arg): ast.literal_eval(word.value) for word in tree.keywords}
     except (SyntaxError, TypeError, ValueError):
         return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        return kind(*values, **named)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {text}: {error}") from error

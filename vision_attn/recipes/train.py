@@ -57,6 +57,8 @@ def build_network(s: Settings, classes: list[str], side: int | None, log: Log, r
     model: Any = create_model(str(s.model), num_classes=len(classes), pretrained=s.pretrained and not resumed)
     config = {"interpolation": "bilinear", **model.pretrained_cfg}
     native, classifier, wanted = config["input_size"], config["classifier"], s.img_size or side
+    if not classifier:
+        raise ValueError(f"--model: {s.model} has no classifier. Choose a network that classifies images")
     height, width = (wanted, wanted) if wanted else native[1:]
     if max(height, width) <= MAX_PAD_SIDE:  # small images are padded for training, and not cropped
         config |= {"crop_pct": 1.0, "crop_mode": "center"}
@@ -73,12 +75,14 @@ def build_network(s: Settings, classes: list[str], side: int | None, log: Log, r
         warnings.warn(f"{what}. Pass --reset-head if they are other classes", stacklevel=3)
     new = [f"{part}.*" for part in ([classifier] if isinstance(classifier, str) else classifier) if has_new_head]
     if s.stages or s.names:
-        options = parse_options(s.block_options) | ({"pattern": parse_option(s.pattern)} if s.pattern else {})
+        options = parse_options(s.block_options)
+        options |= {"pattern": parse_option(s.pattern, "--pattern")} if s.pattern else {}
         where: Any = {"stages": s.stages or None, "names": s.names or None, "at": s.at, "example_input": example}
         try:
             log(str(va.insert_(model, runs.import_block(s.block), **where, **options)))
         except TypeError as error:  # an argument that the block does not accept
-            raise ValueError(f"--block-options do not match --block {s.block}: {error}") from error
+            given = "--pattern or --block-options do" if s.pattern else "--block-options do"
+            raise ValueError(f"{given} not match --block {s.block}: {error}") from error
     if s.weights and not resumed:  # after the insertion, because the file may contain weights of the blocks
         report = va.load_checkpoint_(model, s.weights, skip=new, rename=s.rename or ())
         log(str(report))
@@ -195,12 +199,13 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
             seed_all(s.seed)
             model, new_head = build_network(s, classes, side, log, resumed=state is not None)
         data = {"classes": classes, "images": [len(train_set), len(val_set)],
-                "digests": [train_set.digest(), val_set.digest()]}  # fmt: skip
+                "digests": [train_set.digest(), val_set.digest()],
+                "held_out": train_set.source is val_set.source}  # fmt: skip
         if any(other != data for other in gather_object([data])):
             found = f"{data['images']} training and validation images of {runs.shorten(classes)}"
             raise DataError(f"the data differs between machines: one has {found}. Copy the same --data to all")
         if state is not None:
-            runs.compare_data(progress["data"], data)
+            runs.compare_data(progress, data)
             if (before := progress["processes"]) != (now := acc.num_processes):
                 log(f"resumed by {now} processes instead of {before}: the result depends on their number")
         elif main:
@@ -211,8 +216,9 @@ def train(s: Settings, log: Log = cli.print_escaped) -> list[dict[str, Any]]:
         batch = s.batch_size or progress.get("batch") or max(parts, fitting, least)
         if batch > len(train_set) or batch % parts:
             limit = f"at most {len(train_set)}, the number of training images, and a multiple of {parts}"
-            raise ValueError(f"--batch-size must be {limit}, got {batch}")
-        progress |= {"data": data, "processes": acc.num_processes, "batch": batch}
+            remedy = ". Restore the images of --data and the number of processes" if state else ""
+            raise ValueError(f"--batch-size must be {limit}, got {batch}{remedy}")
+        progress = {"data": data, **progress, "processes": acc.num_processes, "batch": batch}
         (train_set.transform, val_set.transform), train_set.seed = make_transforms(s, model.pretrained_cfg), s.seed
         loader = make_loader(acc, train_set, batch, s.workers, train=True)
         val_loader, steps = make_loader(acc, val_set, batch, s.workers), len(loader)

@@ -28,10 +28,9 @@ from timm.data import create_transform, resolve_data_config
 from timm.models import filter_pretrained_cfg
 from timm.models._hub import save_config_for_hf
 from torch import Tensor, nn
-from torchvision.transforms import Compose
-from torchvision.transforms.v2 import RGB, Grayscale
+from torchvision.transforms import Compose, Lambda
+from torchvision.transforms.v2 import Grayscale
 
-import vision_attn.networks.models  # noqa: F401 (registers networks that folders refer to)
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import file_format
 from vision_attn.networks.checkpoints.file_format import BlockClasses, gather
@@ -45,6 +44,7 @@ from vision_attn.networks.insertion.second_map import random_contexts
 from vision_attn.networks.inspection.example import float_tensors, make_example, tree_leaves
 from vision_attn.networks.inspection.network import quiet_eval
 from vision_attn.networks.inspection.wrappers import unwrap_average, unwrap_key
+from vision_attn.networks.models.images import to_rgb  # also registers networks that folders refer to
 from vision_attn.networks.safe import read_file, write_atomically
 from vision_attn.networks.safe.write import name_errors, temporary_folder
 from vision_attn.text import escape_control_characters, shorten
@@ -262,9 +262,10 @@ def load_model(
 
 
 def create_eval_transform(model: nn.Module) -> Compose:
-    """Return timm's evaluation transform for a network, which accepts Pillow images of any mode."""
+    """Return timm's evaluation transform for a network, which accepts Pillow images as ``Image.open`` returns them."""
     config = resolve_data_config(pretrained_cfg=vars(model)["pretrained_cfg"])
-    return Compose([RGB() if config["input_size"][0] == 3 else Grayscale(), *create_transform(**config).transforms])
+    gray = [] if config["input_size"][0] == 3 else [Grayscale()]
+    return Compose([Lambda(to_rgb), *gray, *create_transform(**config).transforms])
 
 
 def check_config(path: Path, text: str | bytes) -> dict[str, Any]:

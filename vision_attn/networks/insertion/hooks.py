@@ -63,8 +63,8 @@ def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
     if record.second is not None:
         if (found := CONTEXTS.maps.pop((original, backward_pass()), None)) is None:
             what = f"the block at {record.site!r} has no context: {record.second.path!r} did not run before it"
-            remedy = "Choose a context that runs earlier, and checkpoint both modules in one segment"
-            raise SiteError(f"{what}. {remedy}")
+            remedy = "checkpoint both modules in one segment, and compile both or neither"
+            raise SiteError(f"{what}. Choose a context that runs earlier, {remedy}")
         return {"context": found}
     if record.context_shape is None:
         return {}
@@ -73,9 +73,14 @@ def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
         remedy = "Run the model inside va.context(model, …); to export it, enter va.context in the forward of a module"
         raise SiteError(f"the block at {record.site!r} requires a context. {remedy}")
     if torch.compiler.is_exporting() and not is_symbolic(values[-1]):
-        what = f"the context of the block at {record.site!r} would be a constant of the exported graph"
-        raise SiteError(f"{what}. Export a module whose forward() receives the features and enters va.context")
+        raise constant_error(record)
     return {"context": values[-1]}
+
+
+def constant_error(record: InsertedBlock) -> SiteError:
+    """Return the error for features of ``va.context`` that a traced or exported graph would contain."""
+    what = f"the context of the block at {record.site!r} would be a constant of the graph"
+    return SiteError(f"{what}. Trace or export a module whose forward() receives the features and enters va.context")
 
 
 def drop_context(model: nn.Module, args: object, output: object, *, block: nn.Module) -> None:
@@ -111,6 +116,8 @@ def run_block(module: nn.Module, args: Any, value: Any, *, block: nn.Module, pat
             raise grid_error(record, f"{x.shape[1] - feature_maps.count_prefix(layout)} tokens")
         x_map = feature_maps.to_map(x, layout, size)
         if isinstance(x_map, Proxy):  # A traced graph contains the block as one node.
+            if any(isinstance(features, Tensor) for features in context.values()):
+                raise constant_error(record)
             node = x_map.tracer.path_of_module(running)
             return feature_maps.from_map(x, x_map.tracer.create_proxy("call_module", node, (x_map,), context), layout)
         if x.is_quantized:

@@ -20,7 +20,7 @@ def context(model: nn.Module, features: Tensor) -> AbstractContextManager[None]:
     image, of a reference frame, or of words as ``(b, c, n, 1)``. Nothing is stored on the model. A compiled model runs
     in eager mode inside the ``with`` block. With activation checkpointing, the backward pass may run inside or outside
     of it. To export or trace a model, enter the ``with`` block in the ``forward`` method of a module that receives the
-    features: otherwise, they are a constant of the graph.
+    features. Otherwise, ``torch.export`` and torch.fx raise an error, and other traces contain them as a constant.
 
     Args:
         model: a network with blocks that require a context from outside.
