@@ -166,16 +166,9 @@ def harmful(folder, honest):
     for name, changed in OPTIONS.items():
         blocks = [{**block, "options": block["options"] | changed}]
         crafted.rewrite(honest, folder / f"{name}.safetensors", blocks=blocks)
-    readers = {".safetensors": load_adapter, ".loaded": load_checkpoint}
+    readers = {".safetensors": lambda path: va.load_adapter_(convolutions(3, 8, 8), path)}
+    readers[".loaded"] = lambda path: va.load_checkpoint_(convolutions(3, 8, 8), path)
     return {path: readers.get(path.suffix, read_file) for path in folder.iterdir()}
-
-
-def load_checkpoint(path):
-    va.load_checkpoint_(convolutions(3, 8, 8), path)
-
-
-def load_adapter(path):
-    va.load_adapter_(convolutions(3, 8, 8), path)
 
 
 def mutate(content, random):
@@ -290,7 +283,7 @@ def attack(count):
             (folder / path.name).write_bytes(path.read_bytes()[:-1])
             attempt(read, folder / path.name)
         attempt(read_file, folder / "hostile" / "call os.system zip.pth")
-        load_adapter(folder / "honest" / "adapter.safetensors")
+        va.load_adapter_(convolutions(3, 8, 8), folder / "honest" / "adapter.safetensors")
         for codec in ("cp437", "raw_unicode_escape"):
             b"a".decode(codec)
         mutations = [partial(attempt_mutation, read, path, comparable(read(path))) for path, read in files.items()]

@@ -76,15 +76,10 @@ def private_names(tree, own=frozenset()):
     return found - own
 
 
-def own_names(trees):
-    """Return the attributes that classes of the package declare."""
-    nodes = (x for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for x in node.body)
-    return {x.target.id for x in nodes if isinstance(x, ast.AnnAssign)}
-
-
 def test_uses_of_private_names_are_exactly_those_in_the_list():
     trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    own = own_names(trees.values())
+    classes = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    own = {x.target.id for node in classes for x in node.body if isinstance(x, ast.AnnAssign)}
     found = {(file, name) for file, tree in trees.items() for name in private_names(tree, own)}
     known = [(use.file, use.name) for use in USES]
     assert sorted(found - {*known}) == [], "use a public name, or list it in private_names.py with a reason and a test"

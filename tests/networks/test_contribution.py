@@ -222,15 +222,6 @@ def test_blocks_are_selected_by_name_and_by_function(model, batch):
         va.disabled(model, where=lambda name, block: False)
 
 
-def test_a_block_may_have_an_attribute_that_is_named_original(batch):
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
-    expected = model(batch[0])
-    va.insert_(model, lambda channels: nn.Tanh(), names="0", exact=False, example_input=batch[0])
-    va.inserted_blocks(model)["0"].original = False
-    with va.disabled(model):
-        assert torch.equal(model(batch[0]), expected)
-
-
 def test_wrong_sites_and_batches_are_rejected(model):
     with pytest.raises(ValueError, match=r"names: no module matches 'layer1'. Available: layer2\.2, layer3\.2"):
         va.disabled(model, ["layer1"])

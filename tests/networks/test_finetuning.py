@@ -8,7 +8,7 @@ import timm
 import torch
 from impls import OPTIONS
 from reach import anatomy, as_after_training
-from small_networks import Net, copied, copies
+from small_networks import Net, copied
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -172,16 +172,13 @@ def test_update_bn_of_torch_is_refused_because_it_resets_frozen_statistics(momen
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
-def test_a_frozen_model_is_copied_pickled_and_compiled():
+def test_a_frozen_model_is_compiled():
+    """``test_networks.py`` copies and pickles frozen networks."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
     va.insert_(model, names="2", **SMALL)
     before, x = copied(model), images()
     va.freeze_backbone_(model)
-    assert list(model.state_dict()) == list(before)
     expected = copy.deepcopy(model).eval()(x)
-    for other in copies(model):
-        assert torch.equal(other.train()(x), expected)
-        assert changed(other, before) == set()
     torch.compiler.reset()
     y = torch.compile(model, fullgraph=True, backend="eager").train()(x)
     torch.testing.assert_close(y, expected)
