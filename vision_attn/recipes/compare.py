@@ -157,6 +157,7 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     states = [(run, state) for run in (folder, *complete) if (state := runs.newest_state(run))]
     found = [(run.name.endswith(f"-{seed}"), runs.read_progress(state)["data"]) for run, state in states]
     first = found[0][1]
+    # Each seed may hold out other images.
     same = [data["digests"] for same_seed, data in found if same_seed or not data.get("held_out", True)]
     if any(data["classes"] != first["classes"] for _, data in found) or any(one != first["digests"] for one in same):
         what = f"the runs in {output} have different classes, or different images for seed {seed}"

@@ -30,6 +30,7 @@ UNSUPPORTED = (".heic", ".heif", ".avif", ".jxl", ".cr2", ".nef", ".dng")
 
 
 def open_image(file: Any) -> Image.Image:
+    """Open an image file as the transform of a loaded network does."""
     with Image.open(file) as image:
         return to_rgb(image)
 
