@@ -120,6 +120,7 @@ INVALID = [
     (["export", "SAVED", "-o", "net.pth"], 2, "output must end in .onnx or .pt2, got 'net.pth'"),
     (["export", "SAVED", "-o", "net.pt2", "--dynamic", "width"], 2, "--dynamic must contain batch or size, got 'w"),
     (["export", "SAVED", "-o", "broken.png/net.pt2"], 1, "'broken.png'"),
+    (["export", "SAVED", "-o", "a.pt2", "--img-size", "1", "2", "3"], 2, "--img-size must be one or two numbers"),
     (["compare", "--variants", "plain"], 2, "error: --variants: expected at least 2 distinct names, got plain"),
     (["compare", "--variants", "plain", "a/b=attention"], 2, "error: --variants: expected …'a/b=attention'"),
     (["compare", "--seeds", "1", "1"], 2, "error: --seeds must be distinct"),

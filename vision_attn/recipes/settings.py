@@ -200,6 +200,8 @@ def check_values(settings: Any) -> None:
             if low is not None and high is not None and x is not None and not low <= x <= high:
                 limit = f"at most {high}" if x > high else f"at least {low}"
                 raise ValueError(f"{flag(name)} must be {limit}, got {x}")
+        if name == "img_size" and isinstance(value, tuple) and len(value) > 2:
+            raise ValueError(f"{flag(name)} must be one or two numbers, got {' '.join(map(str, value))}")
         if name in CHOICES and value not in (None, *CHOICES[name]):
             raise ValueError(f"{flag(name)} must be {' or '.join(CHOICES[name])}, got {value!r}")
 
