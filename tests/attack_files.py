@@ -166,8 +166,8 @@ def harmful(folder, honest):
     for name, changed in OPTIONS.items():
         blocks = [{**block, "options": block["options"] | changed}]
         crafted.rewrite(honest, folder / f"{name}.safetensors", blocks=blocks)
-    readers = {".safetensors": lambda path: va.load_adapter_(convolutions(3, 8, 8), path)}
-    readers[".loaded"] = lambda path: va.load_checkpoint_(convolutions(3, 8, 8), path)
+    readers = {".safetensors": partial(va.load_adapter_, convolutions(3, 8, 8))}
+    readers[".loaded"] = partial(va.load_checkpoint_, convolutions(3, 8, 8))
     return {path: readers.get(path.suffix, read_file) for path in folder.iterdir()}
 
 
