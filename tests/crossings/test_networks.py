@@ -619,6 +619,8 @@ def test_features_in_random_order(networks, steps):
 @pytest.mark.thorough
 @pytest.mark.timeout(3000)
 @pytest.mark.filterwarnings("ignore")
+# At these limits, torch stops compiling: what runs again may then run otherwise than at first.
+@torch._dynamo.config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20)
 def test_features_in_random_order_for_half_an_hour():
     end = time.monotonic() + 1800
     while time.monotonic() < end:

@@ -57,8 +57,7 @@ def test_features_are_an_input_of_an_exported_graph_or_refused():
         with va.context(net.model, features):
             return net.model(images)
 
-    part = Net(lambda net, x: net.conv(x), conv=nn.Conv2d(3, 8, 3))
-    model, images = nn.Sequential(part), torch.randn(1, 3, 8, 8)
+    model, images = nn.Sequential(Net(lambda net, x: net.conv(x), conv=nn.Conv2d(3, 8, 3))), torch.randn(1, 3, 8, 8)
     first, second = torch.randn(2, 1, 4, 3, 3)
     va.insert_(model, names="0", context_channels=4, num_heads=2, gate_init=1.0, example_input=images)
     program = torch.export.export(both := Net(run, model=model), (images, first)).module()
