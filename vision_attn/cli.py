@@ -204,8 +204,8 @@ def is_distributed() -> bool:
 def describe_error(error: Exception) -> str | None:
     """Return the message of an error that a user can fix, or None for a bug.
 
-    >>> describe_error(ValueError("one, seed 0 failed: SiteError: stages: there is no stage 9"))
-    'one, seed 0 failed: SiteError: --stages: there is no stage 9'
+    >>> describe_error(ValueError("se, seed 0 failed: SiteError: names: no module matches layer9"))
+    'se, seed 0 failed: SiteError: --names: no module matches layer9'
     """
     text = str(error)
     if text.startswith("Caught ") and "in DataLoader worker" in text:  # with the traceback of the worker

@@ -243,7 +243,7 @@ def test_a_resumed_run_has_the_same_classes_and_images(base, photos):
     base = replace(base, data=photos, resume="auto", epochs=1)
     train(base)
     shutil.copy(photos / "red" / "0.png", photos / "red" / "another.png")
-    with pytest.warns(UserWarning, match=r"images changed .*\[67, 6\] .*, \[66, 6\] before.* held out") as caught:
+    with pytest.warns(UserWarning, match=r"images changed .*\[67, 6\] .*, \[66, 6\] before.* used for tr") as caught:
         train(base, epochs=2)
     with pytest.warns(UserWarning, match="trained on some of the images") as evaluated:
         module.evaluate(Evaluation(run=str(base.output), device="cpu"))

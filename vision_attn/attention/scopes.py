@@ -177,7 +177,7 @@ def in_scope() -> bool:
 def has_scopes() -> bool:
     """Return True if the running forward pass is inside a ``with`` block; a constant for torch's compiler.
 
-    A segment that runs again is inside the ``with`` blocks of its first run: if it was compiled then, it is now.
+    A recomputed segment is inside the ``with`` blocks of its first run, so that it is compiled again or eager again.
     """
     return any(active_scopes())
 
@@ -193,7 +193,7 @@ class EagerInScopes(str):
     """A stance of torch.compile: ``force_eager`` inside a scope, and the previous stance everywhere else.
 
     torch has one stance for all threads and compares it by name. This stance is set while any thread is in a scope, and
-    while a graph has segments that ran in a scope: what ran eagerly first runs eagerly again.
+    while a graph has segments that ran in a scope, so that they are recomputed eagerly.
     """
 
     lock: ClassVar[Lock] = Lock()

@@ -158,8 +158,8 @@ def train_variant(variant: str, seed: int, *, output: Path, **settings: Any) -> 
     found = [(run.name.endswith(f"-{seed}"), runs.read_progress(state)["data"]) for run, state in states]
     first = found[0][1]
     # Each seed may hold out other images.
-    same = [data["digests"] for same_seed, data in found if same_seed or not data.get("held_out", True)]
-    if any(data["classes"] != first["classes"] for _, data in found) or any(one != first["digests"] for one in same):
+    digests = {tuple(data["digests"]) for same_seed, data in found if same_seed or not data.get("held_out", True)}
+    if any(data["classes"] != first["classes"] for _, data in found) or len(digests) > 1:
         what = f"the runs in {output} have different classes, or different images for seed {seed}"
         remedy = "Restore the images of --data, and delete the runs with other images; or choose another --output"
         raise DataError(f"{what}. {remedy}")

@@ -65,8 +65,10 @@ def require_run(name: str | Path, order: str) -> Path:
     if not folder.exists():
         raise DataError(f"{name}: no such run")
     kind = next((f"the folder of {kind}" for mark, kind in MARKS.items() if (folder / mark).is_file()), "")
-    images = not kind and any(map(is_image, folder.rglob("*")))
-    kind = "a file" if folder.is_file() else "a folder of images" if images else kind
+    if folder.is_file():
+        kind = "a file"
+    elif not kind and any(map(is_image, folder.rglob("*"))):
+        kind = "a folder of images"
     what = f"{kind}, not the folder of a run" if kind else "not the folder of a run: it has no config.json"
     raise ValueError(f"{name} is {what}. The order is {order}")
 
@@ -208,7 +210,7 @@ def read_progress(state: Path) -> dict[str, Any]:
 
 
 def compare_data(progress: dict[str, Any], data: dict[str, Any]) -> None:
-    """Raise an error if the run had other classes, or other images in its last epoch; warn if it had other images."""
+    """Raise an error for other classes, and for other images within an epoch; warn about other images otherwise."""
     if (before := progress["data"])["classes"] != data["classes"]:
         old, new = (shorten(one["classes"]) for one in (before, data))
         raise DataError(f"the classes differ from those of the run: expected {old}, got {new}. Restore --data")
@@ -217,8 +219,8 @@ def compare_data(progress: dict[str, Any], data: dict[str, Any]) -> None:
         what = f"the images changed since the run was started ({numbers})"
         if progress["step"]:
             raise DataError(f"{what}, and it was interrupted within an epoch. Restore the images of --data")
-        held = " and images that it was trained on may be held out for validation" * data["held_out"]
-        warnings.warn(f"{what}: results may differ{held}", stacklevel=3)
+        held_out = ", and some validation images may have been used for training" * data["held_out"]
+        warnings.warn(f"{what}: results may differ{held_out}", stacklevel=3)
 
 
 def save_state(acc: Any, folder: Path, progress: dict[str, Any]) -> Path:

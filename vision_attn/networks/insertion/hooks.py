@@ -63,8 +63,8 @@ def find_context(block: nn.Module, original: nn.Module) -> dict[str, Tensor]:
     if record.second is not None:
         if (found := CONTEXTS.maps.pop((original, backward_pass()), None)) is None:
             what = f"the block at {record.site!r} has no context: {record.second.path!r} did not run before it"
-            remedy = "checkpoint both modules in one segment, and compile both or neither"
-            raise SiteError(f"{what}. Choose a context that runs earlier, {remedy}")
+            remedy = "Choose a context that runs earlier, checkpoint both modules in one segment"
+            raise SiteError(f"{what}. {remedy}, and compile both modules or neither")
         return {"context": found}
     if record.context_shape is None:
         return {}
